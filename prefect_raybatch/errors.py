@@ -1,0 +1,78 @@
+"""What can go wrong, as one tree. Every error is either transient (worth a retry) or terminal.
+
+Errors cross process borders (Ray workers, Prefect subprocesses), so each takes its message as its
+only argument and pickles without help.
+"""
+
+from __future__ import annotations
+
+
+class RayBatchError(Exception):
+    """Base of every error this package raises on purpose.
+
+    `transient` says whether running the same thing again can help. Terminal errors are never
+    retried: they need a person, and the message says what that person should change.
+    """
+
+    transient = False
+
+
+class ConfigError(RayBatchError):
+    """The job cannot work as written: which field, which value, what to write instead."""
+
+
+class SourceError(RayBatchError):
+    """The input is missing, unreadable, of changing schema, or not what the plan recorded."""
+
+
+class PlanMismatch(RayBatchError):
+    """The run directory belongs to another job; the message lists the differing fields."""
+
+
+class CorruptRun(RayBatchError):
+    """A record or a piece in the run directory contradicts the plan; `raybatch verify` names it."""
+
+
+class UnsafeStore(RayBatchError):
+    """The output store does not honour put-if-absent, so exactly-once cannot be kept on it."""
+
+
+class StoreError(RayBatchError):
+    """The store refused or failed in a way that a retry may not mend (permission, full disk)."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or answered 5xx, after the retries of a single call."""
+
+    transient = True
+
+
+class InsufficientResources(RayBatchError):
+    """The cluster can never give what the job asks for; the message says what is short."""
+
+
+class EngineStartError(RayBatchError):
+    """The inference engine did not start: a model that does not load, an argument vLLM refuses."""
+
+
+class EngineFailure(RayBatchError):
+    """Engines kept dying and no shard got through: the infrastructure, not the rows."""
+
+    transient = True
+
+
+class ErrorBudgetExceeded(RayBatchError):
+    """More rows failed than `limits.max_failed` allows; what is committed is kept."""
+
+
+class IncompleteRun(RayBatchError):
+    """Some shards are still uncommitted; running the same command again continues."""
+
+    transient = True
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry can help: our own errors say so, unknown ones (network, Ray) count as yes."""
+    if isinstance(error, RayBatchError):
+        return error.transient
+    return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))

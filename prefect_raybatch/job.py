@@ -1,0 +1,547 @@
+"""`BatchJob`: the YAML file, the flow parameter and the manual of a job, as one pydantic model.
+
+Fields are grouped (source, prompt, sampling, engine, output, limits, cluster) and each describes
+itself, because the same text is the form in the Prefect page and the table in docs/job.md. What
+can be checked without reading the input is checked here; `plan` checks the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from prefect_raybatch import vllm_fields
+from prefect_raybatch.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+SCHEMES = ("", "file", "s3")
+RESERVED = "__rb_"  # columns of ours that travel with a row
+
+
+def _field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
+    """A described field; `position` keeps the order in the Prefect form, which else is A to Z."""
+    return Field(
+        default,
+        title=title,
+        description=text,
+        json_schema_extra={"position": position},
+        **kwargs,
+    )
+
+
+def check_uri(uri: str) -> str:
+    """A local path, file:// or s3://bucket/key; ValueError says what is wrong otherwise."""
+    if not uri or not uri.strip() or "\x00" in uri:
+        raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
+    scheme = uri.split("://", 1)[0].lower() if "://" in uri else ""
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"{uri!r} has scheme {scheme!r}; local paths, file:// and s3:// are supported"
+        )
+    if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
+        raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
+    return uri
+
+
+def check_function(name: str) -> str:
+    """`package.module:function`; ValueError otherwise. Nothing is imported here."""
+    if not FUNCTION.match(name):
+        raise ValueError(f"{name!r} is not of the form package.module:function")
+    return name
+
+
+def template_fields(template: str) -> tuple[str, ...]:
+    """Column names a template uses, in order of first use.
+
+    Only plain `{Column}` fields are allowed ({{ and }} are literal braces): attribute or index
+    access, conversions and format specs are refused, since a job file is untrusted input.
+    """
+    names: list[str] = []
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"is no valid template: {error}; write {{{{ for a literal {{") from None
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        if not name or spec or conversion or any(c in name for c in ".[]"):
+            raise ValueError(
+                f"field {{{name}{'!' + conversion if conversion else ''}"
+                f"{':' + spec if spec else ''}}} is not a plain {{Column}}; use "
+                "prompt.function for anything more than column values"
+            )
+        if name not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str] | None, ours: set[str]) -> None:
+    """ValueError naming the first field that neither we nor the installed vLLM know."""
+    for name in given:
+        if known is not None and name not in known:
+            raise ValueError(f"unknown field {name!r}{_nearest(name, known | ours)}")
+
+
+def _nearest(name: str, known: set[str] | frozenset[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; remove it"
+
+
+class Group(BaseModel):
+    """Fields that belong together; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Source(Group):
+    """What to read."""
+
+    uri: str | list[str] = _field(
+        1,
+        title="Where",
+        text="File, folder or glob, local or s3://, or a list of these. A folder is read "
+        "recursively. Files are taken in the order of their names.",
+    )
+    format: Literal["auto", "parquet", "csv", "jsonl"] = _field(
+        2, "auto", title="Format", text="By default told from the file names' endings."
+    )
+    limit: int | None = _field(
+        3, None, title="First rows only", text="Read only the first N rows.", gt=0
+    )
+    columns: list[str] | None = _field(
+        4, None, title="Columns", text="Read only these columns; by default all.", min_length=1
+    )
+    rows_per_shard: int | None = _field(
+        5,
+        None,
+        title="Rows a shard",
+        text="Rows read, inferred and committed as one. By default chosen from rows, workers and "
+        "batch size.",
+        gt=0,
+        le=1_000_000,
+    )
+    options: dict[str, Any] = _field(
+        6,
+        {},
+        title="Store options",
+        text="s3fs options for the input, such as endpoint_url or anon. Prefer credentials_block "
+        "or the environment for keys.",
+    )
+    credentials_block: str | None = _field(
+        7,
+        None,
+        title="Credentials block",
+        text="Prefect block with the keys, as type-slug/name, for example aws-credentials/nightly.",
+    )
+
+    @field_validator("uri")
+    @classmethod
+    def _uri(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, list) and not value:
+            raise ValueError("is an empty list; name at least one file")
+        for uri in [value] if isinstance(value, str) else value:
+            check_uri(uri)
+        return value
+
+    @property
+    def uris(self) -> list[str]:
+        return [self.uri] if isinstance(self.uri, str) else list(self.uri)
+
+
+class Prompt(Group):
+    """How a row becomes a request: a template or a function of yours."""
+
+    template: str | None = _field(
+        1,
+        None,
+        title="User message",
+        text="Text with {Column} fields. {{ and }} are literal braces.",
+    )
+    system: str | None = _field(2, None, title="System message", text="Sent before it, as it is.")
+    function: str | None = _field(
+        3,
+        None,
+        title="Function",
+        text="package.module:function in place of the template. Takes the row (dict of column to "
+        "value), returns the user text, a list of chat messages, or "
+        "{'messages': [...], 'sampling': {...}}.",
+    )
+    on_null: Literal["fail", "empty"] = _field(
+        4,
+        "fail",
+        title="Null in a template column",
+        text="fail: the row goes to quarantine. empty: an empty text is put in.",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _template(cls, value: str | None) -> str | None:
+        if value is not None:
+            template_fields(value)
+        return value
+
+    @field_validator("function")
+    @classmethod
+    def _function(cls, value: str | None) -> str | None:
+        return None if value is None else check_function(value)
+
+    @model_validator(mode="after")
+    def _one(self) -> Prompt:
+        if (self.template is None) == (self.function is None):
+            raise ValueError("set exactly one of template and function")
+        return self
+
+
+class Sampling(Group):
+    """How answers are drawn. Any field of vLLM's SamplingParams may be added."""
+
+    model_config = ConfigDict(extra="allow", validate_default=True)
+
+    temperature: float = _field(1, 0.0, title="Temperature", text="0 is greedy.", ge=0)
+    max_tokens: int = _field(2, 16, title="Most tokens out", text="Per answer.", gt=0)
+    choice: list[str] | None = _field(
+        3,
+        None,
+        title="Choices",
+        text="The answer is exactly one of these (structured choice).",
+    )
+
+    @field_validator("choice")
+    @classmethod
+    def _choice(cls, value: list[str] | None) -> list[str] | None:
+        if value is None:
+            return None
+        if not value:
+            raise ValueError("is an empty list; name the labels, or leave it out")
+        for number, label in enumerate(value, 1):
+            if not label.strip():
+                raise ValueError(f"label {number} of {len(value)} is empty; remove or name it")
+        repeated = sorted({label for label in value if value.count(label) > 1})
+        if repeated:
+            raise ValueError(f"label {repeated[0]!r} stands there twice; remove one")
+        return value
+
+    @model_validator(mode="after")
+    def _known(self) -> Sampling:
+        extra = self.model_extra or {}
+        _refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
+        for name in ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval"):
+            if extra.get(name) is not None:
+                raise ValueError(f"{name} is not supported: only the answer's text is written")
+        if self.choice and extra.get("structured_outputs"):
+            raise ValueError("choice and structured_outputs exclude each other; keep one")
+        return self
+
+
+class Engine(Group):
+    """The model and how it is run. Any vLLM engine argument may be added and is passed through."""
+
+    model_config = ConfigDict(extra="allow", validate_default=True, protected_namespaces=())
+
+    model: str = _field(
+        1,
+        "demo",
+        title="Model",
+        text="Hugging Face name, local folder, s3:// folder, or demo: the small bundled model.",
+    )
+    revision: str | None = _field(
+        2, None, title="Revision", text="Branch, tag or commit; pinned to a commit in the plan."
+    )
+    device: Literal["auto", "gpu", "cpu"] = _field(
+        3, "auto", title="Device", text="auto: GPU where the cluster has one."
+    )
+    replicas: int = _field(
+        4, 1, title="Engines", text="How many engines work side by side.", gt=0, le=4096
+    )
+    tensor_parallel_size: int = _field(
+        5, 1, title="Tensor parallel", text="GPUs that share each layer.", gt=0
+    )
+    pipeline_parallel_size: int = _field(
+        6, 1, title="Pipeline parallel", text="GPUs that share the layers.", gt=0
+    )
+    max_model_len: int | None = _field(
+        7,
+        None,
+        title="Context length",
+        text="Prompt and answer together, in tokens; by default the model's own.",
+        gt=0,
+    )
+    max_num_seqs: int = _field(
+        8, 256, title="Sequences at once", text="Most rows an engine computes at one time.", gt=0
+    )
+    max_num_batched_tokens: int | None = _field(
+        9,
+        None,
+        title="Tokens a step",
+        text="Most tokens in one engine step; by default 16384 on a GPU, 4096 on a CPU.",
+        gt=0,
+    )
+    batch_size: int = _field(
+        10,
+        256,
+        title="Batch size",
+        text="The fewest rows a shard should hold when the plan chooses.",
+        gt=0,
+    )
+    max_concurrent_batches: int | None = _field(
+        11,
+        None,
+        title="Shards at once",
+        text="Shards in flight in an engine; by default enough to keep it saturated: rows a "
+        "shard * this >= max_num_seqs, and at least 2.",
+        gt=0,
+    )
+    accelerator_type: str | None = _field(
+        12, None, title="Accelerator", text="Ray's name of the GPU kind, such as H100 or L4."
+    )
+    env: dict[str, str] = _field(
+        13, {}, title="Environment", text="Environment variables for the engine's process."
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> Engine:
+        extra = self.model_extra or {}
+        _refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
+        return self
+
+    @property
+    def gpus_per_replica(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class Output(Group):
+    """Where the result goes and what it holds."""
+
+    uri: str = _field(
+        1, title="Where", text="Folder, local or s3://; the run is written to URI/RUN_KEY/."
+    )
+    column: str = _field(
+        2, "response", title="Answer column", text="Name of the column with the answer."
+    )
+    columns: list[str] | None = _field(
+        3, None, title="Input columns kept", text="By default all; [] keeps none."
+    )
+    postprocess: str | None = _field(
+        4,
+        None,
+        title="Postprocess",
+        text="package.module:function. Takes the row with the answer (dict), returns the dict of "
+        "columns to write in place of the answer column, or None to leave the row out.",
+    )
+    output_schema: dict[str, str] | None = _field(
+        5,
+        None,
+        title="Schema",
+        text="Arrow type by name of what postprocess returns, such as {industry: string}; by "
+        "default fixed by the first shard.",
+        alias="schema",
+    )
+    row_number: str | None = _field(
+        6,
+        "_row",
+        title="Row number column",
+        text="Input row (from 0) that a result row came from; null leaves it out of the data.",
+    )
+    compact: bool = _field(
+        7,
+        True,
+        title="Compact",
+        text="Write data/ in input order at the end; off leaves the pieces under a manifest.",
+    )
+    file_mb: int = _field(8, 256, title="File size", text="Aim for result files, in MiB.", gt=0)
+    options: dict[str, Any] = _field(
+        9, {}, title="Store options", text="s3fs options for the output."
+    )
+    credentials_block: str | None = _field(
+        10, None, title="Credentials block", text="Prefect block with the keys, type-slug/name."
+    )
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
+
+    @field_validator("uri")
+    @classmethod
+    def _uri(cls, value: str) -> str:
+        if any(c in value for c in "*?["):
+            raise ValueError(f"{value!r} holds a wildcard; name one folder")
+        return check_uri(value)
+
+    @field_validator("postprocess")
+    @classmethod
+    def _function(cls, value: str | None) -> str | None:
+        return None if value is None else check_function(value)
+
+    @field_validator("column")
+    @classmethod
+    def _column(cls, value: str) -> str:
+        if not value or value.startswith(RESERVED):
+            raise ValueError(f"{value!r} cannot be a column name here; choose another")
+        return value
+
+    @model_validator(mode="after")
+    def _declared(self) -> Output:
+        if self.output_schema is not None and self.postprocess is None:
+            raise ValueError("schema describes what postprocess returns; set postprocess as well")
+        return self
+
+
+class Limits(Group):
+    """When to give up."""
+
+    max_failed: int | float = _field(
+        1,
+        0.01,
+        title="Most failed rows",
+        text="A count (10) or a fraction of the planned rows (0.01); one more fails the run.",
+        ge=0,
+    )
+    engine_deaths: int = _field(
+        2,
+        2,
+        title="Deaths a row may cause",
+        text="A row that, alone, kills its engine this often goes to quarantine.",
+        gt=0,
+    )
+
+    def allowed(self, rows: int) -> int:
+        """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""
+        if isinstance(self.max_failed, float) and self.max_failed < 1:
+            return int(self.max_failed * rows)
+        return int(self.max_failed)
+
+
+class Stage(Group):
+    """Resources of a CPU stage."""
+
+    num_cpus: float = _field(1, 0.5, title="CPUs a task", text="Logical CPUs.", gt=0)
+    concurrency: int | None = _field(2, None, title="Most tasks at once", text="", gt=0)
+    memory: int | None = _field(3, None, title="Memory a task", text="In bytes.", gt=0)
+
+
+class Cluster(Group):
+    """Which Ray cluster, and what the CPU stages take of it."""
+
+    address: str | None = _field(
+        1,
+        None,
+        title="Address",
+        text="host:port or auto for a running cluster; by default the environment's RAY_ADDRESS, "
+        "else one is started here and stopped at the end.",
+    )
+    prepare: Stage = _field(2, Stage(), title="Prepare stage", text="Read, template, tokens.")
+    finish: Stage = _field(
+        3, Stage(num_cpus=0.25), title="Finish stage", text="Detokenize, postprocess, write."
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("ray://"):
+            raise ValueError(
+                "ray:// (the Ray client) ends the work after 30 s without network; run the flow "
+                "on the cluster and use auto, or give the GCS address host:6379"
+            )
+        return value
+
+
+class BatchJob(Group):
+    """One batch inference job: read a table, ask a model about every row, write the answers."""
+
+    name: str = _field(
+        1, title="Name", text="Letters, digits and ._- ; part of the default run key."
+    )
+    source: Source = _field(2, title="Source", text="What to read.")
+    prompt: Prompt = _field(3, title="Prompt", text="How a row becomes a request.")
+    sampling: Sampling = _field(4, Sampling(), title="Sampling", text="How answers are drawn.")
+    engine: Engine = _field(5, Engine(), title="Engine", text="The model and how it is run.")
+    output: Output = _field(6, title="Output", text="Where the result goes.")
+    limits: Limits = _field(7, Limits(), title="Limits", text="When to give up.")
+    cluster: Cluster = _field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not NAME.match(value):
+            raise ValueError(
+                f"{value!r} may only hold letters, digits and ._- (not first), at most 128"
+            )
+        return value
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
+        """Validates; raises `ConfigError` with each wrong field, its value and the remedy."""
+        try:
+            return cls.model_validate(dict(value))
+        except ValidationError as error:
+            raise ConfigError(explain(error, where)) from None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> BatchJob:
+        """Reads a job file; raises `ConfigError` when it is missing, not YAML or not a job."""
+        import yaml
+
+        try:
+            value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: there is no such job file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: must hold a mapping with name, source, prompt and output")
+        return cls.from_dict(value, str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML or JSON, without what equals its default."""
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
+def check_run_key(key: str) -> str:
+    """A run key is one path segment; `ConfigError` for anything that could leave the root."""
+    if not NAME.match(key) or ".." in key:
+        raise ConfigError(
+            f"run key {key!r} may only hold letters, digits and ._- (a letter or digit first, "
+            "no '..', at most 128 characters)"
+        )
+    return key
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """A pydantic error as lines a person can act on: field, what is wrong, value."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) for part in item["loc"]) or "job"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = f"unknown field{_nearest(str(item['loc'][-1]), _siblings(item['loc']))}"
+        elif item["type"] == "missing":
+            message = "is required"
+        elif not isinstance(item.get("input"), (dict, BaseModel)):
+            message += f" (value: {str(item.get('input'))[:80]!r})"
+        lines.append(f"{where}: {path}: {message}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _siblings(loc: tuple[Any, ...]) -> set[str]:
+    model: type[BaseModel] = BatchJob
+    for part in loc[:-1]:
+        found = model.model_fields.get(str(part))
+        if found is None or not isinstance(found.annotation, type):
+            return set()
+        if issubclass(found.annotation, BaseModel):
+            model = found.annotation
+    return {f.alias or name for name, f in model.model_fields.items()}

@@ -1,0 +1,301 @@
+"""Frozen value types that travel between stages, processes and the run directory.
+
+A row is known by (shard, position); sets of positions are kept as sorted, disjoint, half-open
+ranges, because a shard done in one go is one range however many rows it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prefect_raybatch.errors import CorruptRun
+
+FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
+MAX_RECORD_BYTES = 8 << 20  # records are untrusted: a larger one is not ours
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def to_ranges(positions: Iterable[int]) -> Ranges:
+    """Sorted positions (ints, ascending, no repeats) as half-open ranges: [0,1,2,5] -> (0,3),(5,6).
+
+    Raises ValueError when positions are not strictly ascending.
+    """
+    ranges: list[list[int]] = []
+    for position in positions:
+        if ranges and position < ranges[-1][1]:
+            raise ValueError(f"position {position} is repeated or out of order")
+        if ranges and position == ranges[-1][1]:
+            ranges[-1][1] = position + 1
+        else:
+            ranges.append([position, position + 1])
+    return tuple((start, stop) for start, stop in ranges)
+
+
+def count(ranges: Ranges) -> int:
+    """How many positions the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def merge(*parts: Ranges) -> Ranges | None:
+    """The union of disjoint range sets, or None when any position is held twice."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(r for part in parts for r in part):
+        if start >= stop or (merged and start < merged[-1][1]):
+            return None
+        if merged and start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def missing(held: Ranges, rows: int) -> Ranges:
+    """The positions of [0, rows) that `held` (sorted, disjoint) lacks."""
+    gaps, at = [], 0
+    for start, stop in held:
+        if start > at:
+            gaps.append((at, start))
+        at = stop
+    if at < rows:
+        gaps.append((at, rows))
+    return tuple(gaps)
+
+
+def _ranges(value: Any) -> Ranges:
+    return tuple((int(start), int(stop)) for start, stop in value)
+
+
+def dump(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, so equal values have equal bytes and hashes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def load(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from an untrusted record; `CorruptRun` names `what` when it is none."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CorruptRun(f"{what} holds {type(value).__name__}, not an object")
+    return value
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it."""
+
+    uri: str
+    size: int
+    etag: str | None
+    mtime_ns: int | None
+    rows: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The unit of everything: rows [start, start + rows) of the input in its recorded order."""
+
+    id: int
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work for one trip through the stages: positions [offset, offset + rows) of a shard.
+
+    Usually the whole shard; parts of it once its engine died on it.
+    """
+
+    shard: int
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is: input, shards and the job's fingerprint. Written once, never changed.
+
+    `shards_table` and `files_table` name Parquet files under `_raybatch/` that carry their own
+    hash in their name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of
+    the record's bytes and stands in every commit.
+    """
+
+    run_key: str
+    job_name: str
+    created: str
+    rows: int
+    rows_per_shard: int
+    shards: int
+    fingerprint: str
+    parts: Mapping[str, Any]
+    model: Mapping[str, Any]
+    input_schema: str
+    shards_table: str
+    files_table: str
+    snapshot: bool
+    job: Mapping[str, Any]
+    parent: str | None = None
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @property
+    def hash(self) -> str:
+        return digest(self.to_bytes())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        value = load(data, "plan.json")
+        if value.get("format") != FORMAT:
+            raise CorruptRun(
+                f"plan.json has format {value.get('format')!r}; this version reads {FORMAT}. "
+                "Finish the run with the version that began it, or start a new run key."
+            )
+        plan = _build(cls, value, "plan.json")
+        for name in ("rows", "rows_per_shard", "shards"):
+            if not isinstance(getattr(plan, name), int) or getattr(plan, name) < 0:
+                raise CorruptRun(f"plan.json: {name} is {getattr(plan, name)!r}, not a count")
+        for name in ("shards_table", "files_table"):
+            table = getattr(plan, name)
+            if not isinstance(table, str) or "/" in table or not table.endswith(".parquet"):
+                raise CorruptRun(f"plan.json: {name} is {table!r}, not a table name")
+        return plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Parquet file that finish wrote; `kind` is data or quarantine."""
+
+    path: str
+    kind: str
+    rows: int
+    bytes: int
+    sha256: str
+    positions: Ranges
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Piece:
+        piece = _build(cls, {**value, "positions": _ranges(value["positions"])}, "piece")
+        if piece.kind not in ("data", "quarantine") or "/" in str(piece.path):
+            raise CorruptRun(f"piece {piece.path!r} of kind {piece.kind!r} is not one of ours")
+        return piece
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one trip of (a part of) a shard through the stages gave.
+
+    `lost` carries the reason when the positions did not get through (an engine died): such a
+    receipt holds no positions and only tells the driver why. `failures` counts failed rows as
+    {"stage|class|message": rows}. `stats` holds sums (tokens, seconds a stage) and times.
+    """
+
+    shard: int
+    attempt: str
+    good: Ranges = ()
+    failed: Ranges = ()
+    skipped: Ranges = ()
+    pieces: tuple[Piece, ...] = ()
+    stats: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+    lost: str | None = None
+    fatal: bool = False
+
+    @property
+    def held(self) -> Ranges | None:
+        """All positions the receipt accounts for; None when its own parts overlap."""
+        return merge(self.good, self.failed, self.skipped)
+
+    def to_json(self) -> str:
+        return dump(asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Receipt:
+        data = text.encode() if isinstance(text, str) else text
+        return _from_positions(cls, load(data, "receipt"), "receipt")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The only truth about a finished shard; written once by put-if-absent.
+
+    `token` is fresh for every write, so a writer can tell its own record from another's.
+    """
+
+    shard: int
+    attempt: str
+    token: str
+    plan_hash: str
+    good: Ranges
+    failed: Ranges
+    skipped: Ranges
+    pieces: tuple[Piece, ...]
+    stats: Mapping[str, float]
+    failures: Mapping[str, int]
+    where: Mapping[str, str]
+    committed: float
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
+        return _from_positions(cls, load(data, what), what)
+
+
+def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
+    try:
+        for name in ("good", "failed", "skipped"):
+            value[name] = _ranges(value[name])
+        value["pieces"] = tuple(Piece.from_dict(piece) for piece in value["pieces"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptRun(f"{what} is malformed: {type(error).__name__}: {error}") from None
+    return _build(cls, value, what)
+
+
+def _build(cls: Any, value: Mapping[str, Any], what: str) -> Any:
+    names = {f for f in cls.__dataclass_fields__}
+    unknown = sorted(set(value) - names)
+    if unknown:
+        raise CorruptRun(f"{what} has unknown fields {', '.join(unknown)}")
+    try:
+        return cls(**value)
+    except TypeError as error:
+        raise CorruptRun(f"{what} is malformed: {error}") from None
+
+
+def add_counts(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Key-wise sums."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def fold_stats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of sums; `started` is the earliest and `ended` the latest of the parts."""
+    total = add_counts(*({k: v for k, v in p.items() if k not in TIMES} for p in parts))
+    for key, choose in TIMES.items():
+        known = [p[key] for p in parts if key in p]
+        if known:
+            total[key] = choose(known)
+    return total
+
+
+TIMES = {"started": min, "ended": max}
