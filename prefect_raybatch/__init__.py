@@ -1,1 +1,52 @@
+"""Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
+`from prefect_raybatch import BatchJob, batch_inference` and the tasks `plan_shards`,
+`infer_shards`, `finalize_run` are the whole of the Python interface; the rest may move.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect_raybatch.errors import RayBatchError
+    from prefect_raybatch.flow import batch_inference
+    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.records import RunReport
+    from prefect_raybatch.runs import Run
+    from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
+
+__version__ = "0.1.0"
+
+# Names are fetched when asked for: `raybatch status` must not wait for Prefect to be imported.
+_HOMES = {
+    "BatchJob": "job",
+    "RayBatchError": "errors",
+    "Run": "runs",
+    "RunReport": "records",
+    "batch_inference": "flow",
+    "finalize_run": "tasks",
+    "infer_shards": "tasks",
+    "plan_shards": "tasks",
+}
+__all__ = [
+    "BatchJob",
+    "RayBatchError",
+    "Run",
+    "RunReport",
+    "batch_inference",
+    "finalize_run",
+    "infer_shards",
+    "plan_shards",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -308,8 +308,11 @@ class Engine(Group):
     accelerator_type: str | None = _field(
         12, None, title="Accelerator", text="Ray's name of the GPU kind, such as H100 or L4."
     )
+    num_cpus: float = _field(
+        13, 1, title="CPUs an engine", text="Logical CPUs Ray sets aside for each engine.", gt=0
+    )
     env: dict[str, str] = _field(
-        13, {}, title="Environment", text="Environment variables for the engine's process."
+        14, {}, title="Environment", text="Environment variables for the engine's process."
     )
 
     @model_validator(mode="after")
@@ -350,11 +353,12 @@ class Output(Group):
         "default fixed by the first shard.",
         alias="schema",
     )
-    row_number: str | None = _field(
+    row_number: str = _field(
         6,
         "_row",
         title="Row number column",
-        text="Input row (from 0) that a result row came from; null leaves it out of the data.",
+        text="Input row (from 0) that a result row came from; `verify` names rows by it.",
+        min_length=1,
     )
     compact: bool = _field(
         7,

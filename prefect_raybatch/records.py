@@ -258,6 +258,69 @@ class Commit:
         return _from_positions(cls, load(data, what), what)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A file of the result, path relative to the run directory."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
+    time over the longest (1 is even)."""
+
+    name: str
+    tasks: int
+    rows: int
+    seconds: float
+    rows_per_s: float
+    balance: float
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second."""
+
+    run: str
+    run_key: str
+    job: str
+    state: str
+    rows: int
+    good: int
+    failed: int
+    skipped: int
+    shards: int
+    resumed_shards: int
+    seconds: float
+    rows_per_s: float
+    tokens: Mapping[str, float]
+    stages: tuple[StageStats, ...]
+    failures: Mapping[str, int]
+    model: Mapping[str, Any]
+    parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+    steady_rows_per_s: float = 0.0
+    engine_deaths: int = 0
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RunReport:
+        value = load(data, "report.json")
+        try:
+            value["stages"] = tuple(StageStats(**s) for s in value["stages"])
+            value["parts"] = tuple(Part(**p) for p in value["parts"])
+            value["notes"] = tuple(value["notes"])
+        except (KeyError, TypeError) as error:
+            raise CorruptRun(f"report.json is malformed: {error}") from None
+        return _build(cls, value, "report.json")
+
+
 def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
     try:
         for name in ("good", "failed", "skipped"):

@@ -7,6 +7,11 @@ would be retried blindly or swallowed, and its text lost.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 
@@ -15,7 +20,14 @@ from prefect_raybatch.records import Unit
 SHARD, POSITION = "__rb_shard", "__rb_pos"  # int32 each; position counts from 0 in the shard
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
 LOST, FATAL = "__rb_lost", "__rb_fatal"  # only in lost blocks: text, and whether to stop the run
-TIMES = "__rb_times"  # float64 seconds a stage took for the block, same in each row
+TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
+TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
+PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function set for this row
+ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
+TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
+FINISH = "__rb_finish"  # string: vLLM's finish reason
+PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
+MAX_ERROR = 500  # characters of a message that are kept
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 
 
@@ -46,3 +58,56 @@ def is_lost(table: pa.Table) -> bool:
 def input_columns(table: pa.Table) -> list[str]:
     """Names of the columns that came from the input, in order."""
     return [name for name in table.column_names if not name.startswith("__rb_")]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a row went to quarantine."""
+
+    stage: str
+    kind: str
+    message: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"stage": self.stage, "kind": self.kind, "message": self.message}
+
+    @classmethod
+    def of(cls, stage: str, error: BaseException) -> Failure:
+        return cls(stage, type(error).__name__, str(error)[:MAX_ERROR])
+
+
+def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
+    """Rows as dicts of the named columns; a `Failure` for a row whose text is not valid UTF-8."""
+    if not names:
+        return [{} for _ in range(table.num_rows)]
+    part = table.select(names)
+    try:
+        return part.to_pylist()
+    except (UnicodeDecodeError, pa.ArrowException):
+        return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
+
+
+def _row(one: pa.Table) -> Any:
+    try:
+        return one.to_pylist()[0]
+    except (UnicodeDecodeError, pa.ArrowException) as error:
+        return Failure.of("prepare", error)
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(path: str, revision: str | None) -> Any:
+    """The model's tokenizer, once a worker process."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, revision=revision)
+
+
+def units_of(table: pa.Table) -> list[Unit]:
+    """The (parts of) shards a block holds, each as a run of ascending positions."""
+    shards = table[SHARD].to_numpy()
+    positions = table[POSITION].to_numpy()
+    if len(shards) == 0:
+        return []
+    breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(positions) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(shards)]
+    return [Unit(int(shards[a]), int(positions[a]), b - a) for a, b in pairwise(edges)]

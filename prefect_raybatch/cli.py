@@ -1,0 +1,391 @@
+"""The command line `raybatch`. Prefect and Ray are imported only by the commands that need them.
+
+Exit status: 0 done; 1 the run failed or is wrong; 2 the job or the command is wrong; 75 a passing
+fault, the same command again continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prefect_raybatch import runs
+from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.report import duration, failure_table, stage_table
+
+app = typer.Typer(
+    help="Exactly-once LLM batch inference over tables.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RunKey = Annotated[
+    str | None, typer.Option(help="Directory of the run under output.uri; continues it.")
+]
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")]
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Local folder or s3:// URI.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, e.g. source.limit=100."),
+]
+
+
+@app.command()
+def demo(
+    rows: Annotated[int, typer.Option(min=1, max=2_000_000, help="Rows of the CSV.")] = 10_000,
+    model: Annotated[str, typer.Option(help="demo is bundled; or any model.")] = "demo",
+    folder: Annotated[Path, typer.Option(help="Where data and result go.")] = Path("raybatch-demo"),
+    seed: Annotated[int, typer.Option(help="Of the generated customers.")] = 7,
+    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+) -> None:
+    """Company name to industry over a generated CSV, with real vLLM."""
+    from prefect_raybatch import demo as bundled
+    from prefect_raybatch.demo.customers import write_customers
+
+    data = folder / f"customers-{rows}-{seed}.csv"
+    job = BatchJob.from_dict(
+        {
+            "name": "demo",
+            "source": {"uri": str(data)},
+            "prompt": {"system": bundled.SYSTEM, "template": bundled.TEMPLATE},
+            "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(bundled.LABELS)},
+            "engine": {"model": model, "max_model_len": 256 if model == "demo" else 1024},
+            "output": {"uri": str(folder / "out"), "column": "industry"},
+        }
+    )
+    if not data.exists():
+        out.print(f"writing {rows:,} customers to {data}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_customers(data, rows, seed)
+    tag = "" if model == "demo" else "-" + model.strip("./").replace("/", "-")
+    report, fresh = _run(job, f"demo-{rows}-{seed}{tag}", prefect, quiet=False)
+    _show_report(report, fresh)
+    _show_sample(report, ["Index", "Company", "Country", "industry"])
+
+
+@app.command()
+def plan(job: JobFile, run_key: RunKey = None, set_: Set = None, as_json: Json = False) -> None:
+    """Dry run: shards, rows, shards an engine, saturation, needs against the cluster."""
+    found = runs.dry_run(_job(job, set_), run_key)
+    if as_json:
+        _print_json(found)
+    else:
+        _show_plan(found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    job: JobFile,
+    run_key: RunKey = None,
+    set_: Set = None,
+    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Run a job, or continue it: only what is not committed is read and inferred."""
+    loaded = _job(job, set_)
+    report, fresh = _run(loaded, run_key or runs.default_run_key(loaded), prefect, quiet=as_json)
+    if as_json:
+        _print_json(report)
+    else:
+        _show_report(report, fresh)
+
+
+@app.command()
+def status(run_dir: RunDir, as_json: Json = False) -> None:
+    """What a run has committed, also while it runs and from another machine."""
+    found = runs.status(run_dir)
+    if as_json:
+        _print_json(found)
+        return
+    out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({found.run})")
+    table = _grid()
+    table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
+    table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")
+    table.add_row("in quarantine", f"{found.quarantined:,}")
+    table.add_row("rate", f"{found.rate:,.0f} rows/s")
+    if found.pending:
+        table.add_row("time left", duration(found.seconds_left))
+    table.add_row("attempts", f"{len(found.attempts)}")
+    out.print(table)
+    _print_failures(found.failures)
+
+
+@app.command()
+def verify(run_dir: RunDir, as_json: Json = False) -> None:
+    """Prove coverage from the files: every planned row once, in data or in quarantine."""
+    from prefect_raybatch import verify as verifying
+    from prefect_raybatch.storage import open_store
+
+    found = verifying.verify(open_store(run_dir))
+    if as_json:
+        _print_json(found.to_dict())
+    elif found.ok:
+        out.print(
+            f"[green]proved[/]: {found.rows:,} planned rows = {found.data:,} in data/ + "
+            f"{found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+        )
+    else:
+        out.print(f"[red]not proved[/]: {run_dir}")
+        for fault in found.faults:
+            out.print(f"  {fault}", markup=False)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _job(path: str, overrides: list[str] | None) -> BatchJob:
+    import yaml
+
+    job = BatchJob.from_yaml(path)
+    if not overrides:
+        return job
+    value = job.to_dict()
+    for text in overrides:
+        field, equals, new = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text!r}: write FIELD=VALUE, such as source.limit=100")
+        at = value
+        *groups, last = field.split(".")
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"--set {text!r}: {group} is no group of fields")
+        at[last] = yaml.safe_load(new)
+    return BatchJob.from_dict(value, f"{path} with --set")
+
+
+def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool]:
+    """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
+    from prefect_raybatch.ledger import Ledger
+
+    runs.check_places(job)
+    store = runs.run_store(job, key)
+    if Ledger(store).finished() is not None:
+        done = runs.plan_run(job, key)
+        return runs.finalize_run(job, done), False
+    show = _Show(quiet)
+    try:
+        if not prefect:
+            planned = runs.plan_run(job, key)
+            show.begin(planned.uri)
+            progress = runs.infer_run(job, planned, show)
+            show.close()
+            return runs.finalize_run(job, planned, progress), True
+        return _run_flow(job, key, show), True
+    finally:
+        show.close()
+
+
+def _run_flow(job: BatchJob, key: str, show: _Show) -> Any:
+    # Quiet by default: the page has the log lines, the terminal has the progress.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
+    show.say("starting Prefect")
+    from prefect_raybatch import tasks
+    from prefect_raybatch.flow import batch_inference
+
+    show.begin(runs.run_store(job, key).uri)
+    tasks.OBSERVERS.append(show)
+    try:
+        return batch_inference(job, key)
+    finally:
+        tasks.OBSERVERS.remove(show)
+
+
+class _Show:
+    """Progress in the terminal: a bar there, a line every few seconds elsewhere."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+        self.bar: Any = None
+        self.printed = 0.0
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            err.print(text, markup=False)
+
+    def begin(self, uri: str) -> None:
+        self.say(f"run {uri}")
+
+    def __call__(self, progress: Any) -> None:
+        if self.quiet:
+            return
+        if err.is_terminal:
+            self._bar(progress)
+        elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
+            self.printed = time.time()
+            self.say(_line(progress))
+
+    def _bar(self, progress: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        if self.bar is None:
+            self.bar = Progress(
+                TextColumn("{task.fields[note]}"),
+                BarColumn(),
+                TextColumn("{task.percentage:.0f}%"),
+                console=err,
+            )
+            self.bar.add_task("rows", total=progress.rows, note="")
+            self.bar.start()
+        self.bar.update(0, completed=progress.done, note=_line(progress))
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def _line(progress: Any) -> str:
+    if not progress.recent:
+        done = f"{progress.done:,} of {progress.rows:,} rows done before; " if progress.done else ""
+        return f"{done}starting engines"
+    return (
+        f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "
+        f"{duration(progress.seconds_left)} left, {progress.tally.failed:,} failed"
+    )
+
+
+def _show_plan(found: runs.DryRun) -> None:
+    size = found.sizing
+    table = _grid()
+    table.add_row("input", f"{found.rows:,} rows in {found.files:,} {found.format} files")
+    table.add_row("columns", ", ".join(found.columns))
+    table.add_row("model", f"{found.model['source']} {found.model.get('revision') or ''}")
+    table.add_row("shards", f"{size.shards:,} of {size.rows_per_shard:,} rows")
+    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.workers} engines)")
+    table.add_row(
+        "saturation",
+        f"{size.rows_per_shard:,} rows * {size.concurrent} at once "
+        f"{'>=' if size.saturated else '<'} {size.max_num_seqs} sequences",
+    )
+    table.add_row("needs", f"{found.needs['cpus']:g} CPUs, {found.needs['gpus']:g} GPUs")
+    have = found.have
+    table.add_row(
+        "cluster",
+        f"{have['cpus']:g} CPUs, {have['gpus']:g} GPUs, {have['nodes']} nodes"
+        if have
+        else "a local one, started for the run",
+    )
+    table.add_row("run directory", found.run)
+    out.print(table)
+    for note in size.notes:
+        out.print(f"  {note}", markup=False)
+    for problem in found.problems:
+        out.print(f"[red]problem[/]: {problem}")
+
+
+def _show_report(report: Any, fresh: bool) -> None:
+    if not fresh:
+        out.print(f"run {report.run_key} is finished already; nothing was started.")
+    out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
+    table = _grid()
+    table.add_row(
+        "rows",
+        f"{report.rows:,} = {report.good:,} answered + {report.failed:,} in "
+        f"quarantine + {report.skipped:,} left out",
+    )
+    table.add_row("working time", duration(report.seconds))
+    table.add_row(
+        "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
+    )
+    table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
+    table.add_row("result", f"{report.run}/data/")
+    if report.failed:
+        table.add_row("failed rows", f"{report.run}/quarantine/")
+    table.add_row("report", f"{report.run}/_raybatch/report.md")
+    out.print(table)
+    stages = Table(box=None, pad_edge=False)
+    rows = stage_table(report)
+    for name in rows[0] if rows else ():
+        stages.add_column(name, justify="left" if name == "stage" else "right")
+    for row in rows:
+        stages.add_row(*(str(value) for value in row.values()))
+    out.print(stages)
+    _print_failures(report.failures)
+    _print_page()
+
+
+def _print_page() -> None:
+    url = os.environ.get("PREFECT_API_URL")
+    if url:
+        out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
+    else:
+        command = Path(sys.argv[0]).with_name("prefect")
+        out.print(f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs")
+
+
+def _show_sample(report: Any, columns: list[str]) -> None:
+    from prefect_raybatch.finalize import sample
+    from prefect_raybatch.storage import open_store
+
+    files = [part.path for part in report.parts if part.path.startswith("data/")]
+    rows = sample(open_store(report.run), files, 10)
+    if rows is None:
+        return
+    table = Table(title="First rows", title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name)
+    for row in rows.select(columns).to_pylist():
+        table.add_row(*(str(row[name]) for name in columns))
+    out.print(table)
+
+
+def _print_failures(failures: dict[str, int]) -> None:
+    for row in failure_table(failures)[:5]:
+        out.print(
+            f"  {row['rows']} rows failed in {row['stage']}: {row['error']}: {row['message']}",
+            markup=False,
+        )
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _print_json(value: Any) -> None:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    print(json.dumps(value, default=str))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: our errors become one clear message and an exit status, never a stack trace."""
+    try:
+        app(args=argv, standalone_mode=True)
+    except RayBatchError as error:
+        err.print(f"[red]{type(error).__name__}[/]: ", end="")
+        err.print(str(error), markup=False)
+        sys.exit(exit_status(error))
+    except KeyboardInterrupt:
+        err.print("stopped; what is committed is kept, the same command again continues")
+        sys.exit(130)
+
+
+def exit_status(error: RayBatchError) -> int:
+    if isinstance(error, (ConfigError, PlanMismatch)):
+        return 2
+    return 75 if error.transient else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Connects to a Ray cluster or starts a local one, and says whether a job fits it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prefect_raybatch.errors import InsufficientResources
+from prefect_raybatch.job import BatchJob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the cluster has in all (logical CPUs, GPUs, nodes) and where it is."""
+
+    cpus: float
+    gpus: float
+    nodes: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job takes while it runs: engines, and at least one task of each CPU stage."""
+
+    cpus: float
+    gpus: float
+    device: str
+
+
+def address_of(job: BatchJob) -> str | None:
+    """The cluster a job would use; None when one is started here."""
+    return job.cluster.address or os.environ.get("RAY_ADDRESS") or None
+
+
+@contextmanager
+def connected(job: BatchJob) -> Iterator[Capacity]:
+    """A connection to the job's cluster for the block; stops only what it started itself.
+
+    Raises `InsufficientResources` with the address when no cluster answers.
+    """
+    import ray
+
+    if ray.is_initialized():  # inside somebody's pipeline: theirs to stop
+        yield capacity()
+        return
+    address = address_of(job)
+    try:
+        if address:
+            ray.init(address=address, logging_level="warning", log_to_driver=False)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=local_cpus(job),
+                include_dashboard=False,
+                logging_level="warning",
+                log_to_driver=False,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InsufficientResources(
+            f"no Ray cluster answers at {address or 'this machine'}: {error}"
+        ) from None
+    try:
+        yield capacity()
+    finally:
+        ray.shutdown()
+
+
+def local_cpus(job: BatchJob) -> int:
+    """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
+    since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
+    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job) + job.engine.num_cpus))
+
+
+def capacity() -> Capacity:
+    """Of the cluster this process is connected to."""
+    import ray
+
+    total = ray.cluster_resources()
+    return Capacity(
+        total.get("CPU", 0.0),
+        total.get("GPU", 0.0),
+        sum(node["Alive"] for node in ray.nodes()),
+        ray.get_runtime_context().gcs_address,
+    )
+
+
+def device(job: BatchJob, gpus: float) -> str:
+    """cpu or gpu, as the job says or as the cluster has."""
+    if job.engine.device != "auto":
+        return job.engine.device
+    return "gpu" if gpus >= 1 else "cpu"
+
+
+def needs(job: BatchJob, gpus: float) -> Needs:
+    """What the job takes on a cluster with `gpus` GPUs."""
+    kind = device(job, gpus)
+    wanted = job.engine.replicas * job.engine.gpus_per_replica if kind == "gpu" else 0
+    return Needs(job.engine.replicas * job.engine.num_cpus + _stage_cpus(job), wanted, kind)
+
+
+def check_fit(job: BatchJob, have: Capacity) -> Needs:
+    """Raises `InsufficientResources` before an engine starts if the cluster can never hold it."""
+    want = needs(job, have.gpus)
+    short = []
+    if want.gpus > have.gpus:
+        short.append(
+            f"{want.gpus:g} GPUs ({job.engine.replicas} engines * "
+            f"{job.engine.gpus_per_replica}) of {have.gpus:g}; lower engine.replicas or "
+            "tensor_parallel_size, or set engine.device: cpu"
+        )
+    if want.cpus > have.cpus:
+        short.append(
+            f"{want.cpus:g} logical CPUs of {have.cpus:g}; lower engine.replicas, engine.num_cpus "
+            "or cluster.prepare/finish.num_cpus"
+        )
+    if short:
+        raise InsufficientResources(
+            f"the Ray cluster at {have.address} is too small: needs " + "; and ".join(short)
+        )
+    return want
+
+
+def _stage_cpus(job: BatchJob) -> float:
+    return job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus

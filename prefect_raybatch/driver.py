@@ -1,0 +1,277 @@
+"""The loop that turns receipts into commits: passes, budget, isolation of what kills engines.
+
+Knows neither Ray nor Prefect: a pass is a function from work units to receipts, so the loop is
+tested without either.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from prefect_raybatch.errors import (
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    RayBatchError,
+    SourceError,
+    StoreError,
+)
+from prefect_raybatch.job import Limits
+from prefect_raybatch.ledger import Coverage, Ledger
+from prefect_raybatch.plan import Shards
+from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts, count
+from prefect_raybatch.tally import Tally
+
+log = logging.getLogger(__name__)
+
+SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
+STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+RATE_WINDOW = 30  # commits the shown rate is taken over
+COMMON = 5  # failures named in an error
+
+
+class RunPass(Protocol):
+    """Sends units through the stages and yields their receipts as they come."""
+
+    def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
+
+
+@dataclass
+class Progress:
+    """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second."""
+
+    rows: int
+    shards: int
+    tally: Tally = field(default_factory=Tally)
+    resumed_shards: int = 0
+    resumed_rows: int = 0
+    began: float = field(default_factory=time.time)
+    engine_deaths: int = 0
+    passes: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+
+    @property
+    def done(self) -> int:
+        return self.tally.rows
+
+    @property
+    def rate(self) -> float:
+        """Rows a second over the latest commits; 0 while there are none."""
+        if not self.recent:
+            return 0.0
+        start, rows = self.recent[0][0], sum(n for _, n in self.recent)
+        return rows / max(time.time() - start, 1e-6)
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self.rows - self.done) / self.rate if self.rate else None
+
+    def add(self, commit: Commit, since: float) -> None:
+        """Counts a commit; `since` is when its rows' work began, for the rate."""
+        before = self.tally.rows
+        self.tally.add(commit)
+        self.recent.append((since, self.tally.rows - before))
+
+
+class Driver:
+    """Drives one attempt at a run to its end.
+
+    `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
+    its receipt. `observe` is called after each commit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: Shards,
+        ledger: Ledger,
+        limits: Limits,
+        run_pass: RunPass,
+        quarantine: Callable[[Unit, str], Receipt],
+        observe: Callable[[Progress], None] = lambda progress: None,
+    ):
+        self.plan, self.shards, self.ledger = plan, shards, ledger
+        self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
+        self.observe = observe
+        self.coverage = Coverage(shards)
+        self.progress = Progress(plan.rows, plan.shards)
+        self.done = np.zeros(plan.shards, dtype=bool)
+        self._last = time.time()
+        self._lost: dict[int, str] = {}  # why a shard was lost, latest reason
+
+    def resume(self) -> Progress:
+        """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
+        self.done = self.ledger.committed(self.plan)
+        for commit in self.ledger.commits(self.plan, np.flatnonzero(self.done).tolist()):
+            self.progress.add(commit, self._last)
+        self.progress.recent.clear()
+        self.progress.resumed_shards = self.progress.tally.shards
+        self.progress.resumed_rows = self.progress.done
+        self._check_budget(0, {})
+        return self.progress
+
+    def run(self) -> Progress:
+        """Passes until all is committed. Call `resume` first.
+
+        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when
+        nothing gets through any more. What is committed stays committed.
+        """
+        units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
+        deaths: Counter[Unit] = Counter()
+        strikes = 0
+        while units:
+            isolated = self.progress.passes > 0
+            before = self._held()
+            self._pass(units, isolated)
+            units = self._missing(units)
+            if isolated:
+                units = self._after_isolation(units, deaths)
+            strikes = 0 if self._held() > before else strikes + 1
+            if units and strikes >= STRIKES:
+                reason = next(iter(self._lost.values()), "no receipt came back")
+                raise EngineFailure(
+                    f"nothing got through in {strikes} passes; {len(units)} units of work are "
+                    f"left. Last reason: {reason}"
+                )
+            if units:
+                log.warning(
+                    "%d of %d shards are missing after pass %d; they run again, one at a time",
+                    len({u.shard for u in units}),
+                    self.plan.shards,
+                    self.progress.passes,
+                )
+        return self.progress
+
+    def _pass(self, units: Sequence[Unit], isolated: bool) -> None:
+        self.progress.passes += 1
+        for receipt in self.run_pass(units, isolated):
+            if receipt.lost is not None:
+                self._note_lost(receipt)
+                continue
+            self._accept(receipt)
+
+    def _accept(self, receipt: Receipt) -> None:
+        if self.done[receipt.shard]:
+            return
+        whole = self.coverage.add(receipt)
+        if whole is not None:
+            self._commit(receipt.shard, whole)
+
+    def _commit(self, shard: int, receipts: list[Receipt]) -> None:
+        failed = sum(count(r.failed) for r in receipts)
+        self._check_budget(failed, add_counts(*(r.failures for r in receipts)))
+        commit = self.ledger.commit(self.plan, self.shards[shard].rows, receipts)
+        if commit is None:  # another driver won; its record holds
+            commit = self.ledger.read_commit(self.plan, shard)
+        self._count(shard, commit)
+
+    def _count(self, shard: int, commit: Commit) -> None:
+        self.done[shard] = True
+        self._lost.pop(shard, None)
+        now = time.time()
+        # The first commit's work began with the engines, not with this loop's start.
+        since = self._last if self.progress.recent else commit.stats.get("started", self._last)
+        self.progress.add(commit, since)
+        self._last = now
+        self.observe(self.progress)
+
+    def _check_budget(self, more: int, failures: dict[str, float]) -> None:
+        """The shard that would cross the limit is not committed, so raising the limit and running
+        again continues from there."""
+        allowed = self.limits.allowed(self.plan.rows)
+        failed = self.progress.tally.failed + more
+        if failed <= allowed:
+            return
+        common = Counter(add_counts(self.progress.tally.failures, failures)).most_common(COMMON)
+        lines = "\n".join("  {:,.0f} rows: {}".format(n, k.replace("|", ": ")) for k, n in common)
+        raise ErrorBudgetExceeded(
+            f"{failed:,} of {self.plan.rows:,} rows failed, more than limits.max_failed "
+            f"{self.limits.max_failed} ({allowed:,} rows) allows. Commonest:\n{lines}\n"
+            f"{self.progress.tally.shards} of {self.plan.shards} shards are committed and kept; "
+            "mend the cause or raise the limit and run the same command again."
+        )
+
+    def _note_lost(self, receipt: Receipt) -> None:
+        reason = receipt.lost or ""
+        if receipt.fatal:
+            raise _fatal(reason)
+        if is_death(reason):
+            self.progress.engine_deaths += 1
+        if receipt.shard not in self._lost:
+            log.warning("shard %d was lost: %s", receipt.shard, reason)
+        self._lost[receipt.shard] = reason
+
+    def _held(self) -> int:
+        """Rows that are committed or held by receipts: what must grow in every pass."""
+        pending = np.flatnonzero(~self.done).tolist()
+        gaps = sum(count(self.coverage.gaps(shard)) for shard in pending)
+        return self.plan.rows - gaps
+
+    def _missing(self, units: Sequence[Unit]) -> list[Unit]:
+        """The parts of `units` that no receipt holds and nobody has committed meanwhile."""
+        theirs = self.ledger.committed(self.plan) & ~self.done
+        for shard in np.flatnonzero(theirs).tolist():
+            self.coverage.drop(shard)
+            self._count(shard, self.ledger.read_commit(self.plan, shard))
+        left = []
+        gaps = {u.shard: self.coverage.gaps(u.shard) for u in units if not self.done[u.shard]}
+        for unit in units:
+            for start, stop in gaps.get(unit.shard, ()):
+                low, high = max(start, unit.offset), min(stop, unit.offset + unit.rows)
+                if low < high:
+                    left.append(Unit(unit.shard, low, high - low))
+        return left
+
+    def _after_isolation(self, units: list[Unit], deaths: Counter[Unit]) -> list[Unit]:
+        """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
+        rest: list[Unit] = []
+        for unit in units:
+            reason = self._lost.get(unit.shard, "EngineDied: no receipt came back")
+            if not is_death(reason):
+                rest.append(unit)  # the store's or the input's fault: cutting would not help
+            elif unit.rows > 1:
+                rest += cut(unit)
+            else:
+                deaths[unit] += 1
+                if deaths[unit] < self.limits.engine_deaths:
+                    rest.append(unit)
+                else:
+                    self._accept(self.quarantine(unit, reason))
+        return rest
+
+
+def cut(unit: Unit) -> list[Unit]:
+    """Up to 16 parts of about equal size, in order."""
+    size = -(-unit.rows // SPLIT)
+    return [
+        Unit(unit.shard, unit.offset + at, min(size, unit.rows - at))
+        for at in range(0, unit.rows, size)
+    ]
+
+
+def is_death(reason: str) -> bool:
+    """Whether a unit was lost with its engine, and not because of store or input."""
+    return reason.startswith("EngineDied")
+
+
+FATAL: tuple[tuple[str, type[RayBatchError]], ...] = (
+    ("SourceError", SourceError),
+    ("StoreError", StoreError),
+    ("CorruptRun", CorruptRun),
+)
+
+
+def _fatal(reason: str) -> RayBatchError:
+    """The error a fatal receipt stands for; its text begins with the class."""
+    for name, kind in FATAL:
+        if reason.startswith(name):
+            return kind(reason.removeprefix(name).lstrip(": "))
+    return EngineStartError(f"the engine cannot work: {reason}")

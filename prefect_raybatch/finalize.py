@@ -1,0 +1,244 @@
+"""Committed pieces to the result in input order, proving coverage on the way.
+
+What goes into which part follows from plan and commits alone, both of which never change once
+every shard is committed: two finalizers write the same files, so it does not matter who wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun, IncompleteRun
+from prefect_raybatch.ledger import PIECES, Ledger
+from prefect_raybatch.plan import Shards
+from prefect_raybatch.records import (
+    Commit,
+    Part,
+    Piece,
+    Plan,
+    count,
+    digest,
+    dump,
+    merge,
+    to_ranges,
+)
+from prefect_raybatch.storage import Store
+from prefect_raybatch.tally import Tally
+
+POSITION = "__rb_pos"
+FOLDERS = {"data": "data", "quarantine": "quarantine"}
+MANIFEST = "_raybatch/manifest.json"
+AHEAD = 4  # shards whose pieces are read while one is being written
+
+
+@dataclass(frozen=True)
+class Result:
+    """What finalize wrote, and the tally of all commits."""
+
+    tally: Tally
+    parts: list[Part]
+
+
+def finalize(
+    ledger: Ledger,
+    plan: Plan,
+    shards: Shards,
+    row_number: str,
+    file_bytes: int,
+    compact: bool = True,
+    observe: Callable[[int, int], None] = lambda done, total: None,
+) -> Result:
+    """Writes data/ and quarantine/, or the manifest; proves each planned row exactly once.
+
+    `file_bytes` is the aim for a part, in bytes of its pieces. Raises `IncompleteRun` when shards
+    are missing and `CorruptRun` naming the piece when coverage does not hold. Writes no _SUCCESS:
+    the caller does, after its report.
+    """
+    done = ledger.committed(plan)
+    if not done.all():
+        missing = np.flatnonzero(~done)
+        raise IncompleteRun(
+            f"{len(missing)} of {plan.shards} shards are not committed (first: "
+            f"{missing[0]}); run the same command again"
+        )
+    tally = Tally()
+    writers = {
+        kind: _Parts(ledger.store, folder, row_number, file_bytes)
+        for kind, folder in FOLDERS.items()
+    }
+    manifest: list[dict[str, Any]] = []
+    for number, (commit, tables) in enumerate(_tables(ledger, plan, shards, compact)):
+        tally.add(commit)
+        start = shards[commit.shard].start
+        for piece in commit.pieces:
+            manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
+        for kind, table, size in tables:
+            writers[kind].write(table, start, size)
+        observe(number + 1, plan.shards)
+    if tally.rows != plan.rows:
+        raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
+    if not compact:
+        ledger.store.put(MANIFEST, dump({"pieces": manifest}))
+    files = {kind: writer.close() for kind, writer in writers.items()}
+    return Result(tally, [part for parts in files.values() for part in parts])
+
+
+def _tables(
+    ledger: Ledger, plan: Plan, shards: Shards, compact: bool
+) -> Iterator[tuple[Commit, list[tuple[str, pa.Table, int]]]]:
+    """Commits in shard order with their checked tables, pieces read a few shards ahead."""
+
+    def load(commit: Commit) -> tuple[Commit, list[tuple[str, pa.Table, int]]]:
+        check_commit(commit, shards[commit.shard].rows)
+        if not compact:
+            return commit, []
+        return commit, list(read_pieces(ledger.store, commit))
+
+    with ThreadPoolExecutor(AHEAD) as pool:
+        window: list[Any] = []
+        for commit in ledger.commits(plan, range(plan.shards)):
+            window.append(pool.submit(load, commit))
+            if len(window) > AHEAD:
+                yield window.pop(0).result()
+        for future in window:
+            yield future.result()
+
+
+def check_commit(commit: Commit, rows: int) -> None:
+    """Whether a commit's positions and pieces add up; raises `CorruptRun` naming the shard."""
+    if merge(commit.good, commit.failed, commit.skipped) != ((0, rows),):
+        raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
+    for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
+        named = sorted(r for p in commit.pieces if p.kind == kind for r in p.positions)
+        if sum(b - a for a, b in named) != count(positions):
+            raise CorruptRun(
+                f"the commit of shard {commit.shard} names {kind} pieces of other rows"
+            )
+
+
+def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, int]]:
+    """(kind, table sorted by position, bytes) of a commit's pieces; checks size, hash, positions.
+
+    Raises `CorruptRun` naming the piece and, where a row is at fault, its position.
+    """
+    for kind in FOLDERS:
+        pieces = [p for p in commit.pieces if p.kind == kind]
+        if not pieces:
+            continue
+        tables = [read_piece(store, commit.shard, piece) for piece in pieces]
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).sort_by(POSITION)
+        wanted = commit.good if kind == "data" else commit.failed
+        found = to_ranges_or_none(table[POSITION].to_numpy())
+        if found != wanted:
+            raise CorruptRun(
+                f"shard {commit.shard}: its {kind} pieces hold positions {found}, the commit says "
+                f"{wanted}"
+            )
+        yield kind, table, sum(p.bytes for p in pieces)
+
+
+def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
+    """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
+    path = f"{PIECES}/{piece.path}"
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise CorruptRun(f"{path}, which shard {shard} is committed with, is missing") from None
+    if len(data) != piece.bytes or digest(data) != piece.sha256:
+        raise CorruptRun(
+            f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
+            f"{piece.bytes}, or other contents"
+        )
+    table = pq.read_table(io.BytesIO(data))
+    if table.num_rows != piece.rows or POSITION not in table.column_names:
+        raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
+    return table
+
+
+def to_ranges_or_none(positions: np.ndarray) -> Any:
+    try:
+        return to_ranges(positions.tolist())
+    except ValueError:
+        return None
+
+
+class _Parts:
+    """Writes tables to FOLDER/part-00000.parquet ..., a new one once `file_bytes` are in it."""
+
+    def __init__(self, store: Store, folder: str, row_number: str, file_bytes: int):
+        self.store, self.folder = store, folder
+        self.row_number, self.file_bytes = row_number, file_bytes
+        self.files: list[Part] = []
+        self._held = self._rows = 0
+        self._writer: pq.ParquetWriter | None = None
+        self._schema: pa.Schema | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def write(self, table: pa.Table, start: int, size: int) -> None:
+        if self._writer is not None and self._held + size > self.file_bytes:
+            self._flush()
+        rows = pa.array(table[POSITION].to_numpy().astype(np.int64) + start)
+        table = table.drop_columns([POSITION]).append_column(self.row_number, rows)
+        if self._schema is None:
+            self._schema = table.schema
+        if self._writer is None:
+            self._temporary = tempfile.TemporaryDirectory()
+            self._writer = pq.ParquetWriter(self._local, self._schema, compression="zstd")
+        self._writer.write_table(table.cast(self._schema))
+        self._held += size
+        self._rows += table.num_rows
+
+    @property
+    def _local(self) -> str:
+        return str(Path(self._temporary.name) / "part.parquet") if self._temporary else ""
+
+    def _flush(self) -> None:
+        if self._writer is None or self._temporary is None:
+            return
+        self._writer.close()
+        name = f"{self.folder}/part-{len(self.files):05d}.parquet"
+        with Path(self._local).open("rb") as stream:
+            checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+        size = Path(self._local).stat().st_size
+        self.store.put_file(name, self._local)
+        self.files.append(Part(name, self._rows, size, checksum))
+        self._temporary.cleanup()
+        self._writer, self._held, self._rows = None, 0, 0
+
+    def close(self) -> list[Part]:
+        self._flush()
+        return self.files
+
+
+def remove_pieces(ledger: Ledger) -> int:
+    """Deletes all pieces of a finished run; returns how many.
+
+    Allowed only after _SUCCESS: before it, even a piece that looks abandoned may still be
+    committed by a driver that was stopped and wakes.
+    """
+    if ledger.finished() is None:
+        raise IncompleteRun("pieces may only be removed once _SUCCESS is there")
+    names = [f"{info.path}" for info in ledger.store.list(PIECES)]
+    ledger.store.delete(names)
+    return len(names)
+
+
+def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
+    """The first rows of a result, for people; None when there is none."""
+    for name in files:
+        with store.open(name) as stream:
+            batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows), None)
+        if batch is not None:
+            return pa.Table.from_batches([batch])
+    return None

@@ -1,0 +1,228 @@
+"""Plan and commit records in the run directory, and the proof that shards are covered.
+
+Knows neither Ray nor Prefect. The rules it keeps are those of docs/exactly-once.md; each reason
+stands beside the code that follows from it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.plan import Shards, check_same, read_files, read_shards
+from prefect_raybatch.records import (
+    MAX_RECORD_BYTES,
+    Commit,
+    InputFile,
+    Plan,
+    Ranges,
+    Receipt,
+    add_counts,
+    count,
+    digest,
+    dump,
+    fold_stats,
+    load,
+    merge,
+    missing,
+)
+from prefect_raybatch.storage import Store
+
+PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
+COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
+MAX_TABLE_BYTES = 1 << 30
+READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
+_COMMIT = re.compile(r"(\d{1,10})\.json\Z")
+
+
+def commit_path(shard: int) -> str:
+    return f"{COMMITS}/{shard:08d}.json"
+
+
+class Ledger:
+    """The records of one run directory."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    # --- plan -------------------------------------------------------------------------------
+
+    def load_plan(self) -> Plan | None:
+        """The plan, or None when the run has none yet. Raises `CorruptRun` when it is not ours."""
+        try:
+            return Plan.from_bytes(self.store.read(PLAN, MAX_RECORD_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
+        """Writes plan and tables; returns the plan that holds, ours or an earlier writer's.
+
+        Tables go first, under names that carry their hash, so plan.json never names a table that
+        is missing or another's. The loser of the race adopts the winner's plan if it is the same
+        job, else raises `PlanMismatch`.
+        """
+        for name, data in tables.items():
+            self.store.put(f"{TABLES}/{name}", data)
+        if self.store.put_if_absent(PLAN, plan.to_bytes()):
+            return plan
+        winner = self.load_plan()
+        if winner is None:
+            raise CorruptRun(f"{self.store.uri}: plan.json exists and cannot be read")
+        check_same(winner, plan.fingerprint, plan.parts, self.store.uri)
+        return winner
+
+    def shards(self, plan: Plan) -> Shards:
+        shards = read_shards(self._table(plan.shards_table))
+        if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
+            raise CorruptRun(f"{plan.shards_table} does not fit the plan ({plan.shards} shards)")
+        return shards
+
+    def files(self, plan: Plan) -> tuple[InputFile, ...]:
+        return read_files(self._table(plan.files_table))
+
+    def _table(self, name: str) -> bytes:
+        try:
+            data = self.store.read(f"{TABLES}/{name}", MAX_TABLE_BYTES)
+        except FileNotFoundError:
+            raise CorruptRun(f"plan.json names {name}, which does not exist") from None
+        if digest(data)[:16] not in name:
+            raise CorruptRun(f"{name} does not have the hash its name says")
+        return data
+
+    # --- commits ----------------------------------------------------------------------------
+
+    def committed(self, plan: Plan) -> np.ndarray:
+        """bool[shards]: which have a commit record now, by a fresh listing."""
+        done = np.zeros(plan.shards, dtype=bool)
+        for info in self.store.list(COMMITS):
+            match = _COMMIT.search(info.path)
+            if match is None or int(match[1]) >= plan.shards:
+                raise CorruptRun(f"{info.path} is no commit of this plan")
+            done[int(match[1])] = True
+        return done
+
+    def is_committed(self, shard: int) -> bool:
+        try:
+            self.store.stat(commit_path(shard))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def commits(self, plan: Plan, shards: Iterable[int]) -> Iterator[Commit]:
+        """The commit records of `shards`, in that order, read ahead by a pool of threads."""
+        with ThreadPoolExecutor(READERS) as pool:
+            window: list[Any] = []
+            for shard in shards:
+                window.append(pool.submit(self.read_commit, plan, shard))
+                if len(window) >= 4 * READERS:
+                    yield window.pop(0).result()
+            for future in window:
+                yield future.result()
+
+    def read_commit(self, plan: Plan, shard: int) -> Commit:
+        """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
+        path = commit_path(shard)
+        try:
+            commit = Commit.from_bytes(self.store.read(path, MAX_RECORD_BYTES), path)
+        except FileNotFoundError:
+            raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
+        if commit.shard != shard:
+            raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
+        # A commit under another plan's hash may count other rows: never mix the two.
+        if commit.plan_hash != plan.hash:
+            raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
+        return commit
+
+    def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
+        """Commits a shard of `rows` rows by one put-if-absent; None when another driver won.
+
+        Raises `CorruptRun` unless the receipts are disjoint and hold exactly [0, rows).
+        """
+        held = merge(*(r.held or ((0, 0),) for r in receipts))
+        if held is None or missing(held, rows) or count(held) != rows:
+            raise CorruptRun(
+                f"shard {receipts[0].shard}: receipts do not cover its {rows} rows exactly once"
+            )
+        commit = Commit(
+            shard=receipts[0].shard,
+            attempt=receipts[0].attempt,
+            token=uuid.uuid4().hex,
+            plan_hash=plan.hash,
+            good=_union(r.good for r in receipts),
+            failed=_union(r.failed for r in receipts),
+            skipped=_union(r.skipped for r in receipts),
+            pieces=tuple(piece for r in receipts for piece in r.pieces),
+            stats=fold_stats([r.stats for r in receipts]),
+            failures=add_counts(*(r.failures for r in receipts)),
+            where=receipts[-1].where,
+            committed=time.time(),
+        )
+        won = self.store.put_if_absent(commit_path(commit.shard), commit.to_bytes())
+        return commit if won else None
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def finished(self) -> dict[str, Any] | None:
+        """What `_SUCCESS` says, or None while the run is not complete."""
+        try:
+            return load(self.store.read(SUCCESS, MAX_RECORD_BYTES), SUCCESS)
+        except FileNotFoundError:
+            return None
+
+    def succeed(self, summary: Mapping[str, Any]) -> None:
+        """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
+        self.store.put_if_absent(SUCCESS, dump(dict(summary)))
+
+    def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
+        """Who drives, since when, from where: for people, never for correctness."""
+        self.store.put(f"_raybatch/attempts/{attempt}.json", dump(dict(info)))
+
+
+class Coverage:
+    """Receipts of unfinished shards, folded by position until a shard is whole.
+
+    Ray runs a task again after a death, possibly with other block cuts, so adding up row counts
+    would commit shards with rows lost and others doubled: positions are what counts, and a
+    receipt that overlaps what is already held is rejected whole.
+    """
+
+    def __init__(self, shards: Shards):
+        self._shards = shards
+        self._parts: dict[int, list[Receipt]] = {}
+        self._held: dict[int, Ranges] = {}
+
+    def add(self, receipt: Receipt) -> list[Receipt] | None:
+        """Takes a receipt; returns all receipts of its shard once they cover it, else None."""
+        held = receipt.held
+        shard = self._shards[receipt.shard]
+        if not held or held[-1][1] > shard.rows or held[0][0] < 0:
+            return None
+        union = merge(self._held.get(shard.id, ()), held)
+        if union is None:
+            return None
+        self._held[shard.id] = union
+        self._parts.setdefault(shard.id, []).append(receipt)
+        if count(union) < shard.rows:
+            return None
+        del self._held[shard.id]
+        return self._parts.pop(shard.id)
+
+    def gaps(self, shard: int) -> Ranges:
+        """Positions of an uncommitted shard that no receipt holds yet."""
+        return missing(self._held.get(shard, ()), self._shards[shard].rows)
+
+    def drop(self, shard: int) -> None:
+        """Forgets a shard that somebody else committed."""
+        self._held.pop(shard, None)
+        self._parts.pop(shard, None)
+
+
+def _union(parts: Iterable[Ranges]) -> Ranges:
+    return merge(*parts) or ()

@@ -1,0 +1,134 @@
+"""Which model a job means, pinned to a revision, and where its files lie on a node."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch import demo
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import Engine
+from prefect_raybatch.records import digest, dump
+from prefect_raybatch.storage import Store, is_remote, open_store
+
+DEMO = "demo"
+SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
+
+
+def resolve(engine: Engine) -> dict[str, Any]:
+    """{source, revision, identity}: what the plan pins.
+
+    A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face
+    name is pinned to the commit that `revision` points to now. Raises `ConfigError` when there is
+    no such model.
+    """
+    source = engine.model
+    if source == DEMO:
+        return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}
+    if is_remote(source):
+        return {"source": source, "revision": None, "identity": _remote(source)}
+    if Path(source).exists():
+        path = Path(source).resolve()
+        if not (path / "config.json").exists():
+            raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+        return {"source": str(path), "revision": None, "identity": _folder(path)}
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise ConfigError(
+            f"engine.model: {source!r} is no folder here and no Hugging Face name (owner/name)"
+        )
+    revision = _hub_commit(source, engine.revision)
+    return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
+
+
+def local_path(model: dict[str, Any]) -> str:
+    """What to hand to vLLM and transformers on this node; an s3:// model is fetched here once."""
+    source = str(model["source"])
+    if source == DEMO:
+        return demo.demo_model_path()
+    return _fetch(source, str(model["identity"])) if is_remote(source) else source
+
+
+def context_length(path: str) -> int | None:
+    """Longest context the model's config.json names, in tokens; None where it cannot be told."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    value = config.get("max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+def _folder(path: Path) -> str:
+    files = []
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(SAMPLE)
+            stream.seek(max(0, size - SAMPLE))
+            files.append([str(file.relative_to(path)), size, digest(head + stream.read())])
+    return digest(dump(files))
+
+
+def _remote(source: str) -> str:
+    files = [[f.path, f.size, f.etag] for f in open_store(source).list()]
+    if not any(name == "config.json" for name, _, _ in files):
+        raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+    return digest(dump(sorted(files)))
+
+
+def _hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit `revision` means; offline, the one in the local cache."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if not HF_HUB_OFFLINE:
+        try:
+            return HfApi().model_info(name, revision=revision, timeout=20).sha
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", None)
+            if status in (401, 403, 404):
+                raise ConfigError(
+                    f"engine.model: Hugging Face answers {status} for {name!r}"
+                    f"{f' at revision {revision!r}' if revision else ''}; check the name, the "
+                    "revision and HF_TOKEN"
+                ) from None
+        except OSError:
+            pass  # no network: the cache decides below
+    from huggingface_hub import hf_hub_download
+
+    try:
+        cached = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, OSError):
+        raise ConfigError(
+            f"engine.model: {name!r} cannot be reached at Hugging Face and is not in the local "
+            "cache; check the network, or give a local folder or an s3:// one"
+        ) from None
+    return Path(cached).parent.name
+
+
+def _fetch(source: str, identity: str) -> str:
+    root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
+    target = root / "models" / identity
+    root.joinpath("models").mkdir(parents=True, exist_ok=True)
+    # One download a node however many engines start there: the others wait at the lock.
+    with (root / "models" / f"{identity}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=root / "models") as folder:
+                _download(open_store(source), Path(folder) / "model")
+                (Path(folder) / "model").rename(target)
+    return str(target)
+
+
+def _download(store: Store, folder: Path) -> None:
+    for info in store.list():
+        path = folder / info.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with store.open(info.path) as stream, path.open("wb") as out:
+            while chunk := stream.read(16 << 20):
+                out.write(chunk)

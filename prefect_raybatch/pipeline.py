@@ -1,0 +1,167 @@
+"""Chains the stages on Ray Data: work units in, receipts out. One call is one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ray.data import ActorPoolStrategy, DataContext, Dataset
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job import BatchJob, Stage
+from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.plan import Shards, concurrent_batches, decode_schema
+from prefect_raybatch.records import Plan, Receipt, Unit
+from prefect_raybatch.stages.blocks import Failure, is_lost
+from prefect_raybatch.stages.engine import EngineStage, engine_spec
+from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Pipeline:
+    """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
+
+    `device` is cpu or gpu; `input_options` are the s3fs options of an input read in place;
+    `shuffle` (any text) decides the order of the shards.
+    """
+
+    job: BatchJob
+    plan: Plan
+    shards: Shards
+    store: Store
+    attempt: str
+    device: str
+    input_options: dict[str, Any]
+    shuffle: str | None = None
+    engine: type = EngineStage
+
+    def __post_init__(self) -> None:
+        ledger = Ledger(self.store)
+        self.reader = ShardReader(
+            ledger.files(self.plan),
+            decode_schema(self.plan.input_schema),
+            self.store if self.plan.snapshot else None,
+            self.input_options,
+            done=partial(_is_committed, self.store),
+        )
+        sampling = self.job.sampling
+        self.finish = Finish(
+            self.job.output,
+            dict(self.plan.model),
+            self.store,
+            self.attempt,
+            bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
+            int((sampling.model_extra or {}).get("n") or 1),
+        )
+
+    def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
+        """Sends units through the stages; yields their receipts as they come, in no order.
+
+        `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
+        Units whose task died with its process have no receipt: the caller sees what is missing.
+        """
+        with _context():
+            for batch in self._dataset(units, isolated).iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=0
+            ):
+                for text in batch[RECEIPT].to_pylist():
+                    yield Receipt.from_json(text)
+
+    def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        prepare = Prepare(self.job.prompt, dict(self.plan.model), self.job.engine.max_model_len)
+        spec = engine_spec(self.job, dict(self.plan.model), self.device)
+        return (
+            ShardDatasource(self.reader, self._tasks(units))
+            .dataset(ray_remote_args=_resources(self.job.cluster.prepare))
+            .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
+            .map_batches(
+                self.engine,
+                fn_constructor_args=[spec],
+                compute=self._pool(isolated),
+                **_batches(),
+                **self._engine_resources(),
+            )
+            .map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
+        )
+
+    def quarantine(self, unit: Unit, reason: str) -> Receipt:
+        """The receipt of a single row that keeps killing its engine, with its piece written."""
+        (task,) = self.reader.tasks(self._starts([unit]))
+        table = next(self.reader.read(task))
+        if is_lost(table):
+            raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
+        kind, _, message = reason.partition(": ")
+        failure = Failure("engine", kind or "EngineDied", message[:500])
+        return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
+
+    def _tasks(self, units: Sequence[Unit]) -> list[Task]:
+        # The first driver goes in order; a later one, which may meet a live one, does not.
+        return self.reader.tasks(self._starts(units), shuffle_seed=self.shuffle)
+
+    def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+        return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
+
+    def _pool(self, isolated: bool) -> ActorPoolStrategy:
+        calls = 1 if isolated else concurrent_batches(self.job, self.plan.rows_per_shard)
+        return ActorPoolStrategy(
+            size=self.job.engine.replicas,
+            max_concurrent_calls_per_actor=calls,
+            # One more waits at the actor, so that a freed slot is filled without a round trip.
+            max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),
+            enable_true_multi_threading=True,
+        )
+
+    def _engine_resources(self) -> dict[str, Any]:
+        engine = self.job.engine
+        resources: dict[str, Any] = {
+            "num_cpus": engine.num_cpus,
+            # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
+            # died is not retried by Ray, and the driver runs what is missing alone.
+            "max_restarts": 3,
+            "max_task_retries": 0,
+        }
+        if self.device == "gpu":
+            resources["num_gpus"] = engine.gpus_per_replica
+            if engine.accelerator_type:
+                resources["accelerator_type"] = engine.accelerator_type
+        return resources
+
+
+def _is_committed(store: Store, shard: int) -> bool:
+    return Ledger(store).is_committed(shard)
+
+
+@contextlib.contextmanager
+def _context() -> Iterator[None]:
+    """Ray Data's settings for the block; the caller's own are put back."""
+    context = DataContext.get_current().copy()
+    context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
+    context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = False
+    context.execution_options.verbose_progress = False
+    with DataContext.current(context):
+        yield
+
+
+def _batches() -> dict[str, Any]:
+    return {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    given = {"num_cpus": stage.num_cpus, "memory": stage.memory, "concurrency": stage.concurrency}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _resources(stage: Stage) -> dict[str, Any]:
+    given = {"num_cpus": stage.num_cpus, "memory": stage.memory}
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,425 @@
+"""Inventory and job to plan: shards, fingerprint, sizing. Pure; imports neither Ray nor Prefect."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.functions import source_digest
+from prefect_raybatch.job import BatchJob, template_fields
+from prefect_raybatch.records import InputFile, Plan, Shard, digest, dump
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SHARDS_A_WORKER = 8  # 2 to 4 is the least that balances; more makes resume and progress finer
+MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
+MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
+
+# Every job field is in exactly one of these two tables (a test proves it). The first decide what
+# the answers are; the second only how, where or how fast they are made.
+FINGERPRINTED = {
+    "name": "part of what the run is called; a renamed job is another job",
+    "source.uri": "other rows",
+    "source.format": "other parsing, other values",
+    "source.limit": "other rows",
+    "source.columns": "other columns in the result",
+    "prompt.template": "other requests",
+    "prompt.system": "other requests",
+    "prompt.function": "other requests; its module's source counts",
+    "prompt.on_null": "decides between failing and asking",
+    "sampling": "decides the answers, every field of it",
+    "engine.model": "another model",
+    "engine.revision": "another model",
+    "engine.max_model_len": "decides which prompts are too long",
+    "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
+    "output.column": "other result columns",
+    "output.columns": "other result columns",
+    "output.postprocess": "other results; its module's source counts",
+    "output.output_schema": "other result types",
+    "output.row_number": "other result columns",
+}
+FREE = {
+    "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
+    "source.options": "how to reach the input; may hold secrets",
+    "source.credentials_block": "how to reach the input",
+    "engine.device": "where it runs",
+    "engine.replicas": "how many work",
+    "engine.tensor_parallel_size": "how one engine is spread",
+    "engine.pipeline_parallel_size": "how one engine is spread",
+    "engine.max_num_seqs": "speed",
+    "engine.max_num_batched_tokens": "speed",
+    "engine.batch_size": "size of shards, which the plan keeps",
+    "engine.max_concurrent_batches": "speed",
+    "engine.accelerator_type": "where it runs",
+    "engine.num_cpus": "what Ray sets aside",
+    "engine.env": "how the process runs; may hold secrets",
+    "output.uri": "where the run directory is",
+    "output.compact": "layout of the result, not its rows",
+    "output.file_mb": "layout of the result, not its rows",
+    "output.options": "how to reach the output; may hold secrets",
+    "output.credentials_block": "how to reach the output",
+    "limits": "when to give up; may be raised to finish a run",
+    "cluster": "where it runs",
+}
+FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory, not answers
+    (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "async_scheduling",
+        "block_size",
+        "disable_log_stats",
+        "download_dir",
+        "cpu_offload_gb",
+        "max_parallel_loading_workers",
+        "distributed_executor_backend",
+        "safetensors_load_strategy",
+        "hf_token",
+    )
+)
+
+
+def fingerprint(job: BatchJob, model: Mapping[str, Any] | None = None) -> tuple[str, dict]:
+    """(SHA-256, what went into it) of whatever in the job changes an answer.
+
+    The identity of a model in a local or s3:// folder counts; a Hugging Face name counts as it is
+    written, since the plan pins the commit it meant when the run began.
+    """
+    engine = job.engine.model_extra or {}
+    parts: dict[str, Any] = {
+        "name": job.name,
+        "source.uri": job.source.uris,
+        "source.format": job.source.format,
+        "source.limit": job.source.limit,
+        "source.columns": job.source.columns,
+        "prompt": job.prompt.model_dump(mode="json"),
+        "sampling": job.sampling.model_dump(mode="json"),
+        "engine.model": job.engine.model,
+        "engine.revision": job.engine.revision,
+        "engine.max_model_len": job.engine.max_model_len,
+        "engine": {k: v for k, v in sorted(engine.items()) if k not in FREE_ENGINE_ARGUMENTS},
+        "output.column": job.output.column,
+        "output.columns": job.output.columns,
+        "output.postprocess": job.output.postprocess,
+        "output.schema": job.output.output_schema,
+        "output.row_number": job.output.row_number,
+    }
+    if job.prompt.function:
+        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
+    if job.output.postprocess:
+        parts["output.postprocess.source"] = source_digest(
+            job.output.postprocess, "output.postprocess"
+        )
+    if model is not None and "@" not in str(model["identity"]):
+        parts["model.identity"] = model["identity"]
+    return digest(dump(parts)), parts
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line a differing field: `field: old -> new`; groups are taken apart."""
+    lines = []
+    flat_old, flat_new = _flat(old), _flat(new)
+    for key in sorted(set(flat_old) | set(flat_new)):
+        before, after = flat_old.get(key), flat_new.get(key)
+        if before != after:
+            lines.append(f"{key}: {_short(before)} -> {_short(after)}")
+    return lines
+
+
+def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> None:
+    """Raises `PlanMismatch` with a readable difference when the run belongs to another job."""
+    if plan.fingerprint == found:
+        return
+    lines = difference(plan.parts, parts)
+    raise PlanMismatch(
+        f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
+        + "\n  ".join(lines)
+        + "\nRun under another --run-key, or put the job back as it was."
+    )
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What the plan resolved, each figure with its reason, for `raybatch plan` and the report."""
+
+    rows_per_shard: int
+    shards: int
+    workers: int
+    shards_a_worker: float
+    concurrent: int
+    max_num_seqs: int
+    saturated: bool
+    notes: tuple[str, ...]
+
+
+def choose_rows_per_shard(rows: int, row_bytes: float, job: BatchJob) -> tuple[int, str]:
+    """(rows a shard, why).
+
+    rows / (workers * 8), not under `batch_size` (smaller blocks starve the engine) nor over 4,000
+    rows or 128 MiB. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4
+    partitions a worker and blocks no smaller than the batch; 8 make progress and resume finer.
+    """
+    if job.source.rows_per_shard:
+        return min(job.source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
+    wanted = math.ceil(rows / (job.engine.replicas * SHARDS_A_WORKER))
+    by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
+    chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
+    why = f"{rows:,} rows / ({job.engine.replicas} engines * {SHARDS_A_WORKER} shards)"
+    if chosen == by_bytes:
+        why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
+    elif chosen == MOST_ROWS:
+        why += f", at most {MOST_ROWS:,}"
+    elif chosen > wanted:
+        why += f", at least engine.batch_size {job.engine.batch_size}"
+    return chosen, why
+
+
+def concurrent_batches(job: BatchJob, rows_per_shard: int) -> int:
+    """Shards in flight in an engine: set, or so many that rows in flight cover max_num_seqs
+    twice over the one being filled, at least 2 (the tail of one overlaps the head of the next)."""
+    if job.engine.max_concurrent_batches:
+        return job.engine.max_concurrent_batches
+    return max(2, math.ceil(job.engine.max_num_seqs / rows_per_shard) + 1)
+
+
+def sizing(job: BatchJob, rows: int, row_bytes: float, planned: int | None = None) -> Sizing:
+    """Resolved sizes. `planned` is the rows a shard of an existing plan, which stay as they are."""
+    chosen, why = choose_rows_per_shard(rows, row_bytes, job)
+    if planned:
+        chosen, why = planned, "the run's plan"
+    shards = math.ceil(rows / chosen)
+    concurrent = concurrent_batches(job, chosen)
+    workers = job.engine.replicas
+    saturated = min(chosen, max(rows, 1)) * concurrent >= job.engine.max_num_seqs
+    notes = [f"rows a shard: {chosen:,} ({why})"]
+    if not saturated:
+        need = math.ceil(job.engine.max_num_seqs / chosen)
+        notes.append(
+            f"engines starve: {chosen} rows * {concurrent} shards at once is under max_num_seqs "
+            f"{job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
+        )
+    if shards < 2 * workers:
+        fit = max(1, math.ceil(rows / (4 * workers)))
+        notes.append(
+            f"{shards} shards for {workers} engines leave some idle; set source.rows_per_shard "
+            f"to {fit:,}"
+        )
+    return Sizing(
+        chosen,
+        shards,
+        workers,
+        round(shards / workers, 2),
+        concurrent,
+        job.engine.max_num_seqs,
+        saturated,
+        tuple(notes),
+    )
+
+
+def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
+    """int64[shards + 1]: shard i holds input rows [starts[i], starts[i + 1])."""
+    starts = np.arange(0, rows + rows_per_shard, rows_per_shard, dtype=np.int64)
+    return np.minimum(starts[: math.ceil(rows / rows_per_shard) + 1], rows)
+
+
+class Shards:
+    """The shard table: `starts` is int64[count + 1]. Indexing gives a `Shard`."""
+
+    def __init__(self, starts: np.ndarray):
+        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+            raise CorruptRun("the shard table is not a partition of the input rows")
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, shard: int) -> Shard:
+        if not 0 <= shard < len(self):
+            raise CorruptRun(f"shard {shard} is not in the plan (0 to {len(self) - 1})")
+        start = int(self.starts[shard])
+        return Shard(shard, start, int(self.starts[shard + 1]) - start)
+
+
+def shards_table(starts: np.ndarray) -> bytes:
+    """Parquet bytes of the shard table (columns shard int32, start int64, rows int32)."""
+    import pyarrow as pa
+
+    return _parquet(
+        pa.table(
+            {
+                "shard": pa.array(np.arange(len(starts) - 1, dtype=np.int32)),
+                "start": pa.array(starts[:-1]),
+                "rows": pa.array(np.diff(starts).astype(np.int32)),
+            }
+        )
+    )
+
+
+def read_shards(data: bytes) -> Shards:
+    table = _read_parquet(data, "shard table", ["shard", "start", "rows"])
+    start = table["start"].to_numpy()
+    rows = table["rows"].to_numpy()
+    if len(start) == 0:
+        raise CorruptRun("the shard table is empty")
+    shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64))
+    if not np.array_equal(np.diff(shards.starts), rows):
+        raise CorruptRun("the shard table's rows do not match its starts")
+    return shards
+
+
+def files_table(files: Sequence[InputFile]) -> bytes:
+    """Parquet bytes of the inventory, one row a file."""
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("uri", pa.string()),
+            ("size", pa.int64()),
+            ("etag", pa.string()),
+            ("mtime_ns", pa.int64()),
+            ("rows", pa.int64()),
+        ]
+    )
+    return _parquet(pa.Table.from_pylist([asdict(f) for f in files], schema))
+
+
+def read_files(data: bytes) -> tuple[InputFile, ...]:
+    names = ["uri", "size", "etag", "mtime_ns", "rows"]
+    table = _read_parquet(data, "file table", names)
+    return tuple(InputFile(**row) for row in table.select(names).to_pylist())
+
+
+def encode_schema(schema: pa.Schema) -> str:
+    """An Arrow schema as base64 of its IPC form."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def decode_schema(text: str) -> pa.Schema:
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
+    except (ValueError, pa.ArrowException) as error:
+        raise CorruptRun(f"a recorded schema is not readable: {error}") from None
+
+
+def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
+    """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
+    import difflib
+
+    names = list(schema.names)
+
+    def known(name: str, field: str) -> None:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
+            )
+
+    for name in template_fields(job.prompt.template) if job.prompt.template else ():
+        known(name, "prompt.template")
+    for name in job.output.columns or ():
+        known(name, "output.columns")
+    kept = names if job.output.columns is None else job.output.columns
+    added = [job.output.row_number]
+    if job.output.postprocess is None:
+        added.append(job.output.column)
+    added += list(job.output.output_schema or ())
+    for name in added:
+        if name in kept:
+            raise ConfigError(
+                f"output: column {name!r} is already an input column; rename it with "
+                "output.column, output.row_number or output.schema, or leave the input's out "
+                "with output.columns"
+            )
+
+
+def public_job(job: BatchJob) -> dict[str, Any]:
+    """The job as the run directory keeps it: without store options and environment, which may
+    hold secrets."""
+    value = job.to_dict()
+    for group in ("source", "output"):
+        value.get(group, {}).pop("options", None)
+    for name in ("env", "hf_token"):
+        value.get("engine", {}).pop(name, None)
+    return value
+
+
+def make_plan(
+    job: BatchJob,
+    run_key: str,
+    files: Sequence[InputFile],
+    schema: pa.Schema,
+    row_bytes: float,
+    model: Mapping[str, Any],
+    snapshot: bool,
+) -> tuple[Plan, dict[str, bytes]]:
+    """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it."""
+    rows = sum(file.rows for file in files)
+    size = choose_rows_per_shard(rows, row_bytes, job)[0]
+    starts = shard_starts(rows, size)
+    shards, listing = shards_table(starts), files_table(files)
+    names = (f"shards-{digest(shards)[:16]}.parquet", f"files-{digest(listing)[:16]}.parquet")
+    found, parts = fingerprint(job, model)
+    plan = Plan(
+        run_key=run_key,
+        job_name=job.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        rows=rows,
+        rows_per_shard=size,
+        shards=len(starts) - 1,
+        fingerprint=found,
+        parts=parts,
+        model=dict(model),
+        input_schema=encode_schema(schema),
+        shards_table=names[0],
+        files_table=names[1],
+        snapshot=snapshot,
+        job=public_job(job),
+    )
+    return plan, dict(zip(names, (shards, listing), strict=True))
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = item
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+
+
+def _parquet(table: pa.Table) -> bytes:
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    pq.write_table(table, out, compression="zstd")
+    return out.getvalue()
+
+
+def _read_parquet(data: bytes, what: str, names: list[str]) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(io.BytesIO(data), columns=names)
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise CorruptRun(f"the {what} is not readable: {error}") from None

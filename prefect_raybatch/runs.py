@@ -1,0 +1,441 @@
+"""What the Prefect tasks and the command line do, as plain functions.
+
+The way through a run: `open_run` -> `plan_run` -> `infer_run` -> `finalize_run`; each can be
+called again after a crash and goes on where the records say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefect_raybatch import model as models
+from prefect_raybatch import plan as planning
+from prefect_raybatch import report as reports
+from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
+from prefect_raybatch.job import BatchJob, check_run_key
+from prefect_raybatch.ledger import PLAN, Ledger
+from prefect_raybatch.plan import Shards, Sizing
+from prefect_raybatch.records import Plan, RunReport
+from prefect_raybatch.storage import Store, contains, is_remote, join, open_store
+from prefect_raybatch.tally import Tally
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from prefect_raybatch.driver import Progress
+
+log = logging.getLogger(__name__)
+REPORT, REPORT_PAGE = "_raybatch/report.json", "_raybatch/report.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as tasks hand it on: small, plain and without secrets."""
+
+    uri: str
+    run_key: str
+    plan_hash: str
+    rows: int
+    shards: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What `raybatch plan` shows."""
+
+    job: str
+    rows: int
+    files: int
+    format: str
+    sizing: Sizing
+    columns: tuple[str, ...]
+    model: dict[str, Any]
+    run: str
+    needs: dict[str, Any]
+    have: dict[str, Any] | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run directory says now. `rate` is rows a second over the latest commits."""
+
+    run: str
+    run_key: str
+    job: str
+    state: str
+    rows: int
+    done: int
+    good: int
+    quarantined: int
+    skipped: int
+    shards: int
+    committed: int
+    pending: int
+    rate: float
+    seconds_left: float | None
+    failures: dict[str, int]
+    attempts: tuple[dict[str, Any], ...]
+
+
+# --- where a run is -----------------------------------------------------------------------------
+
+
+def run_store(job: BatchJob, run_key: str) -> Store:
+    """The store rooted at the job's run directory of that key."""
+    return open_store(join(job.output.uri, check_run_key(run_key)), job.output.options or None)
+
+
+def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
+    """Job name and the scheduled start; without one, the newest unfinished run of this job, so
+    that running again after a crash continues, else a new key of this second."""
+    if scheduled is not None:
+        return f"{job.name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
+    wanted = planning.fingerprint(job, _model_identity(job))[0]
+    root = open_store(job.output.uri, job.output.options or None)
+    keys = {
+        info.path.split("/", 1)[0]
+        for info in root.list(recursive=True)
+        if info.path.endswith(f"/{PLAN}") and info.path.count("/") == PLAN.count("/") + 1
+    }
+    unfinished = []
+    for key in keys:
+        ledger = Ledger(root.sub(key))
+        plan = ledger.load_plan()
+        if plan is not None and plan.fingerprint == wanted and ledger.finished() is None:
+            unfinished.append((plan.created, key))
+    if unfinished:
+        return max(unfinished)[1]
+    return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def check_places(job: BatchJob) -> None:
+    """Raises `ConfigError` when the output would lie inside the input, or the other way round."""
+    for uri in job.source.uris:
+        if contains(uri, job.output.uri):
+            raise ConfigError(
+                f"output.uri: {job.output.uri!r} lies inside the input {uri!r}; the next night "
+                "would read its own results. Choose another folder"
+            )
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def plan_run(
+    job: BatchJob, run_key: str, dataset: ray.data.Dataset | None = None, probe: bool = True
+) -> Run:
+    """Makes the run's plan, or adopts the one that is there; returns the run.
+
+    `dataset` takes the place of the job's source files. Raises `ConfigError`, `SourceError`,
+    `PlanMismatch` or `UnsafeStore`; nothing of it is worth a retry but a store that is away.
+    """
+    check_places(job)
+    store = run_store(job, run_key)
+    ledger = Ledger(store)
+    model = _model_identity(job)
+    plan = ledger.load_plan()
+    if plan is not None:
+        planning.check_same(plan, *planning.fingerprint(job, model), store.uri)
+        return _run(store, plan, ledger)
+    if probe:
+        store.probe()
+    planning.fingerprint(job, model)  # imports the user's functions: a wrong name fails here
+    check_schema_names(job)
+    plan = _new_plan(job, run_key, ledger, model, dataset)
+    return _run(store, plan, ledger)
+
+
+def check_schema_names(job: BatchJob) -> None:
+    """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
+    if job.output.output_schema:
+        from prefect_raybatch.stages.finish import declared
+
+        try:
+            declared(job.output.output_schema)
+        except ValueError as error:
+            raise ConfigError(f"output.schema: {error}") from None
+
+
+def _new_plan(
+    job: BatchJob, run_key: str, ledger: Ledger, model: dict[str, Any], dataset: Any
+) -> Plan:
+    from prefect_raybatch import source
+
+    attempt = uuid.uuid4().hex
+    if dataset is not None:
+        found = source.snapshot_dataset(
+            dataset, ledger.store, attempt, job.source.limit, job.source.columns
+        )
+    elif source.needs_snapshot(job.source):
+        found = source.snapshot(job.source, ledger.store, attempt)
+    else:
+        found = source.inventory(job.source)
+    planning.check_against_schema(job, found.schema)
+    pinned = models.resolve(job.engine)
+    plan, tables = planning.make_plan(
+        job,
+        run_key,
+        found.files,
+        found.schema,
+        found.row_bytes,
+        {**pinned, **({"identity": model["identity"]} if model else {})},
+        snapshot=dataset is not None or source.needs_snapshot(job.source),
+    )
+    return ledger.create_plan(plan, tables)
+
+
+def _model_identity(job: BatchJob) -> dict[str, Any] | None:
+    """The model's identity where it can be told without the network: a folder's contents."""
+    if job.engine.model == models.DEMO or not _is_hub_name(job.engine.model):
+        return models.resolve(job.engine)
+    return None
+
+
+def _is_hub_name(model: str) -> bool:
+    return not is_remote(model) and not os.path.exists(model)
+
+
+def _run(store: Store, plan: Plan, ledger: Ledger) -> Run:
+    return Run(
+        store.uri,
+        plan.run_key,
+        plan.hash,
+        plan.rows,
+        plan.shards,
+        ledger.finished() is not None,
+    )
+
+
+def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
+    """What a run would do, without writing and without Ray, unless a cluster is named: then its
+    capacity is asked. `problems` is empty when the run can start."""
+    from prefect_raybatch import cluster, source
+
+    check_places(job)
+    check_schema_names(job)
+    planning.fingerprint(job)
+    if source.needs_snapshot(job.source):
+        found = source.peek(job.source)
+    else:
+        found = source.inventory(job.source)
+    planning.check_against_schema(job, found.schema)
+    rows = sum(file.rows for file in found.files)
+    size = planning.sizing(job, rows, found.row_bytes)
+    have = None
+    problems = [note for note in size.notes if not note.startswith("rows a shard")]
+    if cluster.address_of(job):
+        with cluster.connected(job) as capacity:
+            have = asdict(capacity)
+            try:
+                cluster.check_fit(job, capacity)
+            except RayBatchError as error:
+                problems.append(str(error))
+    needs = cluster.needs(job, have["gpus"] if have else 0)
+    return DryRun(
+        job=job.name,
+        rows=rows,
+        files=len(found.files),
+        format=found.format,
+        sizing=size,
+        columns=tuple(found.schema.names),
+        model=models.resolve(job.engine),
+        run=join(job.output.uri, run_key or f"{job.name}-..."),
+        needs=asdict(needs),
+        have=have,
+        problems=tuple(problems),
+    )
+
+
+# --- infer --------------------------------------------------------------------------------------
+
+
+def infer_run(
+    job: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    engine: type | None = None,
+) -> Progress:
+    """Reads, infers and commits every pending shard; returns the progress at the end.
+
+    Starts no engine when nothing is pending. `engine` replaces the engine stage in tests.
+    """
+    from prefect_raybatch.driver import Driver
+
+    store = open_store(run.uri, job.output.options or None)
+    ledger = Ledger(store)
+    plan, shards = _load(ledger, run)
+    attempt = uuid.uuid4().hex
+    lazy = _LazyPipeline()
+    driver = Driver(plan, shards, ledger, job.limits, lazy, lazy.quarantine, observe)
+    progress = driver.resume()
+    if driver.done.all():
+        return progress
+    observe(progress)
+    from prefect_raybatch import cluster
+    from prefect_raybatch.pipeline import Pipeline
+
+    ledger.note_attempt(attempt, _whoami(plan))
+    with cluster.connected(job) as capacity:
+        want = cluster.check_fit(job, capacity)
+        lazy.pipeline = Pipeline(
+            job,
+            plan,
+            shards,
+            store,
+            attempt,
+            want.device,
+            dict(job.source.options),
+            shuffle=attempt if progress.resumed_shards else None,
+            **({"engine": engine} if engine else {}),
+        )
+        return driver.run()
+
+
+class _LazyPipeline:
+    """Stands for the pipeline until the ledger has said that there is something to do: importing
+    Ray and starting a cluster take seconds that a finished run need not wait."""
+
+    pipeline: Any = None
+
+    def __call__(self, units: Any, isolated: bool) -> Any:
+        return self.pipeline(units, isolated)
+
+    def quarantine(self, unit: Any, reason: str) -> Any:
+        return self.pipeline.quarantine(unit, reason)
+
+
+def _load(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
+    plan = ledger.load_plan()
+    if plan is None:
+        raise CorruptRun(f"{run.uri}: the plan has disappeared")
+    if plan.hash != run.plan_hash:
+        raise CorruptRun(f"{run.uri}: the plan is not the one this flow began with")
+    return plan, ledger.shards(plan)
+
+
+def _whoami(plan: Plan) -> dict[str, Any]:
+    import getpass
+
+    user = "unknown"
+    with suppress(OSError, KeyError):  # containers run under numbers without a name
+        user = getpass.getuser()
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "user": user,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plan": plan.hash,
+    }
+
+
+# --- finalize -----------------------------------------------------------------------------------
+
+
+def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+    """Writes the result and _SUCCESS; returns the report. A finished run gives its report again.
+
+    Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
+    """
+    from prefect_raybatch.finalize import finalize, remove_pieces
+
+    store = open_store(run.uri, job.output.options or None)
+    ledger = Ledger(store)
+    plan, shards = _load(ledger, run)
+    if ledger.finished() is not None:
+        return load_report(store)
+    output = job.output
+    result = finalize(ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact)
+    made = reports.build(
+        run.uri,
+        plan,
+        result.tally,
+        "completed",
+        result.parts,
+        resumed_shards=progress.resumed_shards if progress else 0,
+        notes=planning.sizing(job, plan.rows, 1.0, plan.rows_per_shard).notes,
+        engine_deaths=progress.engine_deaths if progress else 0,
+    )
+    store.put(REPORT, made.to_bytes())
+    store.put(REPORT_PAGE, reports.markdown(made).encode())
+    ledger.succeed(
+        {
+            "rows": plan.rows,
+            "data": result.tally.good,
+            "quarantine": result.tally.failed,
+            "skipped": result.tally.skipped,
+            "parts": [asdict(part) for part in result.parts],
+            "compact": output.compact,
+            "row_number": output.row_number,
+            "finished": time.time(),
+        }
+    )
+    if output.compact:
+        remove_pieces(ledger)
+    return made
+
+
+def load_report(store: Store) -> RunReport:
+    """The report of a finished run; raises `CorruptRun` when it is gone."""
+    try:
+        return RunReport.from_bytes(store.read(REPORT, 64 << 20))
+    except FileNotFoundError:
+        raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
+
+
+# --- look ---------------------------------------------------------------------------------------
+
+
+def status(uri: str, options: dict[str, Any] | None = None) -> Status:
+    """Reads a run directory, also while it runs and from another machine."""
+    store = open_store(uri, options)
+    ledger = Ledger(store)
+    plan = ledger.load_plan()
+    if plan is None:
+        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    done = ledger.committed(plan)
+    tally = Tally()
+    for commit in ledger.commits(plan, np.flatnonzero(done).tolist()):
+        tally.add(commit)
+    finished = ledger.finished() is not None
+    rate = 0.0 if finished else tally.recent_rate()
+    state = "completed" if finished else "unfinished" if tally.shards else "planned"
+    return Status(
+        run=store.uri,
+        run_key=plan.run_key,
+        job=plan.job_name,
+        state=state,
+        rows=plan.rows,
+        done=tally.rows,
+        good=tally.good,
+        quarantined=tally.failed,
+        skipped=tally.skipped,
+        shards=plan.shards,
+        committed=tally.shards,
+        pending=plan.shards - tally.shards,
+        rate=round(rate or tally.steady_rate, 1),
+        seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
+        failures=tally.failures,
+        attempts=tuple(_attempts(store)),
+    )
+
+
+def _attempts(store: Store) -> list[dict[str, Any]]:
+    from prefect_raybatch.records import load
+
+    found = [
+        load(store.read(info.path, 1 << 20), info.path) for info in store.list("_raybatch/attempts")
+    ]
+    return sorted(found, key=lambda attempt: str(attempt.get("started")))

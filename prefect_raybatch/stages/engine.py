@@ -1,0 +1,194 @@
+"""The engine stage: prompts in tokens to answers in tokens. The only stage that names vLLM.
+
+One actor an engine. Several blocks are in flight in it at once, so that the tail of one shard
+overlaps the head of the next; `stepper` holds the one thread that drives vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch import model as models
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.stages.blocks import (
+    ANSWERS,
+    CACHED_TOKENS,
+    ERROR,
+    ERROR_TYPE,
+    FINISH,
+    PARAMS,
+    PROMPT_TOKENS,
+    TEXTS,
+    TIMES,
+    TOKENS,
+    Failure,
+    is_lost,
+    lost,
+    units_of,
+)
+
+log = logging.getLogger(__name__)
+STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
+
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,  # compiling takes half a minute and pays back little on a CPU
+    "max_num_batched_tokens": 4096,
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+}
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+GPU_DEFAULTS: dict[str, Any] = {
+    "max_num_batched_tokens": 16384,
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model."""
+
+    model: dict[str, Any]
+    sampling: dict[str, Any]
+    arguments: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def engine_spec(job: BatchJob, model: dict[str, Any], device: str) -> EngineSpec:
+    """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
+    engine = job.engine
+    defaults = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
+    arguments: dict[str, Any] = {
+        **defaults,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": engine.max_model_len or models.context_length(str(model["source"])),
+        **(engine.model_extra or {}),
+    }
+    if engine.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = engine.max_num_batched_tokens
+    if arguments["max_model_len"] is None:
+        del arguments["max_model_len"]
+    sampling = {
+        name: value
+        for name, value in job.sampling.model_dump(mode="json").items()
+        if value is not None
+    }
+    env = {**(CPU_ENV if device == "cpu" else {}), **engine.env}
+    return EngineSpec(model, sampling, arguments, env)
+
+
+class EngineStage:
+    """A callable class for a Ray actor pool: block in, block out; never raises for a row.
+
+    An engine that cannot start, or that died with the block in it, gives a `lost` block with the
+    reason: an exception would be retried by Ray without end and its text lost.
+    """
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._engine: Any = None
+        self._refused: str | None = None
+        os.environ.update(spec.env)
+        # Started now and not at the first block: all engines load side by side while rows are
+        # still being read.
+        self._ready()
+
+    def _ready(self) -> Any:
+        """The live engine, started anew after a death; None with `_refused` set when it cannot."""
+        with self._lock:
+            if self._engine is None and self._refused is None:
+                self._start()
+            return self._engine
+
+    def _start(self) -> None:
+        from prefect_raybatch.stages.stepper import SteppedEngine
+
+        arguments = {
+            **self.spec.arguments,
+            "model": models.local_path(self.spec.model),
+            "revision": self.spec.model.get("revision"),
+        }
+        for attempt in range(STARTS):
+            try:
+                self._engine = SteppedEngine(arguments)
+                return
+            except Exception as error:
+                log.exception("the engine did not start (attempt %d)", attempt + 1)
+                self._refused = f"{type(error).__name__}: {error}"
+                # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
+                # has not given back yet.
+                if not isinstance(error, RuntimeError):
+                    return
+                time.sleep(PAUSE)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Answers the well rows of a block; adds answers, finish reasons and token counts."""
+        from prefect_raybatch.stages.stepper import EngineDied, Request
+
+        if is_lost(table):
+            return table
+        began = time.time()
+        engine = self._ready()
+        if engine is None:
+            return _lost(table, self._refused or "the engine did not start", fatal=True)
+        prompts = table[TOKENS].to_pylist()
+        errors = table[ERROR].to_pylist()
+        params = [
+            {**self.spec.sampling, **json.loads(own)} if own else self.spec.sampling
+            for own in table[PARAMS].to_pylist()
+        ]
+        well = [i for i, error in enumerate(errors) if error is None]
+        try:
+            done = engine.run([Request(prompts[i], params[i]) for i in well])
+        except EngineDied as death:
+            with self._lock:
+                if self._engine is engine:
+                    self._engine = None
+            return _lost(table, f"EngineDied: {death}")
+        columns = _columns(table.num_rows)
+        for i, completion in zip(well, done, strict=True):
+            if completion.error:
+                errors[i] = Failure("engine", *completion.error).to_dict()
+                continue
+            columns[ANSWERS][i] = completion.token_ids
+            columns[TEXTS][i] = completion.texts
+            columns[FINISH][i] = completion.finish_reason
+            columns[PROMPT_TOKENS][i] = completion.prompt_tokens
+            columns[CACHED_TOKENS][i] = completion.cached_tokens
+        table = table.drop_columns([TOKENS, PARAMS, ERROR])
+        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+        for name, values in columns.items():
+            table = table.append_column(name, pa.array(values, _TYPES[name]))
+        for name, value in (("began", began), ("engine", time.time() - began)):
+            spent = pa.array([value] * table.num_rows, pa.float64())
+            table = table.append_column(f"{TIMES}_{name}", spent)
+        return table
+
+
+_TYPES = {
+    ANSWERS: pa.list_(pa.list_(pa.int32())),
+    TEXTS: pa.list_(pa.string()),
+    FINISH: pa.string(),
+    PROMPT_TOKENS: pa.int32(),
+    CACHED_TOKENS: pa.int32(),
+}
+
+
+def _columns(rows: int) -> dict[str, list[Any]]:
+    return {name: [None] * rows for name in _TYPES}
+
+
+def _lost(table: pa.Table, reason: str, fatal: bool = False) -> pa.Table:
+    return pa.concat_tables([lost(unit, reason, fatal) for unit in units_of(table)])

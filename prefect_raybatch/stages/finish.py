@@ -1,0 +1,350 @@
+"""Answer to result: detokenize, user postprocess, pieces and receipts. CPU, a block at a time.
+
+Good and failed rows of a shard go to a Parquet piece each. A piece is durable before its receipt
+exists and has a fresh name, so whatever Ray runs twice, nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch import model as models
+from prefect_raybatch.errors import RayBatchError, is_transient
+from prefect_raybatch.functions import load_function
+from prefect_raybatch.job import Output
+from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
+from prefect_raybatch.stages.blocks import (
+    ANSWERS,
+    CACHED_TOKENS,
+    ERROR,
+    FATAL,
+    FINISH,
+    LOST,
+    POSITION,
+    PROMPT_TOKENS,
+    SHARD,
+    TEXTS,
+    TIMES,
+    Failure,
+    input_columns,
+    is_lost,
+    load_tokenizer,
+    rows_of,
+)
+from prefect_raybatch.storage import Store
+
+PIECES = "_raybatch/pieces"
+SCHEMA = "_raybatch/output_schema.arrow"
+RECEIPT = "receipt"
+QUARANTINE = [
+    (POSITION, pa.int32()),
+    ("stage", pa.string()),
+    ("error", pa.string()),
+    ("message", pa.string()),
+    ("attempts", pa.int32()),
+]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The stage as a function of one block; `store` is rooted at the run directory.
+
+    `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n).
+    """
+
+    output: Output
+    model: dict[str, Any]
+    store: Store
+    attempt: str
+    skip_special_tokens: bool = True
+    answers: int = 1
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """One row a shard found in the block: its receipt, as JSON."""
+        if is_lost(table):
+            return _receipts([self._lost(row) for row in table.to_pylist()])
+        made = []
+        shards = table[SHARD].to_numpy()
+        for shard in dict.fromkeys(shards.tolist()):  # a batch may bundle several small shards
+            rows = table.filter(pa.array(shards == shard)) if (shards != shard).any() else table
+            made.append(self._shard(int(shard), rows))
+        return _receipts(made)
+
+    def _lost(self, row: dict[str, Any]) -> Receipt:
+        return Receipt(row[SHARD], self.attempt, lost=row[LOST], fatal=bool(row[FATAL]))
+
+    def _shard(self, shard: int, table: pa.Table) -> Receipt:
+        began = time.time()
+        try:
+            return self._write(shard, table, began)
+        except (OSError, RayBatchError) as error:
+            # The store or disk failed, not a row: the shard is lost for this pass.
+            reason = f"{type(error).__name__}: {error}"
+            return Receipt(shard, self.attempt, lost=reason, fatal=not is_transient(error))
+
+    def _write(self, shard: int, table: pa.Table, began: float) -> Receipt:
+        outcome = self._outcome(table)
+        names = input_columns(table)
+        kept = names if self.output.columns is None else self.output.columns
+        positions = table[POSITION].to_numpy()
+        pieces = []
+        good = [i for i, o in enumerate(outcome) if isinstance(o, dict)]
+        if good:
+            columns, bad = self._result(table, outcome, good)
+            for i, failure in bad.items():
+                outcome[i] = failure
+            good = [i for i in good if i not in bad]
+        if good:
+            data = table.select([POSITION, *kept])
+            data = data.take(pa.array(good)) if len(good) < table.num_rows else data
+            for name, values in columns.items():
+                data = data.append_column(name, values)
+            pieces.append(self._piece(shard, "data", data, positions[good]))
+        failed = [i for i, o in enumerate(outcome) if isinstance(o, Failure)]
+        if failed:
+            failures = [outcome[i] for i in failed]
+            rows = table.select([POSITION, *names]).take(pa.array(failed))
+            pieces.append(
+                self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
+            )
+        skipped = [i for i, o in enumerate(outcome) if o is None]
+        return Receipt(
+            shard=shard,
+            attempt=self.attempt,
+            good=_ranges(positions[good]),
+            failed=_ranges(positions[failed]),
+            skipped=_ranges(positions[skipped]),
+            pieces=tuple(pieces),
+            stats=self._stats(table, began),
+            failures=Counter("|".join(_key(outcome[i])) for i in failed),
+            where={"node": socket.gethostname(), "pid": str(os.getpid())},
+        )
+
+    def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:
+        """Quarantines a unit whole, after `attempts`; raises the store's errors."""
+        positions = rows[POSITION].to_numpy()
+        table = quarantine(rows, [failure] * unit.rows, attempts)
+        piece = self._piece(unit.shard, "quarantine", table, positions)
+        return Receipt(
+            shard=unit.shard,
+            attempt=self.attempt,
+            failed=_ranges(positions),
+            pieces=(piece,),
+            stats={"rows": unit.rows},
+            failures={"|".join(_key(failure)): unit.rows},
+        )
+
+    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
+        """What became of each row: its output columns, its failure, or None where left out."""
+        texts = self._texts(table)
+        errors = table[ERROR].to_pylist()
+        if self.output.postprocess is None:
+            return [
+                Failure(**e) if e else {self.output.column: t}
+                for e, t in zip(errors, texts, strict=True)
+            ]
+        function = load_function(self.output.postprocess, "output.postprocess")
+        rows = rows_of(table, input_columns(table))
+        finish = table[FINISH].to_pylist()
+        return [
+            Failure(**e) if e else _post(function, row, {self.output.column: t, "finish_reason": f})
+            for e, row, t, f in zip(errors, rows, texts, finish, strict=True)
+        ]
+
+    def _texts(self, table: pa.Table) -> list[Any]:
+        ready = table[TEXTS].to_pylist()
+        answers = table[ANSWERS].to_pylist()
+        todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
+        if todo:
+            path = models.local_path(self.model)
+            tokenizer = load_tokenizer(path, self.model.get("revision"))
+            flat = [ids for i in todo for ids in answers[i]]
+            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=self.skip_special_tokens))
+            for i in todo:
+                ready[i] = [next(texts) for _ in answers[i]]
+        return [t if t is None or self.answers > 1 else t[0] for t in ready]
+
+    def _result(
+        self, table: pa.Table, outcome: list[Any], good: list[int]
+    ) -> tuple[dict[str, pa.Array], dict[int, Failure]]:
+        """Output columns of the good rows, and the failures of rows that do not fit the schema."""
+        schema = self._schema([outcome[i] for i in good])
+        bad: dict[int, Failure] = {}
+        for i in good:
+            if outcome[i].keys() != set(schema.names):
+                odd = sorted(set(outcome[i]) ^ set(schema.names))
+                bad[i] = Failure(
+                    "postprocess",
+                    "SchemaError",
+                    f"columns {', '.join(odd)} are missing or new; the run's output columns are "
+                    f"{', '.join(schema.names)}",
+                )
+        for column in schema:
+            rest = [i for i in good if i not in bad]
+            try:
+                pa.array([outcome[i][column.name] for i in rest], column.type)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
+                bad |= {
+                    i: failure
+                    for i in rest
+                    if (failure := _cast_failure(outcome[i][column.name], column))
+                }
+        rest = [i for i in good if i not in bad]
+        arrays = {c.name: pa.array([outcome[i][c.name] for i in rest], c.type) for c in schema}
+        return arrays, bad
+
+    def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
+        """Types of the output columns: declared, or fixed once for the run by its first shard."""
+        if self.output.postprocess is None:
+            kind = pa.list_(pa.string()) if self.answers > 1 else pa.string()
+            return pa.schema([(self.output.column, kind)])
+        if self.output.output_schema is not None:
+            return declared(self.output.output_schema)
+        try:
+            return _read_schema(self.store)
+        except FileNotFoundError:
+            # The loser of the race takes the winner's, so all pieces agree.
+            self.store.put_if_absent(SCHEMA, _infer(rows).serialize().to_pybytes())
+            return _read_schema(self.store)
+
+    def _piece(self, shard: int, kind: str, table: pa.Table, positions: np.ndarray) -> Piece:
+        out = io.BytesIO()
+        pq.write_table(table, out, compression="zstd")
+        data = out.getvalue()
+        name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
+        self.store.put(f"{PIECES}/{name}", data)
+        return Piece(name, kind, table.num_rows, len(data), digest(data), _ranges(positions))
+
+    def _stats(self, table: pa.Table, began: float) -> dict[str, float]:
+        answers = table[ANSWERS].to_pylist()
+        cut = sum(reason == "length" for reason in table[FINISH].to_pylist())
+        stats = {
+            "rows": table.num_rows,
+            "prompt_tokens": _sum(table, PROMPT_TOKENS),
+            "cached_tokens": _sum(table, CACHED_TOKENS),
+            "output_tokens": sum(len(ids) for a in answers if a for ids in a),
+            "cut_off": cut,
+            "started": table[f"{TIMES}_began"][0].as_py(),
+            "ended": time.time(),
+            "prepare_s": table[f"{TIMES}_prepare"][0].as_py(),
+            "engine_s": table[f"{TIMES}_engine"][0].as_py(),
+            "finish_s": time.time() - began,
+        }
+        if f"{TIMES}_read" in table.column_names:
+            stats["read_s"] = table[f"{TIMES}_read"][0].as_py()
+        return {k: round(v, 4) for k, v in stats.items()}
+
+
+def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
+    """Failed rows as they are kept: position, stage, error, message, attempts and the input row.
+
+    `rows` holds the position column and the input columns, which become one struct column: names
+    of theirs can then never collide with ours.
+    """
+    names = input_columns(rows)
+    arrays = [rows[name].combine_chunks() for name in names]
+    fields = [pa.field(name, rows.schema.field(name).type) for name in names]
+    nested = pa.StructArray.from_arrays(arrays, fields=fields) if names else None
+    columns = {
+        POSITION: rows[POSITION],
+        "stage": pa.array([f.stage for f in failures], pa.string()),
+        "error": pa.array([f.kind for f in failures], pa.string()),
+        "message": pa.array([f.message for f in failures], pa.string()),
+        "attempts": pa.array([attempts] * len(failures), pa.int32()),
+    }
+    if nested is not None:
+        columns["input"] = nested
+    return pa.table(columns)
+
+
+def declared(schema: dict[str, str]) -> pa.Schema:
+    """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
+    fields = []
+    for name, kind in schema.items():
+        if kind.startswith("list<") and kind.endswith(">"):
+            fields.append((name, pa.list_(pa.type_for_alias(kind[5:-1]))))
+        else:
+            fields.append((name, pa.type_for_alias(kind)))
+    return pa.schema(fields)
+
+
+def _read_schema(store: Store) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(store.read(SCHEMA, 1 << 20)))
+
+
+def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
+    """Types from the first shard's rows; a column of nothing but nulls is taken as text."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    fields = []
+    for name in names:
+        kind = _infer_type([row.get(name) for row in rows])
+        fields.append((name, pa.string() if pa.types.is_null(kind) else kind))
+    return pa.schema(fields)
+
+
+def _infer_type(values: list[Any]) -> pa.DataType:
+    """The type of all values, or of most of them: the odd ones then fail to cast, one by one."""
+    try:
+        return pa.infer_type(values)
+    except (pa.ArrowException, TypeError, ValueError):
+        kinds = Counter(kind for v in values if (kind := _type_of(v)) is not None)
+        return kinds.most_common(1)[0][0] if kinds else pa.string()
+
+
+def _type_of(value: Any) -> pa.DataType | None:
+    try:
+        return None if value is None else pa.infer_type([value])
+    except (pa.ArrowException, TypeError, ValueError):
+        return None
+
+
+def _post(function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any]) -> Any:
+    if isinstance(row, Failure):
+        return row
+    try:
+        made = function({**row, **answer})
+        if made is not None and not isinstance(made, dict):
+            raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
+        return made
+    except Exception as error:
+        return Failure.of("postprocess", error)
+
+
+def _cast_failure(value: Any, column: pa.Field) -> Failure | None:
+    try:
+        pa.array([value], column.type)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        return Failure(
+            "postprocess",
+            "SchemaError",
+            f"column {column.name} wants {column.type}, got {type(value).__name__}: {error}"[:500],
+        )
+    return None
+
+
+def _key(failure: Failure) -> tuple[str, str, str]:
+    return failure.stage, failure.kind, failure.message[:120]
+
+
+def _sum(table: pa.Table, name: str) -> int:
+    return int(np.nansum(table[name].to_numpy(zero_copy_only=False).astype(float)))
+
+
+def _ranges(positions: np.ndarray) -> Ranges:
+    return to_ranges(sorted(positions.tolist()))
+
+
+def _receipts(receipts: list[Receipt]) -> pa.Table:
+    return pa.table({RECEIPT: pa.array([r.to_json() for r in receipts], pa.string())})

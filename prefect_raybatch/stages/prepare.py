@@ -1,0 +1,198 @@
+"""Row to request: template or user function, chat template, tokens. CPU, one block at a time.
+
+A row that fails here is marked and passes by the engine; it never takes its block with it.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch import model as models
+from prefect_raybatch.functions import load_function
+from prefect_raybatch.job import Prompt, template_fields
+from prefect_raybatch.stages.blocks import (
+    ERROR,
+    ERROR_TYPE,
+    PARAMS,
+    TIMES,
+    TOKENS,
+    Failure,
+    input_columns,
+    is_lost,
+    load_tokenizer,
+    rows_of,
+)
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """The stage as a function of one block; made on the driver, run on any worker.
+
+    `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
+    """
+
+    prompt: Prompt
+    model: dict[str, Any]
+    max_model_len: int | None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
+        if is_lost(table):
+            return table
+        began = time.time()
+        path = models.local_path(self.model)
+        revision = self.model.get("revision")
+        tokenizer = load_tokenizer(path, revision)
+        limit = self.max_model_len or models.context_length(path)
+        requests = self._requests(table)
+        texts = render(tokenizer, requests)
+        tokens = encode(tokenizer, texts, limit)
+        errors = [t.to_dict() if isinstance(t, Failure) else None for t in tokens]
+        params = [
+            json.dumps(r.sampling) if isinstance(r, Request) and r.sampling else None
+            for r in requests
+        ]
+        table = table.append_column(
+            TOKENS,
+            pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
+        )
+        table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+        spent = pa.array([time.time() - began] * len(tokens), pa.float64())
+        return table.append_column(f"{TIMES}_prepare", spent)
+
+    def _requests(self, table: pa.Table) -> list[Request | Failure]:
+        if self.prompt.function:
+            function = load_function(self.prompt.function, "prompt.function")
+            rows = rows_of(table, input_columns(table))
+            return [_guarded(_from_function, function, row) for row in rows]
+        template = self.prompt.template or ""
+        fields = template_fields(template)
+        fill = _Filler(template, self.prompt)
+        return [_guarded(fill, row) for row in rows_of(table, list(fields))]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Chat messages of one row and the sampling fields it overrides."""
+
+    messages: list[dict[str, Any]]
+    sampling: dict[str, Any] | None = None
+
+
+class _Filler:
+    """Fills the template from a row. Only values are put in: no attribute of them is reachable."""
+
+    def __init__(self, template: str, prompt: Prompt):
+        self.parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+        self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        self.empty = prompt.on_null == "empty"
+
+    def __call__(self, row: dict[str, Any]) -> Request:
+        text = []
+        for literal, name in self.parts:
+            text.append(literal)
+            if name is not None:
+                value = row[name]
+                if value is None and not self.empty:
+                    raise ValueError(
+                        f"column {name} is null; clean the input or set prompt.on_null: empty"
+                    )
+                text.append("" if value is None else str(value))
+        return Request([*self.system, {"role": "user", "content": "".join(text)}])
+
+
+def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Request:
+    made = function(row)
+    if isinstance(made, str):
+        return Request([{"role": "user", "content": made}])
+    if isinstance(made, dict) and "messages" in made:
+        unknown = sorted(set(made) - {"messages", "sampling"})
+        if unknown:
+            raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
+        return Request(_messages(made["messages"]), made.get("sampling"))
+    return Request(_messages(made))
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    good = isinstance(value, Sequence) and value and not isinstance(value, str)
+    if not good or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
+        raise TypeError(
+            "prompt.function must return text, a list of {'role', 'content'} messages, or "
+            f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"
+        )
+    return [dict(m) for m in value]
+
+
+def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
+    if isinstance(args[-1], Failure):
+        return args[-1]
+    try:
+        return make(*args)
+    except Exception as error:
+        return Failure.of("prepare", error)
+
+
+def render(tokenizer: Any, requests: list[Any]) -> list[Any]:
+    """Requests to prompt texts through the chat template; failures stay where they are."""
+    if not getattr(tokenizer, "chat_template", None):
+        return [
+            r if isinstance(r, Failure) else "\n\n".join(str(m["content"]) for m in r.messages)
+            for r in requests
+        ]
+
+    def apply(conversations: Any) -> Any:
+        return tokenizer.apply_chat_template(
+            conversations, tokenize=False, add_generation_prompt=True
+        )
+
+    good = [r.messages for r in requests if isinstance(r, Request)]
+    try:
+        texts = iter(apply(good) if good else ())
+    except Exception:  # one of them: find out which, row by row
+        texts = iter([_try(apply, messages) for messages in good])
+    return [r if isinstance(r, Failure) else next(texts) for r in requests]
+
+
+def encode(tokenizer: Any, texts: list[Any], limit: int | None) -> list[Any]:
+    """Prompt texts to token lists; texts over the context length become failures."""
+    good = [t for t in texts if not isinstance(t, Failure)]
+
+    def tokens(batch: list[str]) -> list[list[int]]:
+        return tokenizer(batch, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+
+    try:
+        ids = iter(tokens(good) if good else ())
+    except Exception:
+        ids = iter([_try(lambda text: tokens([text])[0], text) for text in good])
+    made = [t if isinstance(t, Failure) else next(ids) for t in texts]
+    return [_fitting(t, limit) for t in made]
+
+
+def _fitting(tokens: Any, limit: int | None) -> Any:
+    if isinstance(tokens, Failure):
+        return tokens
+    if not tokens:
+        return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
+    if limit and len(tokens) >= limit:
+        return Failure(
+            "prepare",
+            "PromptTooLong",
+            f"the prompt has {len(tokens)} tokens and leaves no room in engine.max_model_len "
+            f"{limit}",
+        )
+    return tokens
+
+
+def _try(make: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return make(value)
+    except Exception as error:
+        return Failure.of("prepare", error)

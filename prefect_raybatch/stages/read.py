@@ -1,0 +1,532 @@
+"""Read shards of the input: each unit one tagged block, each row group decoded once a task.
+
+What goes wrong with the input becomes a `lost` block and no exception (see `blocks`): the text of
+an exception in a Ray task would be lost in retries.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ray.data import Dataset, Datasource, read_datasource
+from ray.data._internal.execution.operators.map_operator import MapOperator
+from ray.data._internal.execution.operators.map_transformer import (
+    BatchMapTransformFn,
+    BlockMapTransformFn,
+)
+from ray.data._internal.logical.interfaces import PhysicalPlan, Rule
+from ray.data._internal.logical.operators import Read
+from ray.data._internal.logical.optimizers import get_physical_ruleset
+from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRule
+from ray.data._internal.output_buffer import OutputBlockSizeOption
+from ray.data.block import BlockMetadata
+from ray.data.datasource import ReadTask
+
+from prefect_raybatch.errors import RayBatchError, is_transient
+from prefect_raybatch.records import InputFile, Unit
+from prefect_raybatch.stages import blocks
+from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
+
+MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
+UNITS_PER_TASK = 8  # of neighbours: they share the decoding of a row group
+MIN_TASKS = 64  # fewer units a task before the parallelism sinks below this
+BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
+BATCH_BYTES = 32 << 20
+CHUNK_BYTES = 64 << 20  # larger column chunks are not fetched whole
+BUFFER_BYTES = 16 << 20  # but in steps of this size
+SMALL_FILE = 4 << 20  # remote files up to this size are fetched whole, several ahead
+AHEAD = 8
+
+Done = Callable[[int], bool]  # shard id -> whether its commit exists; must pickle
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, start + rows) of file number `file` of the task."""
+
+    file: int
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one read task reads: units in input order, the parts of each, and the files of these."""
+
+    units: tuple[Unit, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    files: tuple[InputFile, ...]
+
+
+class ShardReader:
+    """Knows where the rows of a run lie. Lives on the driver; tasks carry only what they need.
+
+    `files` in the plan's order. `schema` of the columns to read: the type each is cast to, in
+    this order. `store` is the run's store when the files are a snapshot (their uris are then
+    relative to it, and only their size is checked); else None, and `options` are the input's
+    store options. `done` (optional, picklable) says on the worker whether a shard is committed.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        schema: pa.Schema,
+        store: Store | None = None,
+        options: Mapping[str, Any] | None = None,
+        done: Done | None = None,
+    ) -> None:
+        self.files, self.schema, self.store = tuple(files), schema, store
+        self.options, self.done = dict(options or {}), done
+        self._stops = np.cumsum([file.rows for file in self.files], dtype=np.int64)
+
+    @property
+    def rows(self) -> int:
+        return int(self._stops[-1]) if len(self._stops) else 0
+
+    def tasks(
+        self,
+        units: Sequence[tuple[Unit, int]],
+        max_tasks: int = MAX_TASKS,
+        min_tasks: int = MIN_TASKS,
+        units_per_task: int = UNITS_PER_TASK,
+        shuffle_seed: str | None = None,
+    ) -> list[Task]:
+        """Groups of neighbouring units; `units` are pairs of unit and its first row in the input.
+
+        At most `max_tasks` groups; up to `units_per_task` units in one (more only to keep
+        `max_tasks`), fewer while that would give less than `min_tasks` groups. Groups are in
+        input order, or shuffled by `shuffle_seed` (an attempt's uuid): two live drivers that
+        rotated one order would meet and go on in step, shuffled ones seldom work on the same
+        shard. Raises ValueError for rows outside of the files.
+        """
+        ordered = sorted(units, key=lambda pair: pair[1])
+        size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
+        size = max(size, -(-len(ordered) // max(1, max_tasks)))
+        tasks = [self._task(ordered[at : at + size]) for at in range(0, len(ordered), size)]
+        if shuffle_seed is not None:
+            random.Random(shuffle_seed).shuffle(tasks)
+        return tasks
+
+    def _task(self, units: Sequence[tuple[Unit, int]]) -> Task:
+        numbers: dict[int, int] = {}  # file of the run -> file of the task
+        parts = []
+        for unit, start in units:
+            found = self._parts(unit, start)
+            parts.append(
+                tuple(replace(p, file=numbers.setdefault(p.file, len(numbers))) for p in found)
+            )
+        files = tuple(self.files[number] for number in numbers)
+        return Task(tuple(unit for unit, _ in units), tuple(parts), files)
+
+    def _parts(self, unit: Unit, start: int) -> Iterator[Part]:
+        stop = start + unit.rows
+        if start < 0 or unit.rows < 1 or stop > self.rows:
+            raise ValueError(f"{unit}: rows {start} to {stop} of an input of {self.rows} rows")
+        number = int(np.searchsorted(self._stops, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._stops[number]))
+            if end > start:  # files without rows
+                first = int(self._stops[number]) - self.files[number].rows
+                yield Part(number, start - first, end - start)
+                start = end
+            number += 1
+
+    def read(self, task: Task) -> Iterator[pa.Table]:
+        """`read_units` with what this reader knows."""
+        return self.bind(task)()
+
+    def bind(self, task: Task) -> Callable[[], Iterator[pa.Table]]:
+        """A small picklable function that reads `task`."""
+        return partial(read_units, task, self.schema, self.store, self.options, self.done)
+
+
+def read_units(
+    task: Task,
+    schema: pa.Schema,
+    store: Store | None = None,
+    options: Mapping[str, Any] | None = None,
+    done: Done | None = None,
+) -> Iterator[pa.Table]:
+    """One table a unit, in order: tagged (`blocks.tag`) and cast to `schema`, or `blocks.lost`.
+
+    Units whose shard is done are left out. Each file is compared with what the plan saw before
+    its first use and again before a unit that read of it is given out. Memory: a unit, a decoded
+    batch (BATCH_BYTES), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
+    """
+    files = _Files(task, schema, store, dict(options or {}))
+    with files:
+        for unit, parts in zip(task.units, task.parts, strict=True):
+            if done is not None and _is_done(done, unit.shard):
+                continue
+            yield _read_unit(unit, parts, files, schema)
+
+
+def _is_done(done: Done, shard: int) -> bool:
+    try:
+        return done(shard)
+    except RayBatchError:  # only saves work: the commit itself decides in the end
+        return False
+
+
+def _read_unit(unit: Unit, parts: Sequence[Part], files: _Files, schema: pa.Schema) -> pa.Table:
+    tables: list[pa.Table] = []
+    for part in parts:
+        try:
+            tables += files.take(part)
+        except Exception as error:
+            files.forget(part.file)
+            reason, fatal = files.explain(part, error)
+            return blocks.lost(unit, reason, fatal)
+    for number in dict.fromkeys(part.file for part in parts):
+        try:
+            files.check(number)
+        except Exception as error:
+            files.forget(number)
+            reason, fatal = files.explain(next(p for p in parts if p.file == number), error)
+            return blocks.lost(unit, reason, fatal)
+    table = pa.concat_tables(tables).combine_chunks()  # a slice would hold its whole batch
+    return blocks.tag(table, unit)
+
+
+class _Changed(Exception):
+    """A file is not what the plan saw; the text says what changed."""
+
+
+class _Files:
+    """The files of a task, opened one after the other, checked against the plan."""
+
+    def __init__(
+        self, task: Task, schema: pa.Schema, store: Store | None, options: dict[str, Any]
+    ) -> None:
+        self._task, self._schema, self._store, self._options = task, schema, store, options
+        self._stores: dict[str, Store] = {}
+        self._last_row = [0] * len(task.files)
+        for part in (part for parts in task.parts for part in parts):
+            self._last_row[part.file] = max(self._last_row[part.file], part.start + part.rows)
+        self._open: tuple[int, _Cursor] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[bytes]] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def take(self, part: Part) -> list[pa.Table]:
+        """The rows of `part`, cast. Raises what reading raises, and _Changed."""
+        if self._open is None or self._open[0] != part.file:
+            self._close()
+            handle = self._handle(part.file)
+            try:
+                cursor = _Cursor(handle, self._schema, self._last_row[part.file])
+            except BaseException:
+                handle.close()
+                raise
+            self._open = (part.file, cursor)
+        return self._open[1].take(part.start, part.rows)
+
+    def check(self, number: int) -> None:
+        """Compare file `number` with the plan. Raises _Changed, FileNotFoundError, store errors."""
+        planned = self._task.files[number]
+        store, path = self._place(number)
+        found: FileInfo = store.stat(path)
+        if found.size != planned.size:
+            raise _Changed(f"size {planned.size} -> {found.size}")
+        if self._store is not None:  # a snapshot is ours: never written twice
+            return
+        if planned.etag is not None and found.etag != planned.etag:
+            raise _Changed(f"etag {planned.etag} -> {found.etag} (size still {found.size})")
+        if planned.mtime_ns is not None and found.mtime_ns != planned.mtime_ns:
+            raise _Changed(
+                f"time of change {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
+                f"{found.size})"
+            )
+
+    def forget(self, number: int) -> None:
+        """After an error: open the file afresh for the next unit."""
+        if self._open is not None and self._open[0] == number:
+            self._close()
+        self._ahead.pop(number, None)
+
+    def explain(self, part: Part, error: Exception) -> tuple[str, bool]:
+        """Why a part could not be read, and whether that ends the run."""
+        uri = self._task.files[part.file].uri
+        if self._store is not None:
+            uri = f"{self._store.uri}/{uri}"
+        if not isinstance(error, (_Changed, FileNotFoundError)):
+            # A file that is replaced while it is read fails in any way: say what is the matter.
+            try:
+                self.check(part.file)
+            except (_Changed, FileNotFoundError) as changed:
+                error = changed
+            except Exception:  # the first error tells more
+                pass
+        if isinstance(error, _Changed):
+            return (
+                f"{uri} is not what the plan recorded: {error}. Put the recorded file back and "
+                "run again, or start a new run key.",
+                True,
+            )
+        if isinstance(error, FileNotFoundError):
+            return f"{uri} is gone. Put it back and run again, or start a new run key.", True
+        rows = f"rows {part.start} to {part.start + part.rows - 1}"
+        kind = type(error).__name__
+        return f"{uri}, {rows}: {kind}: {' '.join(str(error).split())[:500]}", _is_fatal(error)
+
+    def _place(self, number: int) -> tuple[Store, str]:
+        """The store of a file and its path there."""
+        uri = self._task.files[number].uri
+        if self._store is not None:
+            return self._store, uri
+        folder, _, name = uri.rpartition("/")
+        if folder not in self._stores:
+            self._stores[folder] = open_store(folder or "/", self._options)
+        return self._stores[folder], name
+
+    def _handle(self, number: int) -> BinaryIO:
+        ahead = self._fetch_ahead(number)
+        if ahead is not None:
+            return io.BytesIO(ahead.result())
+        self.check(number)
+        store, path = self._place(number)
+        return store.open(path)
+
+    def _fetch_ahead(self, number: int) -> Future[bytes] | None:
+        """The content of a small remote file; begins to fetch the next ones as well."""
+        for following in range(number, min(number + AHEAD, len(self._task.files))):
+            file = self._task.files[following]
+            place = file.uri if self._store is None else self._store.uri
+            if following in self._ahead or file.size > SMALL_FILE or not is_remote(place):
+                continue
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(AHEAD)
+            self._ahead[following] = self._pool.submit(self._fetch, following)
+        return self._ahead.pop(number, None)
+
+    def _fetch(self, number: int) -> bytes:
+        self.check(number)
+        store, path = self._place(number)
+        return store.read(path)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether reading the same again is in vain: a corrupt file, yes; a store in trouble, no."""
+    if isinstance(error, MemoryError):
+        return False
+    if isinstance(error, pa.ArrowException):
+        return True
+    if isinstance(error, OSError) and error.errno is None:  # how pyarrow reports corrupt pages
+        return True
+    return not is_transient(error)
+
+
+class _Cursor:
+    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on."""
+
+    def __init__(self, handle: BinaryIO, schema: pa.Schema, stop: int) -> None:
+        self._handle, self._schema, self._stop = handle, schema, stop
+        metadata = pq.read_metadata(handle)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        self._starts = [0]
+        for group in groups:
+            self._starts.append(self._starts[-1] + group.num_rows)
+        if self._starts[-1] < stop:
+            raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, the plan reads {stop}")
+        names = set(schema.names)
+        chunks = [
+            group.column(i)
+            for group in groups[:1]
+            for i in range(metadata.num_columns)
+            if group.column(i).path_in_schema.split(".")[0] in names
+            or group.column(i).path_in_schema in names
+        ]
+        stored = sum(chunk.total_uncompressed_size for chunk in chunks)
+        row_bytes = stored / max(1, groups[0].num_rows) if groups else 1.0
+        self._batch_rows = max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
+        large = any(chunk.total_compressed_size > CHUNK_BYTES for chunk in chunks)
+        self._file = pq.ParquetFile(
+            handle, metadata=metadata, buffer_size=BUFFER_BYTES if large else 0, pre_buffer=False
+        )
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._held: deque[pa.RecordBatch] = deque()
+        self._at = 0  # the next row that `_held` and then `_batches` give
+        self._end = 0  # where `_batches` ends; nothing is being read yet
+
+    def take(self, start: int, rows: int) -> list[pa.Table]:
+        """Rows [start, start + rows), in one or more tables of the schema."""
+        stop = start + rows
+        group = bisect_right(self._starts, start) - 1
+        # Anew when it lies behind, or when whole row groups can be jumped over.
+        if start < self._at or stop > self._end or self._starts[group] > self._group_end():
+            self._begin(group)
+        tables = []
+        while self._at < stop:
+            batch = self._held.popleft() if self._held else next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid(f"ends at row {self._at} of {stop}")
+            low, high = max(start - self._at, 0), min(stop - self._at, batch.num_rows)
+            if high < batch.num_rows:
+                self._held.append(batch.slice(high))
+            self._at += high
+            if low < high:
+                tables.append(_cast(batch.slice(low, high - low), self._schema))
+        return tables
+
+    def close(self) -> None:
+        self._batches, self._held = iter(()), deque()
+        with suppress(Exception):
+            self._file.close(force=True)
+        self._handle.close()
+
+    def _group_end(self) -> int:
+        """The end of the row group that the next row is in."""
+        return self._starts[min(bisect_right(self._starts, self._at), len(self._starts) - 1)]
+
+    def _begin(self, group: int) -> None:
+        last = bisect_right(self._starts, self._stop - 1)
+        self._at, self._end = self._starts[group], self._starts[last]
+        self._held.clear()
+        self._batches = self._file.iter_batches(
+            batch_size=self._batch_rows,
+            row_groups=list(range(group, last)),
+            columns=self._schema.names,
+            use_threads=False,  # a task holds half a CPU or one
+        )
+
+
+def _cast(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones."""
+    columns = [batch.column(name) for name in schema.names]
+    cast_columns = [
+        column if column.type == field.type else column.cast(field.type)
+        for column, field in zip(columns, schema, strict=True)
+    ]
+    return pa.Table.from_arrays(cast_columns, schema=schema)
+
+
+# --- Ray Data ---------------------------------------------------------------------------------
+
+
+class ShardDatasource(Datasource):
+    """One Ray read task for each `Task`, one block for each unit. Shown as "ReadShards"."""
+
+    def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:
+        super().__init__()
+        keep_blocks()
+        self._read_tasks = [ReadTask(reader.bind(task), _metadata()) for task in tasks]
+
+    def get_name(self) -> str:
+        return "Shards"  # Ray puts "Read" in front
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None  # a size would make Ray choose tasks and splits by it
+
+    def get_read_tasks(
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: Any = None,
+    ) -> list[ReadTask]:
+        """The tasks, whatever `parallelism` asks; Ray calls this several times a dataset."""
+        if per_task_row_limit is None:
+            return self._read_tasks
+        return [
+            ReadTask(task.read_fn, task.metadata, per_task_row_limit=per_task_row_limit)
+            for task in self._read_tasks
+        ]
+
+    def dataset(self, **options: Any) -> Dataset:
+        """The dataset of all blocks; `options` are `ray.data.read_datasource`'s.
+
+        `DataContext.target_max_block_size` must be None when this is called (Ray copies the
+        context). Raises ValueError without tasks, which Ray cannot run.
+        """
+        if not self._read_tasks:
+            raise ValueError("there is nothing to read: no units")
+        options.setdefault("override_num_blocks", len(self._read_tasks))
+        return cast(Dataset, read_datasource(self, **options))
+
+
+def _metadata() -> BlockMetadata:
+    # No row count: a unit found done gives no block, and Ray would answer count() from this.
+    return BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+
+
+class KeepBlocks(Rule):
+    """Makes Ray hand on each block that a shard read yields, in place of one for a whole task.
+
+    With `target_max_block_size=None` Ray 2.60 joins all that a task yields into one block at its
+    end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a task
+    until the last is read, multiply the memory, and mix `lost` blocks with rows. The same goes
+    for map operators after the read that take whole blocks (batch_size=None): for these one
+    block in gives one block out, fused with the read or not. Other datasets are left alone.
+    """
+
+    @classmethod
+    def dependencies(cls) -> list[type[Rule]]:
+        return [SetReadParallelismRule]
+
+    @classmethod
+    def dependents(cls) -> list[type[Rule]]:
+        return [FuseOperators]
+
+    def apply(self, plan: PhysicalPlan) -> PhysicalPlan:
+        operators = list(_below(plan.dag))
+        logical = [plan.op_map.get(operator) for operator in operators]
+        if not any(_is_ours(op) for op in logical):
+            return plan
+        for operator, op in zip(operators, logical, strict=True):
+            if not isinstance(operator, MapOperator):
+                continue
+            if _is_ours(op):
+                operator._additional_split_factor = None  # set for more blocks than tasks asked
+            for function in operator.get_map_transformer().get_transform_fns():
+                if _takes_blocks(function):
+                    function._output_block_size_option = OutputBlockSizeOption.of(
+                        disable_block_shaping=True
+                    )
+        return plan
+
+
+def _below(operator: Any) -> Iterator[Any]:
+    yield operator
+    for above in operator.input_dependencies:
+        yield from _below(above)
+
+
+def _is_ours(op: Any) -> bool:
+    return isinstance(op, Read) and isinstance(op.datasource, ShardDatasource)
+
+
+def _takes_blocks(function: Any) -> bool:
+    if isinstance(function, BatchMapTransformFn):
+        return function._batch_size is None
+    option = getattr(function, "_output_block_size_option", None)
+    return isinstance(function, BlockMapTransformFn) and option is None
+
+
+def keep_blocks() -> None:
+    """Register `KeepBlocks` in this process, once."""
+    rules = get_physical_ruleset()
+    if KeepBlocks not in list(rules):
+        rules.add(KeepBlocks)

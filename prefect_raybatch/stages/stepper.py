@@ -1,0 +1,495 @@
+"""One vLLM engine driven by one thread: tokens in, final answers out, little Python in between.
+
+`SteppedEngine` steps vLLM's synchronous `LLMEngine` itself. A row costs one `add_request` and one
+finished output: no asyncio task, no queue and no wake-up per row, which is what limits the other
+ways of driving vLLM (about 1 ms of Python a row, on one core, whatever the GPU could do).
+
+Works with vLLM 0.26 to 0.29, with the engine core in its own process (vLLM's default) or in this
+one (environment variable VLLM_ENABLE_V1_MULTIPROCESSING=0).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = 3
+"""Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
+when the first one's tail leaves slots free."""
+
+PARAMS_KEPT = 1024
+"""Distinct sampling parameters kept ready; more (a seed a row) only cost the time to build them."""
+
+START_LOCK = threading.Lock()  # which processes an engine started is seen by comparing the children
+
+
+class EngineDied(Exception):
+    """The engine died, or was closed, with requests in flight; the message carries the cause.
+
+    Which request was the cause is unknown. The object is closed: start another one.
+    """
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt for the engine.
+
+    prompt_token_ids: token ids of the whole prompt, 1 to `max_model_len` - 1 of them.
+    params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
+        `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
+        `detokenize` is off unless given or needed by `stop`.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one request: either answers or an `error`.
+
+    token_ids: one list of generated ids for each of the `n` answers, the end token included.
+    texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
+    finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
+        `stop`, so that a cut-off one shows. None with an error.
+    prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
+    error: class name and message of what vLLM said when it refused the request or gave it up.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str] | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+
+class _Call:
+    """One `run()` in progress: its requests, the answers so far, the event its caller sleeps on.
+
+    `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
+    """
+
+    __slots__ = ("answers", "cursor", "died", "done", "missing", "params", "prompts")
+
+    def __init__(self, prompts: list[list[int]], params: list[Any]) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.answers: list[Completion | None] = [None] * len(prompts)
+        self.cursor = 0
+        self.missing = len(prompts)
+        self.done = threading.Event()
+        self.died: str | None = None
+
+
+class SteppedEngine:
+    """A vLLM engine and the one thread that feeds and steps it.
+
+    engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
+        `disable_log_stats` is True unless given: counting costs Python per token.
+
+    The constructor returns when the engine is ready and raises whatever vLLM raises. Engine
+    processes die with this one, even after `kill -9` (see `reaper`).
+    """
+
+    def __init__(self, engine_kwargs: dict[str, Any]) -> None:
+        from .reaper import watch_children
+
+        watch_children()
+        self._wake = threading.Condition()  # guards everything below
+        self._waiting: deque[_Call] = deque()  # calls with requests that vLLM has not got yet
+        self._in_flight: dict[str, tuple[_Call, int]] = {}  # vLLM's request id -> call, position
+        self._sequences = 0  # requests in flight, each counted as often as it has answers
+        self._closing = False
+        self._died: str | None = None
+        self._params: OrderedDict[str, Any] = OrderedDict()
+        self._count = 0
+        self._stats = dict.fromkeys(
+            ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
+        )
+        self._busy_s = self._feed_s = 0.0
+        self._engine: Any = None
+        self._processes: list[Any] = []
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
+        # belong to a thread, and with the core in this process that thread runs the model.
+        self._thread = threading.Thread(
+            target=self._main, args=(dict(engine_kwargs),), name="SteppedEngine", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        # A thread inside vLLM while the interpreter is torn down can crash it.
+        atexit.register(self.close)
+
+    # What callers use -----------------------------------------------------------------------------
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answer all requests, in their order; blocks until the last is done. Thread-safe.
+
+        Rows of several callers share the engine, first come first served. A request that vLLM
+        refuses gets `Completion.error` and disturbs no other.
+
+        Raises EngineDied when the engine dies or is closed first, or was before.
+        """
+        prompts = [_as_list(request.prompt_token_ids) for request in requests]
+        params = self._prepare_params(requests)
+        call = _Call(prompts, params)
+        if not requests:
+            return []
+        with self._wake:
+            if self._died is not None:
+                raise EngineDied(self._died)
+            self._waiting.append(call)
+            self._wake.notify_all()
+        call.done.wait()
+        if call.died is not None:
+            raise EngineDied(call.died)
+        return call.answers  # type: ignore[return-value]  # all filled, or the call had died
+
+    def close(self) -> None:
+        """Stop the thread and the engine's processes; callers in flight get EngineDied.
+
+        Idempotent. Waits up to 15 s for a step in progress, then ends the engine regardless.
+        """
+        atexit.unregister(self.close)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._fail("the engine was closed")
+        if self._thread is not threading.current_thread():
+            self._thread.join(15)
+            if self._thread.is_alive():  # stuck inside vLLM: end what it waits for
+                self._shutdown()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start.
+
+        rows, refused: requests answered, of these refused or given up; prompt_tokens,
+        cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds with requests in
+        flight; feed_s: of these spent handing requests over; in_flight, waiting: requests inside
+        vLLM and not yet there; died: None or the cause.
+        """
+        with self._wake:
+            waiting = sum(len(call.prompts) - call.cursor for call in self._waiting)
+            return {
+                **self._stats,
+                "busy_s": self._busy_s,
+                "feed_s": self._feed_s,
+                "in_flight": len(self._in_flight),
+                "waiting": waiting,
+                "died": self._died,
+            }
+
+    def __enter__(self) -> SteppedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Sampling parameters --------------------------------------------------------------------------
+
+    def _prepare_params(self, requests: Sequence[Request]) -> list[Any]:
+        """A SamplingParams for each request (shape: as `requests`), or the exception it raised.
+
+        Equal dicts share one object; one and the same dict is looked at once a call.
+        """
+        by_identity: dict[int, Any] = {}
+        result = []
+        for request in requests:
+            found = by_identity.get(id(request.params))
+            if found is None:
+                found = by_identity[id(request.params)] = self._lookup_params(request.params)
+            result.append(found)
+        return result
+
+    def _lookup_params(self, params: dict[str, Any]) -> Any:
+        try:
+            key = json.dumps(params, sort_keys=True)
+        except (TypeError, ValueError):  # holds an object: no key, so nothing to share
+            return _guarded_params(params)
+        with self._wake:
+            found = self._params.get(key)
+            if found is not None:
+                self._params.move_to_end(key)
+                return found
+        made = _guarded_params(params)
+        with self._wake:
+            self._params[key] = made
+            if len(self._params) > PARAMS_KEPT:
+                self._params.popitem(last=False)
+        return made
+
+    # The thread -----------------------------------------------------------------------------------
+
+    def _main(self, engine_kwargs: dict[str, Any]) -> None:
+        try:
+            self._start(engine_kwargs)
+        except BaseException as error:  # handed to the constructor, which raises it
+            self._start_error = error
+            self._fail(f"the engine did not start: {error}")
+            self._shutdown()
+            return
+        finally:
+            self._started.set()
+        try:
+            self._loop()
+        except BaseException as error:
+            self._fail(_describe(error))
+        finally:
+            self._shutdown()
+
+    def _start(self, engine_kwargs: dict[str, Any]) -> None:
+        import multiprocessing
+
+        from vllm import LLMEngine
+        from vllm.engine.arg_utils import EngineArgs
+
+        engine_kwargs.setdefault("disable_log_stats", True)
+        with START_LOCK:
+            before = {process.pid for process in multiprocessing.active_children()}
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_kwargs))
+            self._processes = [
+                process
+                for process in multiprocessing.active_children()
+                if process.pid not in before
+            ]
+        self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
+        if self._processes:
+            # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
+            threading.Thread(
+                target=self._watch_core, name="SteppedEngineWatch", daemon=True
+            ).start()
+
+    def _loop(self) -> None:
+        engine, wake = self._engine, self._wake
+        while True:
+            with wake:
+                while not (self._waiting or self._in_flight or self._closing or self._died):
+                    wake.wait()
+                if self._closing or self._died:
+                    return
+            start = time.perf_counter()
+            self._feed()
+            fed = time.perf_counter()
+            outputs = engine.step() if self._in_flight else ()
+            finished: list[_Call] = []
+            with wake:
+                for output in outputs:
+                    if output.finished:
+                        self._take(output, finished)
+                self._stats["steps"] += 1
+                self._feed_s += fed - start
+                self._busy_s += time.perf_counter() - start
+            for call in finished:
+                call.done.set()
+
+    def _feed(self) -> None:
+        """Hand requests to vLLM, oldest call first, until the window is full."""
+        engine = self._engine
+        while self._waiting and self._sequences < self._window:
+            call = self._waiting[0]
+            position = call.cursor
+            call.cursor += 1
+            if call.cursor == len(call.prompts):
+                with self._wake:
+                    self._waiting.popleft()
+            params = call.params[position]
+            if isinstance(params, Exception):
+                self._refuse(call, position, params)
+                continue
+            request_id = str(self._count)
+            self._count += 1
+            self._in_flight[request_id] = (call, position)
+            self._sequences += params.n
+            try:
+                engine.add_request(
+                    request_id,
+                    {"type": "token", "prompt_token_ids": call.prompts[position]},
+                    params,
+                )
+            except Exception as error:
+                if _is_death(error):
+                    raise
+                self._in_flight.pop(request_id, None)
+                self._sequences -= params.n
+                self._refuse(call, position, error)
+                continue
+            if "verify" not in params.__dict__:
+                # Accepted once, accepted always: this object is never changed and belongs to this
+                # engine. Checking anew means parsing the grammar or JSON schema for every row
+                # (16 us for nine choices, more than the rest of add_request for a large schema).
+                params.verify = _accept
+
+    def _take(self, output: Any, finished: list[_Call]) -> None:
+        """Turn a finished vLLM output into the Completion of its caller."""
+        entry = self._in_flight.pop(output.request_id, None)
+        if entry is None:  # of a call that was given up
+            return
+        call, position = entry
+        answers = output.outputs
+        params = call.params[position]
+        self._sequences -= params.n
+        reason = "stop"
+        for answer in answers:
+            if answer.finish_reason != "stop":
+                reason = answer.finish_reason
+                break
+        prompt_tokens = len(call.prompts[position])
+        cached = output.num_cached_tokens or 0
+        if reason in ("abort", "error"):
+            completion = Completion(
+                [],
+                None,
+                None,
+                prompt_tokens,
+                cached,
+                ("RequestFailed", f"vLLM gave the request up ({reason})"),
+            )
+            self._stats["refused"] += 1
+        else:
+            token_ids = [
+                answer.token_ids if type(answer.token_ids) is list else list(answer.token_ids)
+                for answer in answers
+            ]
+            texts = [answer.text for answer in answers] if params.detokenize else None
+            completion = Completion(token_ids, texts, reason, prompt_tokens, cached)
+            self._stats["output_tokens"] += sum(map(len, token_ids))
+        self._stats["prompt_tokens"] += prompt_tokens
+        self._stats["cached_tokens"] += cached
+        self._settle(call, position, completion, finished)
+
+    def _refuse(self, call: _Call, position: int, error: Exception) -> None:
+        finished: list[_Call] = []
+        with self._wake:
+            self._stats["refused"] += 1
+            self._settle(
+                call,
+                position,
+                Completion(
+                    [],
+                    prompt_tokens=len(call.prompts[position]),
+                    error=(type(error).__name__, str(error)),
+                ),
+                finished,
+            )
+        for done in finished:
+            done.done.set()
+
+    def _settle(
+        self, call: _Call, position: int, completion: Completion, finished: list[_Call]
+    ) -> None:
+        self._stats["rows"] += 1
+        call.answers[position] = completion
+        call.missing -= 1
+        if call.missing == 0:
+            finished.append(call)
+
+    # Death and closing ----------------------------------------------------------------------------
+
+    def _watch_core(self) -> None:
+        """Wait for the end of any engine process; wake every caller when it was not asked for."""
+        from multiprocessing.connection import wait
+
+        sentinels = {process.sentinel: process for process in self._processes}
+        while True:
+            ended = wait(list(sentinels), timeout=1.0)
+            with self._wake:
+                if self._closing or self._died is not None:
+                    return
+            if ended:
+                process = sentinels[ended[0]]  # type: ignore[index]
+                process.join(1)
+                self._fail(
+                    f"engine process {process.name} (pid {process.pid}) ended with exit "
+                    f"code {process.exitcode}"
+                )
+                return
+
+    def _fail(self, cause: str) -> None:
+        """Mark the engine dead (the first cause stays) and wake every caller in flight."""
+        with self._wake:
+            if self._died is None:
+                self._died = cause
+            calls = {id(call): call for call in self._waiting}
+            calls.update((id(call), call) for call, _ in self._in_flight.values())
+            self._waiting.clear()
+            self._wake.notify_all()
+        for call in calls.values():
+            if not call.done.is_set():
+                call.died = self._died
+                call.done.set()
+
+    def _shutdown(self) -> None:
+        """End the engine core and its processes; what vLLM raises while dying is of no interest."""
+        with self._wake:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            core = engine.engine_core
+            with contextlib.suppress(Exception):
+                core.shutdown()
+            queue = getattr(core, "outputs_queue", None)
+            if queue is not None and self._thread is not threading.current_thread():
+                queue.put_nowait(RuntimeError("closed"))  # frees a thread that waits in step()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+
+
+def _as_list(token_ids: Sequence[int]) -> list[int]:
+    """A list of plain ints: vLLM's wire format takes no arrays."""
+    if type(token_ids) is list:
+        return token_ids
+    return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+
+
+def _guarded_params(params: dict[str, Any]) -> Any:
+    """`SamplingParams` for a dict, or the exception that building it raised."""
+    try:
+        return _build_params(params)
+    except Exception as error:
+        return error
+
+
+def _build_params(params: dict[str, Any]) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    fields = {name: value for name, value in params.items() if value is not None}
+    choice = fields.pop("choice", None)
+    structured = fields.get("structured_outputs")
+    if choice is not None:
+        if structured is not None:
+            raise ValueError("give either `choice` or `structured_outputs`, not both")
+        structured = {"choice": list(choice)}
+    if isinstance(structured, dict):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+    fields.setdefault("detokenize", bool(fields.get("stop")))
+    fields["skip_clone"] = True
+    return SamplingParams(**fields)
+
+
+def _accept(*_: Any) -> None:
+    """Stands in for `SamplingParams.verify` once vLLM has accepted the parameters."""
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether an error of add_request means the engine is gone, and not the request refused."""
+    kind = type(error)
+    return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
