@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job import BatchJob
@@ -51,17 +52,13 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
         yield capacity()
         return
     address = address_of(job)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
+    quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     try:
         if address:
-            ray.init(address=address, logging_level="warning", log_to_driver=False)
+            ray.init(address=address, **quiet)
         else:
-            ray.init(
-                address="local",
-                num_cpus=local_cpus(job),
-                include_dashboard=False,
-                logging_level="warning",
-                log_to_driver=False,
-            )
+            ray.init(address="local", num_cpus=local_cpus(job), include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InsufficientResources(
             f"no Ray cluster answers at {address or 'this machine'}: {error}"

@@ -85,7 +85,8 @@ class Driver:
     """Drives one attempt at a run to its end.
 
     `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
-    its receipt. `observe` is called after each commit.
+    its receipt. `observe` is called after each commit. `suspects`: units that engines can have in
+    flight together.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class Driver:
         run_pass: RunPass,
         quarantine: Callable[[Unit, str], Receipt],
         observe: Callable[[Progress], None] = lambda progress: None,
+        suspects: int = 64,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
-        self.observe = observe
+        self.observe, self.suspects = observe, suspects
         self.coverage = Coverage(shards)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
@@ -128,7 +130,9 @@ class Driver:
         deaths: Counter[Unit] = Counter()
         strikes = 0
         while units:
-            isolated = self.progress.passes > 0
+            # Isolated once what is missing may all have been in flight at a death; more than that
+            # was never tried, and one unit at a time would be slow.
+            isolated = self.progress.passes > 0 and len(units) <= self.suspects
             before = self._held()
             self._pass(units, isolated)
             units = self._missing(units)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -36,4 +37,4 @@ def scheduled_start() -> datetime | None:
     if root is None:
         return None
     with get_client(sync_client=True) as client:
-        return client.read_flow_run(root).expected_start_time
+        return client.read_flow_run(UUID(str(root))).expected_start_time

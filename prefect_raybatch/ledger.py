@@ -160,7 +160,7 @@ class Ledger:
             skipped=_union(r.skipped for r in receipts),
             pieces=tuple(piece for r in receipts for piece in r.pieces),
             stats=fold_stats([r.stats for r in receipts]),
-            failures=add_counts(*(r.failures for r in receipts)),
+            failures=_whole(add_counts(*(r.failures for r in receipts))),
             where=receipts[-1].where,
             committed=time.time(),
         )
@@ -222,6 +222,10 @@ class Coverage:
         """Forgets a shard that somebody else committed."""
         self._held.pop(shard, None)
         self._parts.pop(shard, None)
+
+
+def _whole(counts: Mapping[str, float]) -> dict[str, int]:
+    return {key: int(value) for key, value in counts.items()}
 
 
 def _union(parts: Iterable[Ranges]) -> Ranges:

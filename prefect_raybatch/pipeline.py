@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from prefect_raybatch.errors import SourceError
@@ -73,7 +74,7 @@ class Pipeline:
             for batch in self._dataset(units, isolated).iter_batches(
                 batch_size=None, batch_format="pyarrow", prefetch_batches=0
             ):
-                for text in batch[RECEIPT].to_pylist():
+                for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
                     yield Receipt.from_json(text)
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
@@ -81,7 +82,7 @@ class Pipeline:
         spec = engine_spec(self.job, dict(self.plan.model), self.device)
         return (
             ShardDatasource(self.reader, self._tasks(units))
-            .dataset(ray_remote_args=_resources(self.job.cluster.prepare))
+            .dataset(**_resources(self.job.cluster.prepare))
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
             .map_batches(
                 self.engine,

@@ -170,7 +170,7 @@ def check_schema_names(job: BatchJob) -> None:
 
 
 def _new_plan(
-    job: BatchJob, run_key: str, ledger: Ledger, model: dict[str, Any], dataset: Any
+    job: BatchJob, run_key: str, ledger: Ledger, model: dict[str, Any] | None, dataset: Any
 ) -> Plan:
     from prefect_raybatch import source
 

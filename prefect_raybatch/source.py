@@ -349,23 +349,27 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 class _Shape:
     """Column names and types, merged over files; the first file gives the order.
 
-    `strict`: all files must have the same columns. `text`: columns are CSV text, whose types are
+    `order`: the columns wanted, in this order, where given. `strict`: all files must have the same
+    columns. `text`: columns are CSV text, whose types are
     inferred here. `union`: see `common_type`.
     """
 
-    def __init__(self, strict: bool = True, text: bool = False, union: bool = False) -> None:
-        self._strict, self._text, self._union = strict, text, union
+    def __init__(
+        self,
+        strict: bool = True,
+        text: bool = False,
+        union: bool = False,
+        order: Sequence[str] = (),
+    ) -> None:
+        self._strict, self._text, self._union, self._order = strict, text, union, order
         self._files: dict[str, dict[str, pa.DataType]] = {}
         self._columns: dict[str, pa.DataType] = {}
         self._first: str | None = None
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema(list(self._columns.items()))
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._columns)
+        names = [name for name in self._order if name in self._columns] or self._columns
+        return pa.schema([(name, self._columns[name]) for name in names])
 
     def see(self, where: str, table: pa.Table) -> None:
         """Take a block of `where` into account. Raises as `see_types`."""
@@ -564,16 +568,17 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
             raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
     tables = _csv_tables if kind == "csv" else _json_tables
 
+    known: dict[str, None] = {}
+
     def blocks() -> Blocks:
         for file in files:
-            for table in tables(file, source.columns):
+            for table in tables(file, source.columns, known):
                 yield file.uri, table
 
-    def shape() -> _Shape:
-        return _Shape(strict=kind == "csv", text=kind == "csv", union=True)
-
-    made = _copy(blocks, shape, run_store, attempt, source.limit, kind, source.columns)
-    if not made.rows:
+    made = _copy(blocks, _shape(kind, source.columns), run_store, attempt, source.limit, kind)
+    if made.rows:
+        check_columns(source.columns, list(known), "the input")
+    else:
         what = "has a header but no rows" if kind == "csv" else "has no rows"
         raise SourceError(f"source.uri: {_some(files)} {what}; there is nothing to do")
     _check_unchanged(files)
@@ -587,14 +592,14 @@ def peek(source: Source) -> Inventory:
     widen. Raises as `snapshot` for what shows in that block.
     """
     kind, files = _choose(source, _find(source))
-    shape = _Shape(strict=kind == "csv", text=kind == "csv", union=True)
-    tables = (_csv_tables if kind == "csv" else _json_tables)(files[0], source.columns)
+    shape = _shape(kind, source.columns)
+    known: dict[str, None] = {}
+    tables = (_csv_tables if kind == "csv" else _json_tables)(files[0], source.columns, known)
     table = next(iter(tables), None)
     if table is None or not table.num_rows:
         raise SourceError(f"{files[0].uri}: has no rows to look at")
     shape.see(files[0].uri, table)
-    if source.columns is not None:
-        check_columns(source.columns, shape.names, files[0].uri)
+    check_columns(source.columns, list(known), files[0].uri)
     schema = pa.schema([(f.name, _written(f.type)) for f in shape.schema])
     stored = _stored_row_bytes(files[0])
     chosen, left = [], source.limit
@@ -624,6 +629,10 @@ def _stored_row_bytes(file: _File) -> float:
             while part := stream.read(1 << 16):
                 data += part
     return size / max(1, data.count(b"\n"))
+
+
+def _shape(kind: str, columns: Sequence[str] | None) -> _Shape:
+    return _Shape(strict=kind == "csv", text=kind == "csv", union=True, order=columns or ())
 
 
 def _check_unchanged(files: Sequence[_File]) -> None:
@@ -680,7 +689,7 @@ def snapshot_dataset(
         finally:
             options.preserve_order = ordered
 
-    made = _copy(blocks, _Shape, run_store, attempt, limit, "dataset", columns)
+    made = _copy(blocks, _Shape(), run_store, attempt, limit, "dataset")
     if not made.rows:
         raise SourceError("the dataset has no rows; there is nothing to do")
     return made
@@ -688,19 +697,17 @@ def snapshot_dataset(
 
 def _copy(
     blocks: Callable[[], Blocks],
-    new_shape: Callable[[], _Shape],
+    shape: _Shape,
     store: Store,
     attempt: str,
     limit: int | None,
     kind: str,
-    columns: Sequence[str] | None,
 ) -> Inventory:
     """Write all blocks under one schema.
 
     A pass that meets a value its schema cannot hold goes on without writing, so that the next
     one knows every type: two passes at most, unless the input changes meanwhile.
     """
-    shape = new_shape()
     for _ in range(COPY_TRIES):
         parts = _Parts(store, f"_raybatch/input/{attempt}-{uuid.uuid4()}")
         try:
@@ -713,9 +720,7 @@ def _copy(
                 parts.write(table, shape.schema)
                 if seen == limit:
                     break
-            if seen and columns is not None:
-                check_columns(columns, shape.names, "the input")
-            if seen and not shape.names:
+            if seen and not len(shape.schema):
                 raise SourceError("source.uri: the rows have no columns; there is nothing to read")
             files = parts.close()
         except BaseException:
@@ -907,7 +912,9 @@ def _stream(file: _File) -> Iterator[Any]:
         raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
 
 
-def _csv_tables(file: _File, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+def _csv_tables(
+    file: _File, columns: Sequence[str] | None, known: dict[str, None]
+) -> Iterator[pa.Table]:
     """Blocks of a CSV file with all columns as text; an empty unquoted cell is null."""
     import pyarrow.csv as pc
 
@@ -928,6 +935,7 @@ def _csv_tables(file: _File, columns: Sequence[str] | None) -> Iterator[pa.Table
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
         chosen = check_columns(columns, names, file.uri)
+        known.update(dict.fromkeys(names))
         convert = pc.ConvertOptions(
             column_types=dict.fromkeys(header, pa.string()),
             include_columns=[header[names.index(name)] for name in chosen],
@@ -1018,14 +1026,27 @@ class _Raw(io.RawIOBase):
 # --- JSON Lines -------------------------------------------------------------------------------
 
 
-def _json_tables(file: _File, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-    """Blocks of a JSON Lines file. Keys that no line of a block has are absent from it."""
+def _json_tables(
+    file: _File, columns: Sequence[str] | None, known: dict[str, None]
+) -> Iterator[pa.Table]:
+    """Blocks of a JSON Lines file, without keys that no line of a block has; notes all keys."""
+    types: dict[str, Any] = {}
     try:
         for line, block in _line_blocks(file):
             if not block.strip():
                 continue
             table = _parse_json(file, block, line)
             check_columns(None, table.column_names, file.uri)
+            known.update(dict.fromkeys(table.column_names))
+            for field in table.schema:
+                before = types.get(field.name, pa.null())
+                wider = common_type(before, field.type, union=True)
+                if wider is None and (columns is None or field.name in columns):
+                    raise SourceError(
+                        f"{file.uri}, from line {line}: key {field.name!r} holds {field.type}, but "
+                        f"{before} before; write one type"
+                    )
+                types[field.name] = wider
             if columns is not None:
                 # Keep the count of rows that have none of the columns.
                 absent = pa.nulls(table.num_rows)
@@ -1082,7 +1103,7 @@ def _parse_json(file: _File, block: bytes, line: int) -> pa.Table:
         plain = {field.name: _map_type(field.type, _no_time) for field in table.schema}
         changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
         # The parser takes text that looks like a time for one, and would lose how it is written.
-        return parse(changed) if changed else table
+        return parse(changed).select(table.column_names) if changed else table
     except UnicodeDecodeError:
         raise SourceError(_not_utf8(file)) from None
     except (pa.ArrowException, ValueError) as error:

@@ -6,8 +6,7 @@ import time
 
 from prefect_raybatch.records import Commit, StageStats, count
 
-STAGES = (("read", "read_s"), ("prepare", "prepare_s"), ("engine", "engine_s"))
-STAGES += (("finish", "finish_s"),)
+STAGES = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 
 
 class Tally:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect import get_run_logger, task
@@ -129,11 +129,12 @@ class _Page:
     def _update(self, percent: float) -> None:
         try:
             if self.artifact is None:
-                self.artifact = create_progress_artifact(
+                made = create_progress_artifact(
                     progress=percent,
                     key=f"{artifact_key(self.run.run_key)}-progress",
                     description=f"Committed rows of {self.run.run_key}.",
                 )
+                self.artifact = cast(UUID, made)  # a coroutine only in async code
             else:
                 update_progress_artifact(self.artifact, progress=percent)
         except Exception as error:  # the API may be away for a moment; the work goes on

@@ -112,9 +112,9 @@ class Finish:
             for name, values in columns.items():
                 data = data.append_column(name, values)
             pieces.append(self._piece(shard, "data", data, positions[good]))
+        failures = [o for o in outcome if isinstance(o, Failure)]
         failed = [i for i, o in enumerate(outcome) if isinstance(o, Failure)]
         if failed:
-            failures = [outcome[i] for i in failed]
             rows = table.select([POSITION, *names]).take(pa.array(failed))
             pieces.append(
                 self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
@@ -128,7 +128,7 @@ class Finish:
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
             stats=self._stats(table, began),
-            failures=Counter("|".join(_key(outcome[i])) for i in failed),
+            failures=Counter("|".join(_key(failure)) for failure in failures),
             where={"node": socket.gethostname(), "pid": str(os.getpid())},
         )
 

@@ -1,0 +1,50 @@
+# Everything happens in .venv, made from requirements.lock. Nothing outside this folder is changed.
+PYTHON ?= python3
+ARGS ?=
+TORCH := $(shell grep '^torch==' requirements.lock)
+# PyPI has no CPU build of torch; this index is asked only when pip does not know the wheel already.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
+
+.PHONY: help demo test lint types unit e2e bench lock clean
+help: ## Show this list
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+.venv/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps "$(TORCH)" 2>/dev/null \
+	  || $(BIN)/pip install -q --disable-pip-version-check --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps "$$(grep '^uv==' requirements.lock)"
+	grep -v '^torch==' requirements.lock | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r -
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv/.ready ## Run the main job: company -> industry with real vLLM on the CPU
+	@$(BIN)/raybatch demo $(ARGS)
+
+test: lint types unit e2e ## Everything that must pass
+
+lint: .venv/.ready ## Ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.ready ## Type checker
+	$(BIN)/mypy
+
+unit: .venv/.ready ## Tests without the real engine
+	$(BIN)/python -m pytest -q -m "not e2e" $(ARGS)
+
+e2e: .venv/.ready ## Real vLLM, real Ray, a real Prefect server
+	$(BIN)/python -m pytest -q -m e2e $(ARGS)
+
+bench: .venv/.ready ## Peers and us side by side on this machine
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+lock: ## Resolve requirements.lock anew (needs uv)
+	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
+	  --extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match --no-header --no-annotate \
+	  --extra cpu --group dev pyproject.toml - -o requirements.lock
+
+clean: ## Remove what was made here
+	rm -rf .venv raybatch-demo dist build

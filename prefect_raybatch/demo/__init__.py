@@ -1,0 +1,49 @@
+"""The bundled demo: a small industry classifier and the customers file that goes with it.
+
+Importing this module reads nothing and needs only the standard library. The customers file
+comes from :mod:`prefect_raybatch.demo.customers`; the model is rebuilt by ``training/train.py``.
+"""
+
+from pathlib import Path
+
+#: Folder of the bundled model (Hugging Face layout: config, safetensors weights, tokenizer).
+DEMO_MODEL: Path = Path(__file__).resolve().parent / "model"
+
+#: The nine industries, in the order the prompt names them.
+LABELS: tuple[str, ...] = (
+    "Law Firm",
+    "Healthcare",
+    "Technology",
+    "Retail",
+    "Consulting",
+    "Manufacturing",
+    "Finance",
+    "Real Estate",
+    "Other",
+)
+
+#: System prompt the model was trained on.
+SYSTEM: str = (
+    "You are a helpful assistant that infers company industries. "
+    "Based on the company name provided, output only the industry category. "
+    f"Choose from: {', '.join(LABELS)}."
+)
+
+#: User prompt the model was trained on; ``{Company}`` is the column it is filled from.
+TEMPLATE: str = "What industry is this company in: {Company}"
+
+
+def demo_model_path() -> str:
+    """Return the bundled model's folder as a string, for engines that want one.
+
+    Raises ``FileNotFoundError`` when the folder holds no model, which means the package was
+    installed without its data files.
+    """
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no model in {DEMO_MODEL}: reinstall the package, or build it with training/train.py"
+        )
+    return str(DEMO_MODEL)
+
+
+__all__ = ["DEMO_MODEL", "LABELS", "SYSTEM", "TEMPLATE", "demo_model_path"]

@@ -1,0 +1,274 @@
+"""Deterministic customers file for the demo, and the true industry of every company in it.
+
+Row ``i`` is a pure function of ``(seed, i)``: values come from a counter-based hash, not from a
+random stream, so any range of rows can be made alone and no numpy release can change them.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import uuid
+from collections.abc import Iterator
+from datetime import date, timedelta
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from prefect_raybatch.demo import LABELS
+from prefect_raybatch.demo import lexicon as lex
+
+Split = Literal["train", "heldout", "all"]
+
+COLUMNS: tuple[str, ...] = (
+    "Index",
+    "Customer Id",
+    "First Name",
+    "Last Name",
+    "Company",
+    "City",
+    "Country",
+    "Phone",
+    "Email",
+    "Subscription Date",
+    "Website",
+)
+
+_BLOCK = 8192  # rows made at a time; bounds memory and has no effect on the content
+_HELDOUT_ONE_IN = 8
+
+_STEMS = lex.SURNAMES + lex.PLACES + lex.INVENTED
+# a, b, c: names; p: a place; w: the industry word; s: a legal suffix.
+_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "after": (
+        "{a} {w}",
+        "{a} {w}",
+        "{a} {w} {s}",
+        "{a} {w} {s}",
+        "{a} & {b} {w}",
+        "{a} and {b} {w}",
+        "{a}, {b} & {c} {w}",
+        "{a}-{b} {w}",
+        "The {a} {w}",
+        "{a} {p} {w}",
+        "{a} {w} of {p}",
+        "{a} {w} {p}",
+    ),
+    "before": ("{w} {a}", "{w} {a}", "{w} {a} {s}", "{w} {a} and {b}", "The {w} {a}"),
+    "fused": ("{a}{w}", "{a}{w} {s}", "{a}{w} {p}"),
+    "plain": ("{a}{w}",),
+}
+# A name with no industry in it at all is "Other".
+_PLAIN = tuple(" " + suffix for suffix in lex.SUFFIXES)
+
+
+class _Word(NamedTuple):
+    """An industry word and the kind of pattern it goes into."""
+
+    text: str
+    kind: str
+
+
+def _words_of(label: str) -> tuple[_Word, ...]:
+    """Every industry word of ``label``, with its kind."""
+    kinds = {"after": lex.AFTER[label], "before": lex.BEFORE[label], "fused": lex.FUSED[label]}
+    if label == "Other":
+        kinds["plain"] = _PLAIN
+    return tuple(_Word(text, kind) for kind, texts in kinds.items() for text in texts)
+
+
+_WORDS = tuple(_words_of(label) for label in LABELS)
+_WORD_COUNTS = np.array([len(words) for words in _WORDS], dtype=np.uint64)
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+class Company(NamedTuple):
+    """A generated company. ``(stem, word)`` is the combination that decides its split."""
+
+    name: str
+    label: str
+    stem: str
+    word: str
+
+
+def _mix(value: int) -> int:
+    """The 64-bit finaliser of ``_hash`` for one Python integer, used to derive keys."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def _hash(seed: int, rows: np.ndarray, field: int) -> np.ndarray:
+    """Hash ``(seed, row, field)`` for each of ``rows``: uint64 in, uint64 out, shape (n,)."""
+    key = np.uint64(_mix(_mix(seed + _STEP) + (field + 1) * _STEP))
+    value = rows * np.uint64(_STEP) + key
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX[0])
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX[1])
+    return value ^ (value >> np.uint64(31))
+
+
+def _pick(seed: int, rows: np.ndarray, field: int, size: int | np.ndarray) -> list[int]:
+    """Pick an index below ``size`` (one for all, or shape (n,)) for each of ``rows``."""
+    high = _hash(seed, rows, field) >> np.uint64(32)
+    return (high % np.asarray(size, dtype=np.uint64)).tolist()
+
+
+def is_heldout(stem: str, word: str) -> bool:
+    """Whether the combination of a name and an industry word is kept out of training.
+
+    A stable hash decides, about one combination in eight, whatever the pattern, seed or row.
+    """
+    digest = blake2b(f"{stem}|{word}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % _HELDOUT_ONE_IN == 0
+
+
+def draw_companies(start: int, stop: int, seed: int = 7) -> list[Company]:
+    """Companies of rows ``start`` (included) to ``stop`` (excluded), counted from 0."""
+    rows = np.arange(start, stop, dtype=np.uint64)
+    labels = _pick(seed, rows, 0, len(LABELS))
+    words = _pick(seed, rows, 1, _WORD_COUNTS[labels])
+    # One wide draw per part, reduced below, because its range hangs on the word's kind.
+    stems = _pick(seed, rows, 2, 1 << 32)
+    patterns = _pick(seed, rows, 3, 1 << 32)
+    seconds = _pick(seed, rows, 4, len(lex.SURNAMES))
+    thirds = _pick(seed, rows, 5, len(lex.SURNAMES))
+    places = _pick(seed, rows, 6, len(lex.PLACES))
+    suffixes = _pick(seed, rows, 7, len(lex.SUFFIXES))
+    out = []
+    for label, word, stem, pattern, second, third, place, suffix in zip(
+        labels, words, stems, patterns, seconds, thirds, places, suffixes, strict=True
+    ):
+        text, kind = _WORDS[label][word]
+        pool = lex.INVENTED if kind == "fused" else _STEMS
+        name = pool[stem % len(pool)]
+        templates = _TEMPLATES[kind]
+        company = templates[pattern % len(templates)].format(
+            a=name,
+            b=lex.SURNAMES[second],
+            c=lex.SURNAMES[third],
+            p=lex.PLACES[place],
+            w=text,
+            s=lex.SUFFIXES[suffix],
+        )
+        out.append(Company(company, LABELS[label], name, text))
+    return out
+
+
+def _stream(seed: int) -> Iterator[Company]:
+    """Companies of row 0, 1, 2, ... without end."""
+    start = 0
+    while True:
+        yield from draw_companies(start, start + _BLOCK, seed)
+        start += _BLOCK
+
+
+def companies(count: int, seed: int, split: Split = "all") -> list[tuple[str, str]]:
+    """Return ``count`` pairs of company name and true label.
+
+    ``"all"`` gives the companies of ``write_customers(path, count, seed)``, row by row, so it is
+    that file's answer key. ``"train"`` and ``"heldout"`` give the rows of that same sequence
+    whose combination of name and industry word is on that side of :func:`is_heldout`; the two
+    never share a combination, whatever their seeds. Names may repeat, as they do in the file.
+
+    Raises ``ValueError`` for a negative count or an unknown split.
+    """
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    if split not in ("train", "heldout", "all"):
+        raise ValueError(f'split must be "train", "heldout" or "all", got {split!r}')
+    out: list[tuple[str, str]] = []
+    stream = _stream(seed)
+    while len(out) < count:
+        company = next(stream)
+        if split == "all" or is_heldout(company.stem, company.word) == (split == "heldout"):
+            out.append((company.name, company.label))
+    return out
+
+
+_DATES = tuple((date(2020, 1, 1) + timedelta(days=day)).isoformat() for day in range(2192))
+_DOMAINS = ("com", "net", "org", "biz", "info", "co")
+_PHONES = (
+    "{0}-{1}-{2}",
+    "({0}){1}-{2}",
+    "+1-{0}-{1}-{2}",
+    "{0}.{1}.{2}",
+    "{0}{1}{2}",
+    "001-{0}-{1}-{2}x{3}",
+)
+# Characters of a company name that cannot stand in a host name.
+_NOT_HOST = {ord(mark): None for mark in " &,.'-"}
+
+
+def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, ...]]:
+    """CSV rows ``start`` to ``stop`` (0-based, end excluded), in the order of ``COLUMNS``."""
+    rows = np.arange(start, stop, dtype=np.uint64)
+    ids = _hash(seed, rows, 10).tolist()
+    firsts = _pick(seed, rows, 11, len(lex.FIRST_NAMES))
+    lasts = _pick(seed, rows, 12, len(lex.SURNAMES))
+    cities = _pick(seed, rows, 13, len(lex.CITIES))
+    phones = _hash(seed, rows, 14).tolist()
+    dates = _pick(seed, rows, 15, len(_DATES))
+    domains = _pick(seed, rows, 16, len(_DOMAINS))
+    found = draw_companies(start, stop, seed)
+    for i, company in enumerate(found):
+        first, last = lex.FIRST_NAMES[firsts[i]], lex.SURNAMES[lasts[i]]
+        host = f"{company.name.lower().translate(_NOT_HOST)}.{_DOMAINS[domains[i]]}"
+        number = phones[i]
+        phone = _PHONES[number % len(_PHONES)].format(
+            200 + (number >> 8) % 800,
+            200 + (number >> 20) % 800,
+            1000 + (number >> 32) % 9000,
+            100 + (number >> 48) % 900,
+        )
+        yield (
+            start + i + 1,
+            f"{ids[i] >> 4:015x}",
+            first,
+            last,
+            company.name,
+            *lex.CITIES[cities[i]],
+            phone,
+            f"{first.lower()}.{last.lower()}@{host}",
+            _DATES[dates[i]],
+            f"https://www.{host}/",
+        )
+
+
+def write_customers(path: str | os.PathLike[str], rows: int = 10_000, seed: int = 7) -> Path:
+    """Write a customers CSV with a header and ``rows`` data rows; return its path.
+
+    The bytes hang on ``(rows, seed)`` alone, and a longer file with the same seed starts with
+    the shorter one. Rows are streamed, so memory does not grow with ``rows``. The file appears
+    whole or not at all: it is written beside its place, then renamed over it. Missing parent
+    folders are made. UTF-8, ``\\n`` line ends, quotes only where a name holds a comma.
+
+    Raises ``ValueError`` for negative ``rows`` and ``OSError`` where the file cannot be written.
+    """
+    if rows < 0:
+        raise ValueError(f"rows must not be negative, got {rows}")
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The leading dot keeps a reader that lists the folder from taking up a half-written file.
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with partial.open("x", encoding="utf-8", newline="", buffering=1 << 20) as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            starts = range(0, rows, _BLOCK)
+            writer.writerows(
+                chain.from_iterable(
+                    _customer_rows(start, min(start + _BLOCK, rows), seed) for start in starts
+                )
+            )
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
