@@ -211,7 +211,9 @@ class Sampling(Group):
 
     model_config = ConfigDict(extra="allow", validate_default=True)
 
-    temperature: float = _field(1, 0.0, title="Temperature", text="0 is greedy.", ge=0)
+    temperature: float = _field(
+        1, 0.0, title="Temperature", text="0 is greedy.", ge=0, allow_inf_nan=False
+    )
     max_tokens: int = _field(2, 16, title="Most tokens out", text="Per answer.", gt=0)
     choice: list[str] | None = _field(
         3,
@@ -411,6 +413,7 @@ class Limits(Group):
         title="Most failed rows",
         text="A count (10) or a fraction of the planned rows (0.01); one more fails the run.",
         ge=0,
+        allow_inf_nan=False,
     )
     engine_deaths: int = _field(
         2,
@@ -423,7 +426,7 @@ class Limits(Group):
     def allowed(self, rows: int) -> int:
         """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""
         if isinstance(self.max_failed, float) and self.max_failed < 1:
-            return int(self.max_failed * rows)
+            return int(self.max_failed * rows + 1e-6)  # 0.29 * 100 is 28.999999999999996
         return int(self.max_failed)
 
 
@@ -431,7 +434,9 @@ class Stage(Group):
     """Resources of a CPU stage."""
 
     num_cpus: float = _field(1, 0.5, title="CPUs a task", text="Logical CPUs.", gt=0)
-    concurrency: int | None = _field(2, None, title="Most tasks at once", text="", gt=0)
+    concurrency: int | None = _field(
+        2, None, title="Most tasks at once", text="By default Ray decides.", gt=0
+    )
     memory: int | None = _field(3, None, title="Memory a task", text="In bytes.", gt=0)
 
 

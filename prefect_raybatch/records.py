@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,7 +67,10 @@ def missing(held: Ranges, rows: int) -> Ranges:
 
 
 def _ranges(value: Any) -> Ranges:
-    return tuple((int(start), int(stop)) for start, stop in value)
+    ranges = tuple((start, stop) for start, stop in value)
+    if not all(type(edge) is int for pair in ranges for edge in pair):
+        raise TypeError("a position is not a whole number")
+    return ranges
 
 
 def dump(value: Any) -> bytes:
@@ -191,6 +194,7 @@ class Piece:
         piece = _build(cls, {**value, "positions": _ranges(value["positions"])}, "piece")
         if piece.kind not in ("data", "quarantine") or "/" in str(piece.path):
             raise CorruptRun(f"piece {piece.path!r} of kind {piece.kind!r} is not one of ours")
+        _check_types(piece, "piece")
         return piece
 
 
@@ -328,7 +332,43 @@ def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
         value["pieces"] = tuple(Piece.from_dict(piece) for piece in value["pieces"])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptRun(f"{what} is malformed: {type(error).__name__}: {error}") from None
-    return _build(cls, value, what)
+    record = _build(cls, value, what)
+    if isinstance(record, Commit) and record.format != FORMAT:
+        raise CorruptRun(f"{what} has format {record.format!r}; this version reads {FORMAT}")
+    _check_types(record, what)
+    return record
+
+
+def _check_types(record: Any, what: str) -> None:
+    """`CorruptRun` naming the first field of another type: what is read is used unchecked."""
+    for name in record.__dataclass_fields__:
+        value = getattr(record, name)
+        if not _TYPED.get(name, lambda _: True)(value):
+            raise CorruptRun(f"{what} is malformed: {name} is {str(value)[:80]!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # neither NaN nor infinite
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_TYPED: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("shard", "rows", "bytes"), _is_count),
+    **dict.fromkeys(("attempt", "token", "plan_hash", "path", "sha256"), _is_text),
+    "committed": _is_number,
+    "stats": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "failures": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "where": lambda value: isinstance(value, dict),
+    "lost": lambda value: value is None or _is_text(value),
+    "fatal": lambda value: isinstance(value, bool),
+}
 
 
 def _build(cls: Any, value: Mapping[str, Any], what: str) -> Any:

@@ -674,6 +674,7 @@ def snapshot_dataset(
     def blocks() -> Blocks:
         ordered, options.preserve_order = options.preserve_order, True
         try:
+            table: Any
             for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
                 if not table.num_rows:
                     continue

@@ -55,6 +55,11 @@ def is_lost(table: pa.Table) -> bool:
     return LOST in table.column_names
 
 
+def passes_by(table: pa.Table) -> bool:
+    """Whether a stage has nothing to do with a block: lost, or empty (all its shards were done)."""
+    return is_lost(table) or table.num_rows == 0
+
+
 def input_columns(table: pa.Table) -> list[str]:
     """Names of the columns that came from the input, in order."""
     return [name for name in table.column_names if not name.startswith("__rb_")]

@@ -30,8 +30,8 @@ from prefect_raybatch.stages.blocks import (
     TIMES,
     TOKENS,
     Failure,
-    is_lost,
     lost,
+    passes_by,
     units_of,
 )
 
@@ -137,7 +137,7 @@ class EngineStage:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
         from prefect_raybatch.stages.stepper import EngineDied, Request
 
-        if is_lost(table):
+        if passes_by(table):
             return table
         began = time.time()
         engine = self._ready()

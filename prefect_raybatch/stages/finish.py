@@ -75,6 +75,8 @@ class Finish:
         """One row a shard found in the block: its receipt, as JSON."""
         if is_lost(table):
             return _receipts([self._lost(row) for row in table.to_pylist()])
+        if not table.num_rows:
+            return _receipts([])
         made = []
         shards = table[SHARD].to_numpy()
         for shard in dict.fromkeys(shards.tolist()):  # a batch may bundle several small shards

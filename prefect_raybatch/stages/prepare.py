@@ -25,8 +25,8 @@ from prefect_raybatch.stages.blocks import (
     TOKENS,
     Failure,
     input_columns,
-    is_lost,
     load_tokenizer,
+    passes_by,
     rows_of,
 )
 
@@ -44,7 +44,7 @@ class Prepare:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
-        if is_lost(table):
+        if passes_by(table):
             return table
         began = time.time()
         path = models.local_path(self.model)

@@ -26,7 +26,7 @@ from ray.data._internal.execution.operators.map_transformer import (
     BatchMapTransformFn,
     BlockMapTransformFn,
 )
-from ray.data._internal.logical.interfaces import PhysicalPlan, Rule
+from ray.data._internal.logical.interfaces import Rule
 from ray.data._internal.logical.operators import Read
 from ray.data._internal.logical.optimizers import get_physical_ruleset
 from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRule
@@ -345,7 +345,8 @@ class _Cursor:
 
     def __init__(self, handle: BinaryIO, schema: pa.Schema, stop: int) -> None:
         self._handle, self._schema, self._stop = handle, schema, stop
-        metadata = pq.read_metadata(handle)
+        self._file = pq.ParquetFile(handle, pre_buffer=False)
+        metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._starts = [0]
         for group in groups:
@@ -363,10 +364,10 @@ class _Cursor:
         stored = sum(chunk.total_uncompressed_size for chunk in chunks)
         row_bytes = stored / max(1, groups[0].num_rows) if groups else 1.0
         self._batch_rows = max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
-        large = any(chunk.total_compressed_size > CHUNK_BYTES for chunk in chunks)
-        self._file = pq.ParquetFile(
-            handle, metadata=metadata, buffer_size=BUFFER_BYTES if large else 0, pre_buffer=False
-        )
+        if any(chunk.total_compressed_size > CHUNK_BYTES for chunk in chunks):
+            self._file = pq.ParquetFile(
+                handle, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False
+            )
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._held: deque[pa.RecordBatch] = deque()
         self._at = 0  # the next row that `_held` and then `_batches` give
@@ -490,7 +491,8 @@ class KeepBlocks(Rule):
     def dependents(cls) -> list[type[Rule]]:
         return [FuseOperators]
 
-    def apply(self, plan: PhysicalPlan) -> PhysicalPlan:
+    def apply(self, plan: Any) -> Any:
+        """`plan` (a PhysicalPlan), its operators changed in place."""
         operators = list(_below(plan.dag))
         logical = [plan.op_map.get(operator) for operator in operators]
         if not any(_is_ours(op) for op in logical):

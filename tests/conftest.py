@@ -1,0 +1,45 @@
+"""Settings for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines that run tests are busy: a slow example is no failure, and no timing decides anything.
+settings.register_profile(
+    "prefect_raybatch",
+    deadline=None,
+    max_examples=60,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("prefect_raybatch")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A small Ray cluster of this module's own; its workers can import the tests' helpers."""
+    import ray
+
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = here if before is None else f"{here}{os.pathsep}{before}"
+    ray.init(
+        address="local",
+        num_cpus=3,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

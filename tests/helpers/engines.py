@@ -1,0 +1,96 @@
+"""Stand-ins at the engine's seam: a block callable for the pipeline, and a stepped engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.stages.blocks import (
+    ERROR,
+    ERROR_TYPE,
+    PARAMS,
+    TIMES,
+    TOKENS,
+    Failure,
+    is_lost,
+)
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.stepper import Completion, Request
+
+FAILS = 13  # the fake engine refuses each row whose id ends so
+
+
+class FakeEngine:
+    """Takes the engine stage's place in a pipeline: answers `answer ID`, refuses some rows."""
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if is_lost(table):
+            return table
+        errors = table[ERROR].to_pylist()
+        for i, number in enumerate(table["id"].to_pylist()):
+            if number % 100 == FAILS and errors[i] is None:
+                errors[i] = Failure("engine", "ValueError", "refused").to_dict()
+        return with_answers(table, errors, [f"answer {i}" for i in table["id"].to_pylist()])
+
+
+def with_answers(
+    table: pa.Table, errors: Sequence[dict[str, str] | None], texts: Sequence[str]
+) -> pa.Table:
+    """The block as the real engine stage gives it on, when the engine gives these answers."""
+    good = [text for text, error in zip(texts, errors, strict=True) if error is None]
+    rows = table.num_rows
+    for name, column in {
+        TOKENS: pa.array([[1, 2, 3]] * rows, pa.list_(pa.int32())),
+        PARAMS: pa.array([None] * rows, pa.string()),
+        ERROR: pa.array(list(errors), ERROR_TYPE),
+        f"{TIMES}_prepare": pa.array([0.25] * rows, pa.float64()),
+    }.items():
+        if name in table.column_names:
+            table = table.drop_columns([name])
+        table = table.append_column(name, column)
+    return _Answering(Stepped(lambda requests: [completion(text) for text in good]))(table)
+
+
+class _Answering(EngineStage):
+    def __init__(self, engine: Stepped):
+        self.spec, self.engine = EngineSpec({}, {}, {}), engine
+
+    def _ready(self) -> Stepped:
+        return self.engine
+
+
+def completion(text: str, finish: str = "stop") -> Completion:
+    return Completion([[5]], [text], finish, prompt_tokens=3, cached_tokens=1)
+
+
+class Stepped:
+    """A `SteppedEngine` whose answers a function gives; it may raise."""
+
+    def __init__(self, answer: Callable[[Sequence[Request]], list[Completion]]):
+        self.answer = answer
+        self.seen: list[list[Request]] = []
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        self.seen.append(list(requests))
+        return self.answer(requests)
+
+
+class Factory:
+    """Takes `SteppedEngine`'s place: each construction does the next thing of `plan`, an error to
+    raise or an answering function."""
+
+    def __init__(self, *plan: Any):
+        self.plan = list(plan)
+        self.arguments: list[dict[str, Any]] = []
+
+    def __call__(self, arguments: dict[str, Any]) -> Stepped:
+        self.arguments.append(arguments)
+        step = self.plan.pop(0)
+        if isinstance(step, BaseException):
+            raise step
+        return Stepped(step)

@@ -1,0 +1,105 @@
+"""User functions as a job names them, well behaved and not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = dict[str, Any]
+SURROGATE = "broken \udcff text"  # what os.fsdecode makes of a byte that is not UTF-8
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+# --- prompt.function ----------------------------------------------------------------------------
+
+
+def as_text(row: Row) -> str:
+    return f"about {row['Company']}"
+
+
+def as_messages(row: Row) -> list[dict[str, str]]:
+    return [{"role": "user", "content": str(row["Company"])}]
+
+
+def as_dict(row: Row) -> Row:
+    return {"messages": as_messages(row), "sampling": {"max_tokens": 3}}
+
+
+def by_name(row: Row) -> Any:
+    """Does what the row's Company says, so that one block holds good and bad rows."""
+    what = row["Company"]
+    if what == "raise":
+        raise LookupError("no such company")
+    return ODD.get(what, f"about {what}")
+
+
+ODD: Row = {
+    "number": 7,
+    "null": None,
+    "empty list": [],
+    "empty dict": {},
+    "list of text": ["a"],
+    "no content": [{"role": "user"}],
+    "unknown key": {"messages": [{"role": "user", "content": "a"}], "temperature": 1},
+    "sampling text": {"messages": [{"role": "user", "content": "a"}], "sampling": "hot"},
+    "sampling object": {"messages": [{"role": "user", "content": "a"}], "sampling": {"x": {1}}},
+    "content object": [{"role": "user", "content": object()}],
+    "surrogate": SURROGATE,
+}
+
+
+def raises_surrogate(row: Row) -> str:
+    raise ValueError(SURROGATE)
+
+
+def raises_unprintable(row: Row) -> str:
+    raise Unprintable
+
+
+not_callable = 3
+
+
+# --- output.postprocess -------------------------------------------------------------------------
+
+
+def shout(row: Row) -> Row:
+    return {"loud": row["response"].upper(), "length": len(row["response"])}
+
+
+def skip_odd(row: Row) -> Row | None:
+    return None if row["id"] % 2 else {"even": row["id"]}
+
+
+def by_id(row: Row) -> Any:
+    """Row 0 is good, the others each go wrong in their own way."""
+    if row["id"] == 1:
+        raise KeyError("gone")
+    return {
+        2: "text",
+        3: {"value": "not a number"},
+        4: {"value": 1, "more": 2},
+        5: {},
+        6: {7: 1},
+        7: None,
+        8: {"value": 1 << 80},
+    }.get(row["id"], {"value": row["id"]})
+
+
+def changes_type(row: Row) -> Row:
+    """Integers from the first ten rows, text from later ones."""
+    return {"value": row["id"] if row["id"] < 10 else f"text {row['id']}"}
+
+
+def whole_row(row: Row) -> Row:
+    return dict(row)
+
+
+def nulls(row: Row) -> Row:
+    return {"value": None}
+
+
+def raises_surrogate_after(row: Row) -> Row:
+    raise ValueError(SURROGATE)

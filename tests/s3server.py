@@ -1,0 +1,275 @@
+"""An S3 server for the tests, and a proxy that spoils chosen answers.
+
+`start_s3` starts Ceph radosgw where it is installed, a real server whose put-if-absent is atomic,
+and moto's stand-in elsewhere; `S3Server.kind` says which. Atomicity is only proved on radosgw.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import http.client
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+SCRIPT = Path(__file__).with_name("radosgw.sh")
+RADOSGW = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "setpriv")
+
+
+@dataclass
+class S3Server:
+    """A running server. Use as a context manager, or call `stop`; it also dies with this process.
+
+    `kind` is "radosgw" or "moto"; `key` and `secret` are made up for each start.
+    """
+
+    endpoint: str
+    key: str
+    secret: str = field(repr=False)
+    kind: str
+    process: subprocess.Popen[str] = field(repr=False)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `open_store` takes."""
+        return {
+            "endpoint_url": self.endpoint,
+            "key": self.key,
+            "secret": self.secret,
+            "region": "us-east-1",
+        }
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The same as environment variables."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        }
+
+    def create_bucket(self, name: str) -> None:
+        import s3fs
+
+        fs = s3fs.S3FileSystem(
+            key=self.key,
+            secret=self.secret,
+            endpoint_url=self.endpoint,
+            client_kwargs={"region_name": "us-east-1"},
+            skip_instance_cache=True,
+        )
+        fs.call_s3("create_bucket", Bucket=name)  # mkdir sends a region that radosgw refuses
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def __enter__(self) -> S3Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_s3(tmpdir: str | os.PathLike[str]) -> S3Server:
+    """Start a server that keeps its files in `tmpdir`. RuntimeError, with its log, if it fails."""
+    folder = Path(tmpdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = "radosgw" if all(map(shutil.which, RADOSGW)) else "moto"
+    for attempt in range(3):  # another process can take a port between the look and the use
+        place = folder / f"{kind}-{attempt}"
+        server = _start(kind, place)
+        if _wait_until_ready(server, place / "server.out"):
+            atexit.register(server.stop)
+            return server
+        server.stop()
+    logs = [path.read_text(errors="replace")[-1000:] for path in folder.rglob("*.out")]
+    raise RuntimeError(f"{kind} did not start:\n" + "\n".join(logs))
+
+
+def _start(kind: str, folder: Path) -> S3Server:
+    folder.mkdir()
+    port = _free_ports()
+    key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
+    if kind == "radosgw":
+        command = ["bash", str(SCRIPT), str(folder), str(port), key, secret]
+    else:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    if shutil.which("setpriv"):
+        command = ["setpriv", "--pdeathsig", "TERM", *command]
+    with open(folder / "server.out", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+    return S3Server(f"http://127.0.0.1:{port}", key, secret, kind, process)
+
+
+def _free_ports() -> int:
+    """A port that is free now, and the next one too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return int(port)
+
+
+def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:
+    """Whether the server is up within `seconds`; False at once when it has ended.
+
+    radosgw answers before its user exists, so its script says when both are there.
+    """
+    end = time.monotonic() + seconds
+    address = urlsplit(server.endpoint)
+    while time.monotonic() < end and server.process.poll() is None:
+        if server.kind == "radosgw":
+            if "ready" in log.read_text().split():
+                return True
+        else:
+            with contextlib.suppress(OSError):
+                socket.create_connection((str(address.hostname), address.port or 80)).close()
+                return True
+        time.sleep(0.05)
+    return False
+
+
+# --- a proxy that spoils answers --------------------------------------------------------------
+
+Decide = Callable[[str, str, Mapping[str, str]], str]
+
+
+class S3Proxy(ThreadingHTTPServer):
+    """Forwards to a server and does to each request what `decide(method, path, headers)` says.
+
+    "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
+    drops it without forwarding; "503", "expired", "501" and "507" answer that without forwarding;
+    "strip" forwards without If-None-Match, signed anew. `seen` lists (method, path, decision).
+    """
+
+    daemon_threads = True
+
+    def __init__(self, server: S3Server, decide: Decide) -> None:
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
+        self.target = server
+        self.decide = decide
+        self.seen: list[tuple[str, str, str]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are part of the tests."""
+
+
+@contextlib.contextmanager
+def proxy(server: S3Server, decide: Decide) -> Iterator[S3Proxy]:
+    """A running `S3Proxy` before `server`."""
+    running = S3Proxy(server, decide)
+    thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield running
+    finally:
+        running.shutdown()
+        running.server_close()
+        thread.join()
+
+
+_REFUSALS = {
+    "503": (503, "SlowDown"),
+    "expired": (400, "ExpiredToken"),
+    "501": (501, "NotImplemented"),
+    "507": (507, "InsufficientStorage"),
+}
+
+
+class _ProxyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: S3Proxy
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.server.lock:
+            decision = self.server.decide(self.command, self.path, dict(self.headers))
+            self.server.seen.append((self.command, self.path, decision))
+        if decision == "reset":
+            return self._drop()
+        if decision in _REFUSALS:
+            status, code = _REFUSALS[decision]
+            text = f"<Error><Code>{code}</Code><Message>as the test wants</Message></Error>"
+            return self._reply(status, {"Content-Type": "application/xml"}, text.encode())
+        status, headers, answer = self._forward(body, strip=decision == "strip")
+        if decision == "lose":
+            return self._drop()
+        self._reply(status, headers, answer)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+    def _forward(self, body: bytes, strip: bool) -> tuple[int, dict[str, str], bytes]:
+        headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
+        if strip:
+            headers = self._signed_anew(headers, body)
+        address = urlsplit(self.server.target.endpoint)
+        upstream = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+        with contextlib.closing(upstream):
+            upstream.request(self.command, self.path, body, headers)
+            answer = upstream.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+
+    def _signed_anew(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
+        """`headers` without the condition: the signature covers it, so it is made again."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        host = headers["Host"]
+        request = AWSRequest(self.command, f"http://{host}{self.path}", {"Host": host}, body)
+        credentials = Credentials(self.server.target.key, self.server.target.secret)
+        S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
+        return {"Content-Length": str(len(body)), **dict(request.headers.items())}
+
+    def _reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        empty = self.command == "HEAD"
+        length = next((v for k, v in headers.items() if k.lower() == "content-length"), "0")
+        self.send_header("Content-Length", length if empty else str(len(body)))
+        self.end_headers()
+        if not empty:
+            self.wfile.write(body)
+
+    def _drop(self) -> None:
+        """Close with a reset, as a broken network does."""
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

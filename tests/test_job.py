@@ -1,0 +1,354 @@
+"""The job model: what is refused and in which words, round trips, the form it becomes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import pytest
+import yaml
+from helpers.small import job_dict, make_job
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from prefect_raybatch import vllm_fields
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import BatchJob, Limits, check_run_key, template_fields
+
+
+def put(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:
+    """A copy of `value` with the dotted `path` set."""
+    value = copy.deepcopy(value)
+    at = value
+    *groups, last = path.split(".")
+    for group in groups:
+        at = at.setdefault(group, {})
+    at[last] = new
+    return value
+
+
+def refused(value: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        BatchJob.from_dict(value, "job.yaml")
+    text = str(caught.value)
+    assert "pydantic" not in text and "Traceback" not in text
+    return text
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        # unknown fields, with the nearest name
+        ("sorce", {}, ["sorce", "did you mean 'source'"]),
+        ("source.uris", "x", ["source.uris", "did you mean 'uri'"]),
+        ("prompt.templat", "x", ["prompt.templat", "did you mean 'template'"]),
+        ("output.shema", {}, ["output.shema", "did you mean 'schema'"]),
+        ("limits.max_fail", 1, ["limits.max_fail", "did you mean 'max_failed'"]),
+        ("cluster.prepare.num_cpu", 1, ["cluster.prepare.num_cpu", "did you mean 'num_cpus'"]),
+        ("output.zzzz", 1, ["output.zzzz", "remove it"]),
+        ("engine.tensor_paralel_size", 2, ["engine", "did you mean 'tensor_parallel_size'"]),
+        ("engine.gpu_memory_utilisation", 0.9, ["engine", "'gpu_memory_utilization'"]),
+        ("sampling.temprature", 1, ["sampling", "did you mean 'temperature'"]),
+        ("sampling.top_pp", 1, ["sampling", "did you mean 'top_p'"]),
+        # templates are untrusted: nothing but columns
+        ("prompt.template", "{a.b}", ["prompt.template", "{a.b}", "prompt.function"]),
+        ("prompt.template", "{a.__class__}", ["{a.__class__}"]),
+        ("prompt.template", "{a[0]}", ["{a[0]}", "prompt.function"]),
+        ("prompt.template", "{a!r}", ["{a!r}"]),
+        ("prompt.template", "{a:>9}", ["{a:>9}"]),
+        ("prompt.template", "{a:{b}}", ["{a:{b}}"]),
+        ("prompt.template", "{}", ["{}", "prompt.function"]),
+        ("prompt.template", "{", ["no valid template", "{{"]),
+        ("prompt.template", "a}", ["no valid template", "{{"]),
+        # prompt
+        ("prompt", {}, ["exactly one of template and function"]),
+        ("prompt.function", "m:f", ["exactly one of template and function"]),
+        ("prompt", {"function": "mf"}, ["prompt.function", "'mf'", "package.module:function"]),
+        ("prompt", {"function": "m:f()"}, ["package.module:function"]),
+        ("prompt", {"function": "os.path:join;x"}, ["package.module:function"]),
+        ("prompt.on_null", "skip", ["prompt.on_null", "'fail'", "'empty'", "'skip'"]),
+        # places
+        ("source.uri", "", ["source.uri", "is empty", "data/customers.csv"]),
+        ("source.uri", "  ", ["is empty"]),
+        ("source.uri", [], ["source.uri", "at least one file"]),
+        ("source.uri", ["a", ""], ["is empty"]),
+        ("source.uri", "a\x00b", ["source.uri"]),
+        ("source.uri", "gs://b/k", ["'gs://b/k'", "'gs'", "s3://"]),
+        ("source.uri", "s3:///key", ["'s3:///key'", "no bucket"]),
+        ("output.uri", "https://x/y", ["output.uri", "'https'"]),
+        ("output.uri", "out/*", ["output.uri", "wildcard", "one folder"]),
+        ("output.uri", "", ["output.uri", "is empty"]),
+        # sampling
+        ("sampling.choice", [], ["sampling.choice", "empty list"]),
+        ("sampling.choice", ["a", " "], ["label 2 of 2 is empty"]),
+        ("sampling.choice", ["b", "a", "b"], ["'b'", "twice", "remove one"]),
+        ("sampling.temperature", -1, ["sampling.temperature", "greater than or equal to 0", "-1"]),
+        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "'0'"]),
+        ("sampling.logprobs", 3, ["logprobs is not supported"]),
+        ("sampling.output_kind", 2, ["output_kind is not supported"]),
+        # figures
+        ("source.limit", 0, ["source.limit", "greater than 0"]),
+        ("source.limit", "many", ["source.limit", "integer", "'many'"]),
+        ("source.rows_per_shard", 1_000_001, ["source.rows_per_shard", "1000000"]),
+        ("source.columns", [], ["source.columns", "at least 1"]),
+        ("engine.replicas", 0, ["engine.replicas", "greater than 0"]),
+        ("engine.replicas", 1.5, ["engine.replicas", "1.5"]),
+        ("engine.device", "tpu", ["engine.device", "'gpu'", "'tpu'"]),
+        ("limits.max_failed", -0.1, ["limits.max_failed", "-0.1"]),
+        ("limits.max_failed", float("nan"), ["limits.max_failed"]),
+        ("limits.max_failed", float("inf"), ["limits.max_failed"]),
+        ("limits.engine_deaths", 0, ["limits.engine_deaths", "greater than 0"]),
+        ("sampling.temperature", float("inf"), ["sampling.temperature"]),
+        # the rest
+        ("output.column", "__rb_pos", ["output.column", "'__rb_pos'", "choose another"]),
+        ("output.column", "", ["output.column"]),
+        ("output.row_number", "", ["output.row_number"]),
+        ("output.schema", {"a": "string"}, ["postprocess"]),
+        ("output.postprocess", "nope", ["output.postprocess", "'nope'"]),
+        ("cluster.address", "ray://head:10001", ["cluster.address", "30 s", "head"]),
+        ("name", "", ["name"]),
+        ("name", "../x", ["name", "'../x'", "letters, digits"]),
+        ("name", "-x", ["name"]),
+        ("name", "a" * 129, ["at most 128"]),
+        ("name", "a\n", ["name"]),
+        ("source", None, ["source"]),
+        ("source", "in.csv", ["source", "'in.csv'"]),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value_and_a_remedy(path, value, said):
+    text = refused(put(job_dict(), path, value))
+    for word in said:
+        assert word in text
+
+
+def test_choice_and_structured_outputs_exclude_each_other():
+    value = job_dict(sampling={"choice": ["a"], "structured_outputs": {"json": {}}})
+    assert "exclude each other" in refused(value)
+
+
+def test_every_wrong_field_is_named_on_a_line_of_its_own():
+    text = refused({"name": "a b", "sorce": 1, "prompt": {}, "engine": {"replicas": 0}})
+    lines = text.splitlines()
+    assert all(line.startswith("job.yaml: ") for line in lines)
+    for field in ("name", "sorce", "source", "prompt", "output", "engine.replicas"):
+        assert sum(line.startswith(f"job.yaml: {field}: ") for line in lines) == 1
+    assert "job.yaml: output: is required" in lines
+    assert "job.yaml: sorce: unknown field; did you mean 'source'?" in lines
+
+
+def test_a_long_value_is_cut_in_the_message():
+    text = refused(put(job_dict(), "engine.device", "x" * 10_000))
+    assert len(text) < 500
+
+
+# --- what is taken ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "fields"),
+    [
+        ("no field", ()),
+        ("{A} and {B} and {A}", ("A", "B")),
+        ("{{literal}} {A}", ("A",)),
+        ('{{"json": "{A}"}}', ("A",)),
+        ("{with space} {Straße}", ("with space", "Straße")),
+        ("", ()),
+    ],
+)
+def test_template_fields(template, fields):
+    assert template_fields(template) == fields
+    assert make_job(prompt={"template": template}).prompt.template == template
+
+
+@given(st.text(max_size=60))
+def test_any_template_text_is_taken_or_refused_by_name(template):
+    try:
+        fields = template_fields(template)
+    except ValueError as error:
+        assert "prompt.function" in str(error) or "{{" in str(error)
+    else:
+        # What is taken can be filled from columns alone.
+        filled = template.format(**dict.fromkeys(fields, "x"))
+        assert isinstance(filled, str)
+
+
+@pytest.mark.parametrize(
+    "uri", ["a.csv", "/a/b", "./x y", "file:///a", "s3://bucket", "s3://b/k/*.parquet", "S3://b/k"]
+)
+def test_good_places(uri):
+    assert make_job(source={"uri": uri}).source.uris == [uri]
+    assert make_job(source={"uri": [uri, "b"]}).source.uris == [uri, "b"]
+
+
+def test_vllm_arguments_pass_through():
+    job = make_job(
+        engine={"gpu_memory_utilization": 0.8, "quantization": "fp8"},
+        sampling={"top_p": 0.9, "seed": 1, "stop": ["x"]},
+    )
+    assert job.engine.model_extra == {"gpu_memory_utilization": 0.8, "quantization": "fp8"}
+    assert job.sampling.model_extra == {"top_p": 0.9, "seed": 1, "stop": ["x"]}
+
+
+def test_without_vllm_any_argument_is_taken(monkeypatch):
+    """A laptop without vLLM cannot know; the engine refuses it later."""
+    monkeypatch.setattr(vllm_fields, "engine_fields", lambda: None)
+    job = make_job(engine={"some_new_argument": 1})
+    assert job.engine.model_extra == {"some_new_argument": 1}
+
+
+def test_the_known_fields_are_those_of_the_installed_vllm():
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    assert vllm_fields.engine_fields() == {f.name for f in fields(EngineArgs)}
+    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert vllm_fields.sampling_fields() == public
+
+
+@pytest.mark.parametrize(
+    ("max_failed", "rows", "allowed"),
+    [
+        (0, 100, 0),
+        (0.0, 100, 0),
+        (0.01, 100, 1),
+        (0.01, 199, 1),
+        (0.999, 10, 9),
+        (3, 100, 3),
+        (1, 100, 1),
+        (7.0, 100, 7),
+        (0.29, 100, 29),
+        (0.07, 100, 7),
+    ],
+)
+def test_allowed_failures(max_failed, rows, allowed):
+    assert Limits(max_failed=max_failed).allowed(rows) == allowed
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def full() -> dict[str, Any]:
+    return job_dict(
+        source={"uri": ["a", "s3://b/c"], "format": "csv", "limit": 5, "columns": ["A"]},
+        prompt={"template": "{A}", "system": "Be short.", "on_null": "empty"},
+        sampling={"temperature": 0.5, "choice": ["x", "y"], "top_p": 0.5},
+        engine={"model": "owner/name", "replicas": 2, "gpu_memory_utilization": 0.5},
+        output={"uri": "out", "postprocess": "m:f", "schema": {"a": "string"}, "file_mb": 1},
+        limits={"max_failed": 3},
+        cluster={"prepare": {"num_cpus": 1.0, "memory": 5}},
+    )
+
+
+@pytest.mark.parametrize("value", [job_dict(), full()], ids=["smallest", "full"])
+def test_round_trips(tmp_path, value):
+    job = BatchJob.from_dict(value)
+    assert job.to_dict() == value  # nothing but what was said
+    assert BatchJob.from_dict(job.to_dict()) == job
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.to_dict()), encoding="utf-8")
+    assert BatchJob.from_yaml(path) == job
+    assert BatchJob.model_validate_json(job.model_dump_json(by_alias=True)) == job
+
+
+def test_the_schema_of_the_output_has_a_plain_name_in_files_and_python():
+    by_file = make_job(output={"uri": "o", "postprocess": "m:f", "schema": {"a": "string"}})
+    by_name = make_job(output={"uri": "o", "postprocess": "m:f", "output_schema": {"a": "string"}})
+    assert by_file == by_name
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such job file"),
+        (b"a: [1", "is not valid YAML"),
+        (b"- a\n- b\n", "must hold a mapping"),
+        (b"", "must hold a mapping"),
+        (b"just text", "must hold a mapping"),
+        (b"name: \xff\xfe\xfa", "cannot be read"),
+        (b"name: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        (b"name: x\nname2: y\n", "unknown field"),
+        (b"1: x\n", "1: "),
+    ],
+)
+def test_a_bad_job_file_is_named(tmp_path, content, said):
+    path = tmp_path / "job.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        BatchJob.from_yaml(path)
+    assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_a_folder_is_no_job_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        BatchJob.from_yaml(tmp_path)
+
+
+# --- run keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key", ["a", "7", "nightly-20260101T000000Z", "a.r1", "A_b-c.d", "a" * 128]
+)
+def test_good_run_keys(key):
+    assert check_run_key(key) == key
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("", ".", "..", "a/b", "/a", "../a", "a..b", "a\\b", ".hidden", "-a", "_a"),
+        *("a b", "a\x00", "a\n", "\u00e4", "a%2f", "a:b", "a" * 129),
+    ],
+)
+def test_bad_run_keys_cannot_leave_the_root(key):
+    with pytest.raises(ConfigError, match="run key"):
+        check_run_key(key)
+
+
+# --- the form -----------------------------------------------------------------------------------
+
+
+def models(model: type[BaseModel], path: str = "") -> list[tuple[str, type[BaseModel], str]]:
+    """(dotted path, model, field) of each field, groups first."""
+    found = []
+    for name, field in model.model_fields.items():
+        found.append((f"{path}{name}", model, name))
+        kinds = [field.annotation, *get_args(field.annotation)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += models(kind, f"{path}{name}.")
+    return found
+
+
+def test_each_field_describes_itself_for_the_form():
+    for path, model, name in models(BatchJob):
+        field = model.model_fields[name]
+        assert field.title, path
+        assert field.description and field.description.endswith("."), path
+        assert isinstance(field.json_schema_extra, dict), path
+        assert isinstance(field.json_schema_extra["position"], int), path
+
+
+def test_positions_follow_the_order_of_the_fields():
+    for model in {model for _, model, _ in models(BatchJob)}:
+        positions = [f.json_schema_extra["position"] for f in model.model_fields.values()]
+        assert positions == list(range(1, len(positions) + 1)), model
+
+
+def test_the_json_schema_carries_title_description_and_position():
+    """This schema is the form in the Prefect page."""
+    schema = BatchJob.model_json_schema()
+    objects = [schema, *schema["$defs"].values()]
+    assert len(objects) == 9
+    for item in objects:
+        assert item["description"], item["title"]
+        for name, field in item["properties"].items():
+            assert {"title", "description", "position"} <= set(field), f"{item['title']}.{name}"
+    assert "schema" in schema["$defs"]["Output"]["properties"]

@@ -1,0 +1,489 @@
+"""Inventory and snapshot of the input: what is read, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefect_raybatch import source as module
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job import Source
+from prefect_raybatch.records import InputFile
+from prefect_raybatch.source import (
+    Inventory,
+    common_type,
+    detect_format,
+    inventory,
+    needs_snapshot,
+    peek,
+    plain_type,
+    snapshot,
+)
+from prefect_raybatch.storage import open_store
+
+
+def parquet(path: Path, group: int | None = None, **columns: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=group)
+    return str(path)
+
+
+def text(path: Path, content: str | bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def copy(tmp_path: Path, uri: Any, **fields: Any) -> tuple[Inventory, pa.Table]:
+    """A snapshot of `uri` and its rows."""
+    store = open_store(str(tmp_path / "run"))
+    made = snapshot(Source(uri=uri, **fields), store, "attempt")
+    tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
+    table = pa.concat_tables(tables)
+    assert table.schema.equals(made.schema)
+    assert [t.num_rows for t in tables] == [file.rows for file in made.files]
+    return made, table
+
+
+def refused(tmp_path: Path, uri: Any, *words: str, **fields: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        copy(tmp_path, uri, **fields)
+    for word in words:
+        assert word in str(caught.value)
+    assert not list((tmp_path / "run").rglob("*.parquet"))
+    return str(caught.value)
+
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_recursively_in_name_order_without_hidden_files(tmp_path):
+    for name in ("b/2.parquet", "a.parquet", "b/1.pq"):
+        parquet(tmp_path / "in" / name, x=[1])
+    for name in ("_SUCCESS", ".a.parquet.crc", "_temporary/0.parquet", "b/.hidden.parquet"):
+        text(tmp_path / "in" / name, "no")
+    found = inventory(Source(uri=str(tmp_path / "in")))
+    assert [Path(f.uri).name for f in found.files] == ["a.parquet", "1.pq", "2.parquet"]
+    assert found.rows == 3 and found.format == "parquet"
+    info = os.stat(tmp_path / "in/a.parquet")
+    assert found.files[0] == InputFile(
+        str(tmp_path / "in/a.parquet"), info.st_size, None, info.st_mtime_ns, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.parquet", ["a.parquet"]),
+        ("**/*.parquet", ["a.parquet", "x/b.parquet", "x/y/c.parquet"]),
+        ("*/b.parquet", ["x/b.parquet"]),
+        ("x/**", ["x/b.parquet", "x/y/c.parquet"]),
+        ("[a-b].parquet", ["a.parquet"]),
+        ("x/?.parquet", ["x/b.parquet"]),
+    ],
+)
+def test_globs(tmp_path, pattern, names):
+    for name in ("a.parquet", "x/b.parquet", "x/y/c.parquet", "_h.parquet"):
+        parquet(tmp_path / name, x=[1])
+    found = inventory(Source(uri=f"{tmp_path}/{pattern}"))
+    assert [f.uri for f in found.files] == [str(tmp_path / name) for name in names]
+
+
+def test_a_named_file_is_read_whatever_its_name(tmp_path):
+    path = parquet(tmp_path / "_odd", x=[1])
+    assert inventory(Source(uri=path, format="parquet")).rows == 1
+    assert inventory(Source(uri=f"file://{path}", format="parquet")).files[0].uri == path
+
+
+def test_relative_paths_become_whole(tmp_path, monkeypatch):
+    parquet(tmp_path / "a.parquet", x=[1])
+    monkeypatch.chdir(tmp_path)
+    assert inventory(Source(uri="a.parquet")).files[0].uri == str(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.parquet", "parquet"),
+        ("a.PQ", "parquet"),
+        ("a.csv", "csv"),
+        ("a.csv.gz", "csv"),
+        ("a.tsv", "csv"),
+        ("a.jsonl", "jsonl"),
+        ("a.ndjson", "jsonl"),
+        ("a.json.gz", "jsonl"),
+    ],
+)
+def test_formats_by_ending(tmp_path, name, kind):
+    source = Source(uri=text(tmp_path / name, "x"))
+    assert detect_format(source) == kind
+    assert needs_snapshot(source) == (kind != "parquet")
+
+
+def test_mixed_and_unknown_formats_are_refused_with_the_remedy(tmp_path):
+    text(tmp_path / "in/a.csv", "x\n1\n")
+    parquet(tmp_path / "in/b.parquet", x=[2])
+    uri = str(tmp_path / "in")
+    with pytest.raises(SourceError, match=r"several formats.*a\.csv.*b\.parquet.*source\.format"):
+        detect_format(Source(uri=uri))
+    assert inventory(Source(uri=uri, format="parquet")).rows == 1
+    text(tmp_path / "in/c.dat", "x")
+    with pytest.raises(SourceError, match=r"c\.dat.*set source\.format"):
+        detect_format(Source(uri=uri))
+    with pytest.raises(SourceError, match="no file"):
+        text(tmp_path / "only/a.csv", "x")
+        inventory(Source(uri=str(tmp_path / "only"), format="parquet"))
+
+
+def test_nothing_to_read(tmp_path):
+    (tmp_path / "empty").mkdir()
+    text(tmp_path / "empty/_SUCCESS", "")
+    for uri, words in [
+        (f"{tmp_path}/no.parquet", "does not exist"),
+        (f"{tmp_path}/empty", "holds no files"),
+        (f"{tmp_path}/empty/*.parquet", "no file matches"),
+    ]:
+        with pytest.raises(SourceError, match=words) as caught:
+            inventory(Source(uri=uri))
+        assert uri in str(caught.value)
+
+
+def test_a_file_listed_twice_is_refused(tmp_path):
+    path = parquet(tmp_path / "a.parquet", x=[1])
+    for second in (path, f"file://{path}", str(tmp_path), f"{tmp_path}/*.parquet"):
+        with pytest.raises(SourceError, match="listed twice"):
+            inventory(Source(uri=[path, second]))
+
+
+# --- Parquet ----------------------------------------------------------------------------------
+
+
+def test_limit_reads_no_more_footers_than_it_needs(tmp_path, monkeypatch):
+    for i in range(6):
+        parquet(tmp_path / f"{i}.parquet", x=list(range(10)))
+    text(tmp_path / "9.parquet", "not looked at")
+    monkeypatch.setattr(module, "FOOTER_WAVE", 2)
+    found = inventory(Source(uri=str(tmp_path), limit=25))
+    assert [f.rows for f in found.files] == [10, 10, 5]
+    found = inventory(Source(uri=str(tmp_path), limit=20))
+    assert [f.rows for f in found.files] == [10, 10]
+
+
+def test_columns_and_row_bytes(tmp_path):
+    rng = random.Random(0)
+    big = ["".join(rng.choices("abcdefgh", k=1000)) for _ in range(200)]
+    path = parquet(tmp_path / "a.parquet", id=list(range(200)), big=big, small=[1] * 200)
+    whole, part = inventory(Source(uri=path)), inventory(Source(uri=path, columns=["small", "id"]))
+    assert part.schema.names == ["small", "id"]
+    assert 16 <= part.row_bytes < 40 and 1000 < whole.row_bytes < 1200
+
+
+def test_an_unknown_column_names_the_nearest(tmp_path):
+    path = parquet(tmp_path / "a.parquet", Company=["x"], City=["y"])
+    with pytest.raises(ConfigError, match=r"no column 'Compny'; did you mean 'Company'\?"):
+        inventory(Source(uri=path, columns=["Compny"]))
+    with pytest.raises(ConfigError, match="stands there twice"):
+        inventory(Source(uri=path, columns=["City", "City"]))
+
+
+def test_reserved_and_repeated_columns(tmp_path):
+    with pytest.raises(SourceError, match=r"__rb_pos.*reserved"):
+        inventory(Source(uri=parquet(tmp_path / "a.parquet", __rb_pos=[1])))
+    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), tmp_path / "b.parquet")
+    with pytest.raises(SourceError, match="'a' stands there twice"):
+        inventory(Source(uri=str(tmp_path / "b.parquet")))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 not really PAR1", b"x" * 1000])
+def test_a_corrupt_file_among_good_ones_is_named(tmp_path, content):
+    parquet(tmp_path / "a.parquet", x=[1])
+    text(tmp_path / "b.parquet", content)
+    with pytest.raises(SourceError, match=r"b\.parquet: is not a readable Parquet file"):
+        inventory(Source(uri=str(tmp_path)))
+
+
+def test_types_that_go_together_are_widened(tmp_path):
+    parquet(
+        tmp_path / "a.parquet",
+        i=pa.array([1], pa.int32()),
+        f=pa.array([1], pa.float32()),
+        n=pa.nulls(1),
+        d=pa.array(["x"]).dictionary_encode(),
+        s=pa.array([{"k": 1, "v": ["x"]}]),
+    )
+    parquet(  # another order of columns as well
+        tmp_path / "b.parquet",
+        s=pa.array([{"v": None, "k": 2}]),
+        d=pa.array(["y"], pa.large_string()),
+        n=pa.array(["z"]),
+        f=pa.array([2], pa.float64()),
+        i=pa.array([2], pa.int64()),
+    )
+    schema = inventory(Source(uri=str(tmp_path))).schema
+    assert schema == pa.schema(
+        [
+            ("i", pa.int64()),
+            ("f", pa.float64()),
+            ("n", pa.string()),
+            ("d", pa.large_string()),
+            ("s", pa.struct([("k", pa.int64()), ("v", pa.list_(pa.string()))])),
+        ]
+    )
+
+
+def test_types_and_columns_that_do_not_agree(tmp_path):
+    parquet(tmp_path / "a.parquet", x=[1], y=[1])
+    parquet(tmp_path / "b.parquet", x=["1"], y=[1])
+    with pytest.raises(SourceError) as caught:
+        inventory(Source(uri=str(tmp_path)))
+    for word in ("'x'", "int64", "string", "a.parquet", "b.parquet"):
+        assert word in str(caught.value)
+    assert inventory(Source(uri=str(tmp_path), columns=["y"])).rows == 2
+    parquet(tmp_path / "b.parquet", x=[1])
+    with pytest.raises(SourceError, match=r"b\.parquet has no column 'y', which .*a\.parquet has"):
+        inventory(Source(uri=str(tmp_path)))
+
+
+def test_no_rows(tmp_path):
+    parquet(tmp_path / "a.parquet", x=pa.array([], pa.int64()))
+    with pytest.raises(SourceError, match="no rows"):
+        inventory(Source(uri=str(tmp_path)))
+    parquet(tmp_path / "b.parquet", y=[1])  # the empty one may have any columns
+    found = inventory(Source(uri=str(tmp_path)))
+    assert [f.rows for f in found.files] == [0, 1] and found.schema.names == ["y"]
+
+
+def test_dictionaries_are_decoded_at_any_depth():
+    d = pa.dictionary(pa.int8(), pa.string())
+    nested = pa.list_(pa.struct([("a", d), ("m", pa.map_(pa.string(), d))]))
+    s = pa.string()
+    assert plain_type(nested) == pa.list_(pa.struct([("a", s), ("m", pa.map_(s, s))]))
+    assert plain_type(pa.string_view()) == s
+
+
+def test_common_types():
+    assert common_type(pa.int8(), pa.uint8()) is None
+    assert common_type(pa.int64(), pa.float64()) is None
+    assert common_type(pa.int64(), pa.float64(), union=True) == pa.float64()
+    assert common_type(pa.list_(pa.null()), pa.list_(pa.int8())) == pa.list_(pa.int8())
+    a, b = pa.struct([("a", pa.int64())]), pa.struct([("b", pa.int64())])
+    assert common_type(a, b) is None
+    assert common_type(a, b, union=True) == pa.struct([("a", pa.int64()), ("b", pa.int64())])
+
+
+def test_three_thousand_files(tmp_path):
+    parquet(tmp_path / "0000.parquet", x=[1, 2, 3])
+    for i in range(1, 3000):
+        os.link(tmp_path / "0000.parquet", tmp_path / f"{i:04}.parquet")
+    assert inventory(Source(uri=str(tmp_path))).rows == 9000
+
+
+# --- CSV --------------------------------------------------------------------------------------
+
+
+def test_csv_types(tmp_path):
+    path = text(
+        tmp_path / "a.csv",
+        "i,f,b,s,zip,id,day,none,name\n"
+        '1,1.5,true,x,02139,12345678901234567890,2024-01-05,,"A, ""B""\nC"\n'
+        ',,,,,,,,""\n'
+        "-3,2,False,NA,10001,1,2024-01-06,,nan\n",
+    )
+    made, table = copy(tmp_path, path)
+    kinds = dict(zip(made.schema.names, map(str, made.schema.types), strict=True))
+    assert kinds == {
+        "i": "int64",
+        "f": "double",
+        "b": "bool",
+        "s": "string",
+        "zip": "string",
+        "id": "string",
+        "day": "string",
+        "none": "string",
+        "name": "string",
+    }
+    rows = table.to_pylist()
+    assert rows[0]["zip"] == "02139" and rows[0]["name"] == 'A, "B"\nC'
+    assert {k: v for k, v in rows[1].items() if v is not None} == {"name": ""}
+    assert rows[2]["s"] == "NA" and rows[2]["b"] is False and rows[2]["f"] == 2.0
+    assert made.format == "csv" and made.row_bytes > 8
+    assert all(f.uri.startswith("_raybatch/input/attempt-") for f in made.files)
+
+
+@pytest.mark.parametrize(
+    ("late", "kind", "last"), [("2.5", "double", 2.5), ("abc", "string", "abc")]
+)
+def test_a_late_value_widens_the_column(tmp_path, monkeypatch, late, kind, last):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(module, "PART_ROWS", 1 << 10)
+    monkeypatch.setattr(module, "GROUP_ROWS", 1 << 8)
+    path = text(tmp_path / "a.csv", "x\n" + "1\n" * 5000 + late + "\n")
+    made, table = copy(tmp_path, path)
+    assert str(made.schema.field("x").type) == kind
+    assert table["x"].to_pylist() == [type(last)("1")] * 5000 + [last]
+    assert len(list((tmp_path / "run").rglob("*.parquet"))) == len(made.files) == 5
+
+
+def test_csv_types_across_files(tmp_path):
+    text(tmp_path / "in/a.csv", "x,y\n1,\n")
+    text(tmp_path / "in/b.csv", "y,x\nq,2.5\n")
+    assert copy(tmp_path, str(tmp_path / "in"))[1].to_pylist() == [
+        {"x": 1.0, "y": None},
+        {"x": 2.5, "y": "q"},
+    ]
+    text(tmp_path / "bad/a.csv", "x\n1\n")
+    text(tmp_path / "bad/b.csv", "x\ntrue\n")
+    (tmp_path / "run").rename(tmp_path / "old")
+    refused(tmp_path, str(tmp_path / "bad"), "'x'", "int64", "bool", "a.csv", "b.csv")
+    text(tmp_path / "bad/b.csv", "z\n1\n")
+    refused(tmp_path, str(tmp_path / "bad"), "no column", "a.csv", "b.csv")
+
+
+def test_csv_limit_stops_early_and_columns_choose(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
+    rows = "".join(f"{i},x{i},z\n" for i in range(5000))
+    path = text(tmp_path / "a.csv", "i,s,t\n" + rows + "ragged\n")
+    made, table = copy(tmp_path, path, limit=700, columns=["s", "i"])
+    assert made.rows == 700 and made.schema.names == ["s", "i"]
+    assert table["i"].to_pylist() == list(range(700))
+    with pytest.raises(ConfigError, match="did you mean 's'"):
+        copy(tmp_path, path, columns=["ss"])
+
+
+def test_compressed_tsv_with_bom(tmp_path):
+    path = tmp_path / "a.tsv.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbfa\tb\r\n1\tx,y\r\n"))
+    assert copy(tmp_path, str(path))[1].to_pylist() == [{"a": 1, "b": "x,y"}]
+
+
+def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
+    path = text(tmp_path / "a.csv", ",a\n0,x\n")
+    assert copy(tmp_path, path)[1].to_pylist() == [{"Unnamed: 0": 0, "a": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["0 bytes"]),
+        ("a,b\n", ["header but no rows"]),
+        ("\n\n", ["header"]),
+        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 columns", "header has 2"]),
+        ("a,b\n1,2,3\n", ["line 2", "3 columns"]),
+        ("a,a\n1,2\n", ["'a' stands there twice"]),
+        ("__rb_pos\n1\n", ["reserved"]),
+        (b"a\nx\n\xe4\n", ["line 3", "not UTF-8", "iconv"]),
+        (b"\xe4\nx\n", ["line 1", "not UTF-8"]),
+    ],
+)
+def test_csv_errors_name_file_and_place(tmp_path, content, words):
+    refused(tmp_path, text(tmp_path / "data.csv", content), "data.csv", *words)
+
+
+def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
+    path = text(tmp_path / "a.csv", 'a\n"' + "x\n" * 9000)
+    refused(tmp_path, path, "a.csv", "never closed")
+    path = text(tmp_path / "b.csv.gz", b"\x1f\x8b nonsense")
+    refused(tmp_path, path, "b.csv.gz", "cannot be read")
+
+
+def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
+    path = Path(text(tmp_path / "a.csv", "a\n1\n"))
+    kept = module._copy
+
+    def slow(*args: Any) -> Inventory:
+        made = kept(*args)
+        path.write_text("a\n1\n2\n")
+        return made
+
+    monkeypatch.setattr(module, "_copy", slow)
+    with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
+        copy(tmp_path, str(path))
+
+
+def test_parts_and_row_groups_are_bounded(tmp_path):
+    rows = "".join(f"{i},name {i}\n" for i in range(300_000))
+    made, table = copy(tmp_path, text(tmp_path / "a.csv", "i,s\n" + rows))
+    assert [f.rows for f in made.files] == [1 << 18, 300_000 - (1 << 18)]
+    metadata = pq.read_metadata(tmp_path / "run" / made.files[0].uri)
+    assert metadata.row_group(0).num_rows == 16_384 and metadata.num_row_groups == 16
+    assert metadata.row_group(0).column(0).compression == "ZSTD"
+    assert table["i"].to_pylist() == list(range(300_000))
+
+
+# --- JSON Lines -------------------------------------------------------------------------------
+
+
+def lines(*rows: Any) -> str:
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+
+
+def test_json_rows_keys_and_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    rows = [
+        {"a": 1, "t": "2024-01-05", "n": {"x": 1}},
+        {},
+        {"a": 2.5, "t": "later", "n": {"y": ["2024-01-05"]}},
+        {"z": None, "b": True},
+    ]
+    made, table = copy(tmp_path, text(tmp_path / "a.jsonl", lines(*rows[:2], "", *rows[2:])))
+    kinds = dict(zip(made.schema.names, map(str, made.schema.types), strict=True))
+    assert kinds["a"] == "double" and kinds["t"] == "string" and kinds["z"] == "string"
+    got = table.to_pylist()
+    assert [row["a"] for row in got] == [1.0, None, 2.5, None]
+    assert got[0]["t"] == "2024-01-05" and got[2]["n"] == {"x": None, "y": ["2024-01-05"]}
+    made, table = copy(tmp_path, str(tmp_path / "a.jsonl"), columns=["b", "a"])
+    assert [list(row.items()) for row in table.to_pylist()[::3]] == [
+        [("b", None), ("a", 1.0)],
+        [("b", True), ("a", None)],
+    ]
+    with pytest.raises(ConfigError, match=r"no column 'c'.*columns: a, t, n, "):
+        copy(tmp_path, str(tmp_path / "a.jsonl"), columns=["c", "a"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["0 bytes"]),
+        ("\n\n", ["no rows"]),
+        (lines({"a": 1}, "", "[1]"), ["line 3", "holds an array, not an object"]),
+        (lines({"a": 1}, "{oops"), ["line 2", "not valid JSON"]),
+        ('[\n{"a": 1}\n]', ["line 1", "JSON array", "jq"]),
+        (
+            lines({"a": 1}, {"a": "x"}, ""),
+            ["line 2", "'a'", "a string", "a number in line 1"],
+        ),
+        ('{"a": 1, "a": 2}', ["twice"]),
+        (b'{"a": "x"}\n{"a": "\xe4"}', ["line 2", "not UTF-8"]),
+        ('{"__rb_pos": 1}', ["reserved"]),
+    ],
+)
+def test_json_errors_name_file_and_line(tmp_path, content, words):
+    refused(tmp_path, text(tmp_path / "data.jsonl", content), "data.jsonl", *words)
+
+
+def test_json_types_that_clash_across_blocks_and_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    path = text(tmp_path / "a.jsonl", lines(*[{"a": 1}] * 20, {"a": "x"}))
+    refused(tmp_path, path, "a.jsonl", "from line 21", "'a'", "int64", "string")
+    text(tmp_path / "in/a.jsonl", lines({"a": 1}))
+    text(tmp_path / "in/b.jsonl", lines({"a": "x"}))
+    refused(tmp_path, str(tmp_path / "in"), "'a'", "int64", "string", "a.jsonl", "b.jsonl")
+
+
+def test_peek_guesses_without_writing(tmp_path):
+    path = text(tmp_path / "a.csv", "i,s\n" + "".join(f"{i},x\n" for i in range(1000)))
+    found = peek(Source(uri=path))
+    assert found.rows == 1000 and found.schema.names == ["i", "s"]
+    zipped = tmp_path / "b.jsonl.gz"
+    zipped.write_bytes(gzip.compress(lines(*[{"a": i} for i in range(10_000)]).encode()))
+    assert 9000 < peek(Source(uri=str(zipped))).rows < 11_000
+    assert peek(Source(uri=str(zipped), limit=5)).rows == 5

@@ -1,0 +1,566 @@
+"""The store's promises, on a local folder and on a real S3 server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from s3server import S3Server, proxy, start_s3
+
+from prefect_raybatch import storage
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    SourceError,
+    StoreError,
+    StoreUnavailable,
+    UnsafeStore,
+    is_transient,
+)
+from prefect_raybatch.storage import FileInfo, Store, contains, is_remote, join, open_store
+
+BUCKET = "store-tests"
+OUTSIDE = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a\0b"]
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with start_s3(tmp_path_factory.mktemp("s3")) as server:
+        print(f"\nS3 tests run on {server.kind}")
+        server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3_store(s3: S3Server) -> Store:
+    return open_store(f"s3://{BUCKET}/{uuid.uuid4()}", s3.options)
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return open_store(str(tmp_path / "root"))
+    found: Store = request.getfixturevalue("s3_store")
+    return found
+
+
+def behind(server: S3Server, endpoint: str, retry_seconds: float = 20) -> Store:
+    """A store of its own prefix that talks to `endpoint`."""
+    store = open_store(
+        f"s3://{BUCKET}/{uuid.uuid4()}", {**server.options, "endpoint_url": endpoint}
+    )
+    store.retry_seconds = retry_seconds
+    return store
+
+
+class First:
+    """A proxy decision: `what` for the first `times` requests that fit, then "pass"."""
+
+    def __init__(self, what: str, times: int, method: str = "PUT", header: str = "") -> None:
+        self.what, self.left, self.method, self.header = what, times, method, header
+
+    def __call__(self, method: str, path: str, headers: Mapping[str, str]) -> str:
+        fits = method == self.method and (not self.header or self.header in headers)
+        if not fits or not self.left:
+            return "pass"
+        self.left -= 1
+        return self.what
+
+
+def race(store: Store, path: str, writers: int) -> tuple[list[bytes], bytes]:
+    """Bodies of those who were told that they won, and the body that is stored."""
+    bodies = [str(uuid.uuid4()).encode() for _ in range(writers)]
+    barrier = threading.Barrier(writers)
+
+    def write(body: bytes) -> bool:
+        barrier.wait()
+        return store.put_if_absent(path, body)
+
+    with ThreadPoolExecutor(writers) as pool:
+        told = list(pool.map(write, bodies))
+    return [b for b, won in zip(bodies, told, strict=True) if won], store.read(path)
+
+
+# --- both stores ------------------------------------------------------------------------------
+
+
+def test_put_read_stat_list_delete(store: Store) -> None:
+    assert list(store.list()) == []
+    assert list(store.list("nowhere")) == []
+    info = store.put("a/b/c.json", b"one")
+    assert store.put("a/d.json", b"twoo").size == 4
+    assert info == store.stat("a/b/c.json") and info.size == 3
+    assert (info.etag is None) != (info.mtime_ns is None)
+    assert store.read("a/b/c.json") == b"one"
+    assert list(store.list()) == [info, store.stat("a/d.json")]
+    assert [f.path for f in store.list("a", recursive=False)] == ["a/d.json"]
+    assert [f.path for f in store.sub("a").list("b")] == ["b/c.json"]
+    assert store.sub("a/b").read("c.json") == b"one"
+    store.put("a/d.json", b"")
+    assert store.read("a/d.json") == b"" and store.stat("a/d.json").size == 0
+    store.delete(["a/d.json", "a/b/c.json", "a/none", "none/none"])
+    assert list(store.list()) == []
+
+
+def test_listing_order_is_the_same_everywhere(store: Store) -> None:
+    paths = ["a-b/x", "a/x", "a/w/y.z", "a.b", "z", "A", "é"]
+    for path in paths:
+        store.put(path, b"")
+    assert [info.path for info in store.list()] == sorted(paths)
+
+
+def test_missing_files_and_folders_are_not_found(store: Store) -> None:
+    store.put("folder/file", b"x")
+    for missing in ("none", "folder", "folder/file/deeper"):
+        with pytest.raises(FileNotFoundError):
+            store.stat(missing)
+        with pytest.raises(FileNotFoundError):
+            store.read(missing)
+        with pytest.raises(FileNotFoundError):
+            store.open(missing)
+
+
+def test_read_refuses_more_than_max_bytes(store: Store) -> None:
+    store.put("record", b"12345")
+    assert store.read("record", max_bytes=5) == b"12345"
+    with pytest.raises(CorruptRun, match=r"record has 5 bytes .* at most 4"):
+        store.read("record", max_bytes=4)
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_paths_stay_inside(store: Store, path: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    for call in (
+        store.read,
+        store.stat,
+        store.open,
+        store.sub,
+        lambda p: store.put(p, b""),
+        lambda p: store.put_if_absent(p, b""),
+        lambda p: store.put_file(p, tmp_path / "x"),
+        lambda p: store.delete([p]),
+        lambda p: list(store.list(p or "/")),
+    ):
+        with pytest.raises(ConfigError):
+            call(path)
+
+
+def test_put_if_absent_is_won_once(store: Store) -> None:
+    assert store.put_if_absent("commits/1", b"mine")
+    assert not store.put_if_absent("commits/1", b"theirs")
+    assert store.put_if_absent("commits/1", b"mine"), "the same token again is still ours"
+    assert store.read("commits/1") == b"mine"
+
+
+def test_twenty_races_of_sixteen_writers(store: Store, request: pytest.FixtureRequest) -> None:
+    if isinstance(store, storage.S3Store) and request.getfixturevalue("s3").kind == "moto":
+        print("moto is not atomic: races are proved on radosgw only")
+        return
+    for number in range(20):
+        winners, stored = race(store, f"commits/{number}", 16)
+        assert winners == [stored]
+
+
+def test_put_file(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "finished"
+    source.write_bytes(b"piece" * 1000)
+    source.chmod(0o600)
+    info = store.put_file("pieces/1", source)
+    assert info.size == 5000 and store.read("pieces/1") == b"piece" * 1000
+    with pytest.raises(FileNotFoundError):
+        store.put_file("pieces/2", tmp_path / "none")
+    assert [f.path for f in store.list()] == ["pieces/1"]
+
+
+def test_parquet_reads_through_open(store: Store) -> None:
+    table = pa.table({"n": list(range(50_000)), "s": [f"row {i}" for i in range(50_000)]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=10_000, compression="none")
+    store.put("t.parquet", sink.getvalue().to_pybytes())
+    with store.open("t.parquet") as handle:
+        file = pq.ParquetFile(handle)
+        assert file.read_row_group(3) == table.slice(30_000, 10_000)
+        assert file.read(["s"]).num_rows == 50_000
+    with store.open("t.parquet") as handle:
+        assert handle.read() == store.read("t.parquet")
+        assert handle.read(10) == b"" and handle.seek(-4, os.SEEK_END) and handle.read() == b"PAR1"
+
+
+def test_probe_accepts_and_leaves_nothing(store: Store) -> None:
+    store.probe()
+    assert list(store.list()) == []
+    if isinstance(store, storage.LocalStore):
+        assert os.listdir(store.uri) == []
+
+
+def test_probe_refuses_a_store_where_two_writers_win(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(self: Store, path: str, data: bytes) -> bool:
+        self.put(path, data)
+        return True
+
+    monkeypatch.setattr(type(store), "put_if_absent", careless)
+    with pytest.raises(UnsafeStore, match=r"8 of 8 writers .* Use a store with"):
+        store.probe()
+    assert list(store.list()) == []
+
+
+def test_pickles_and_reads_on_the_other_side(store: Store) -> None:
+    store.put("x", b"here")
+    store.retry_seconds = 7
+    other = pickle.loads(pickle.dumps(store))
+    assert other.uri == store.uri and other.sub("y").uri == join(store.uri, "y")
+    assert other.read("x") == b"here"
+
+
+def test_sixteen_threads_and_a_fork(store: Store) -> None:
+    for number in range(40):
+        store.put(f"c/{number}", str(number).encode())
+    with ThreadPoolExecutor(16) as pool:
+        read = list(pool.map(lambda n: store.read(f"c/{n}"), range(40)))
+    assert read == [str(n).encode() for n in range(40)]
+    child = os.fork()
+    if child == 0:  # in the copy: nothing but the read, and out without pytest's own exit
+        os._exit(0 if store.read("c/7") == b"7" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- local ------------------------------------------------------------------------------------
+
+
+def test_killed_writer_leaves_nothing_visible(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from prefect_raybatch.storage import open_store
+store = open_store(sys.argv[1])
+def killed(*a):
+    print("written", flush=True)
+    os.kill(os.getpid(), 9)
+setattr(os, sys.argv[3], killed)  # the step that would show the file
+getattr(store, sys.argv[2])("commits/1", b"x" * 100_000)
+"""
+    store = open_store(str(tmp_path))
+    for method, step in (("put", "replace"), ("put_if_absent", "link"), ("put", "fsync")):
+        command = [sys.executable, "-c", code, str(tmp_path), method, step]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL and done.stdout == "written\n", done.stderr
+        assert list(store.list()) == []
+    assert len(os.listdir(tmp_path / "commits")) >= 1, "the temporary files are there, unseen"
+    assert store.put_if_absent("commits/1", b"next")
+
+
+def test_full_disk_and_lost_permission_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path))
+    for code, words in (
+        (errno.ENOSPC, r"disk full at .*/a/b: .*, 5 bytes needed"),
+        (errno.EDQUOT, r"disk full at .*quota"),
+        (errno.EACCES, r"no permission to write .*/a/b"),
+        (errno.EROFS, r"no permission to write .*/a/b"),
+        (errno.EIO, r"/a/b: Input/output error"),
+    ):
+
+        def failing(_: int, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            with pytest.raises(StoreError, match=words) as caught:
+                store.put("a/b", b"12345")
+        assert not is_transient(caught.value)
+        assert os.listdir(tmp_path / "a") == [], "no temporary file stays"
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError):
+        store.put("file/below", b"")
+
+
+def test_no_hard_links_is_unsafe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(UnsafeStore, match="no hard links"):
+        open_store(str(tmp_path)).probe()
+    assert os.listdir(tmp_path) == []
+
+
+def test_put_file_moves_or_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, source = open_store(str(tmp_path / "root")), tmp_path / "source"
+    source.write_bytes(b"x")
+    inode = source.stat().st_ino
+    store.put_file("moved", source)
+    assert os.stat(join(store.uri, "moved")).st_ino == inode and not source.exists()
+
+    real = os.replace
+
+    def other_device(a: str, b: str) -> None:
+        if a == str(source):
+            raise OSError(errno.EXDEV, "other device")
+        real(a, b)
+
+    source.write_bytes(b"yy")
+    monkeypatch.setattr(os, "replace", other_device)
+    assert store.put_file("copied", source).size == 2 and store.read("copied") == b"yy"
+    assert sorted(os.listdir(store.uri)) == ["copied", "moved"]
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x").write_bytes(b"1")
+    (tmp_path / "root" / "in").mkdir(parents=True)
+    (tmp_path / "root" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "root" / "in" / "up").symlink_to(tmp_path / "root")
+    paths = [info.path for info in open_store(str(tmp_path / "root")).list()]
+    assert "linked/x" in paths and len(paths) < 5
+    assert contains(str(tmp_path / "real"), str(tmp_path / "root" / "linked" / "deep"))
+
+
+# --- S3 ---------------------------------------------------------------------------------------
+
+
+def test_listing_and_deleting_go_past_one_page(s3_store: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: s3_store.put(f"commits/{n:05}", b""), range(1_050)))
+    paths = [info.path for info in s3_store.list("commits")]
+    assert paths == [f"commits/{n:05}" for n in range(1_050)]
+    s3_store.delete(iter(paths))
+    assert list(s3_store.list()) == []
+
+
+def test_large_file_goes_in_parts(
+    s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
+    body = os.urandom(1024) * (12 * 1024)
+    (tmp_path / "large").write_bytes(body)
+    info = s3_store.put_file("large", tmp_path / "large")
+    assert info.size == len(body) and str(info.etag).endswith("-3")
+    assert s3_store.read("large") == body
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_lost_answer_is_still_our_win(s3: S3Server, lost: int) -> None:
+    """One lost answer is the sly case: aiohttp repeats the PUT unasked, and we see only a 412."""
+    with proxy(s3, First("lose", lost, header="If-None-Match")) as between:
+        store = behind(s3, between.endpoint)
+        assert store.put_if_absent("commits/1", b"mine")
+        assert [d for _, _, d in between.seen].count("lose") == lost
+        assert store.read("commits/1") == b"mine"
+        # A real loser whose answer is lost learns that it lost.
+        between.decide = First("lose", lost, header="If-None-Match")
+        assert not store.put_if_absent("commits/1", b"theirs")
+        assert store.read("commits/1") == b"mine"
+
+
+def test_races_over_a_bad_network_have_one_winner(s3: S3Server) -> None:
+    if s3.kind == "moto":
+        print("moto is not atomic: races are proved on radosgw only")
+        return
+    chance = random.Random(7)
+
+    def shaky(method: str, path: str, headers: Mapping[str, str]) -> str:
+        spoilt = ["lose", "503", "reset"] if method == "PUT" else []
+        return chance.choice(["pass", "pass", *spoilt])
+
+    with proxy(s3, shaky) as between:
+        store = behind(s3, between.endpoint)
+        for number in range(2):
+            winners, stored = race(store, f"commits/{number}", 6)
+            assert winners == [stored]
+
+
+def test_errors_that_pass_are_retried(s3: S3Server) -> None:
+    with proxy(s3, First("pass", 0)) as between:
+        store = behind(s3, between.endpoint)
+        for what, times in (("503", 2), ("reset", 2), ("expired", 1)):
+            between.decide = First(what, times)
+            assert store.put("x", b"1").size == 1
+            between.decide = First(what, times, method="GET")
+            assert store.read("x") == b"1"
+            between.decide = First(what, times, method="HEAD")
+            assert store.stat("x").size == 1
+            between.decide = First(what, times)
+            assert store.put_if_absent(what, b"1")
+            assert [d for _, _, d in between.seen].count(what) == 4 * times
+
+
+def test_errors_that_stay_are_told(s3: S3Server) -> None:
+    with proxy(s3, First("pass", 0)) as between:
+        store = behind(s3, between.endpoint, retry_seconds=0.2)
+        for what, kind, words in (
+            ("503", StoreUnavailable, r"no good answer in \d+ tries, the last: 503 SlowDown"),
+            ("reset", StoreUnavailable, r"no good answer in \d+ tries"),
+            ("expired", StoreError, r"credentials have expired.*store's options"),
+            ("507", StoreError, r"full or over its quota"),
+            ("501", UnsafeStore, r"cannot write if absent"),
+        ):
+            between.decide = First(what, 10**6)
+            with pytest.raises(kind, match=words) as caught:
+                store.put_if_absent("commits/1", b"x")
+            assert type(caught.value) is kind and s3.secret not in str(caught.value)
+            assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+def test_large_upload_starts_again(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
+    body = os.urandom(1024) * (11 * 1024)
+    (tmp_path / "large").write_bytes(body)
+    with proxy(s3, First("lose", 3)) as between:
+        store = behind(s3, between.endpoint)
+        assert store.put_file("large", tmp_path / "large").size == len(body)
+        between.decide = First("lose", 2, method="POST")  # the end of an upload, among others
+        assert store.put_file("again", tmp_path / "large").size == len(body)
+        assert store.read("again") == body
+
+
+def test_probe_refuses_a_store_that_ignores_the_condition(s3: S3Server) -> None:
+    def ignore(method: str, path: str, headers: Mapping[str, str]) -> str:
+        return "strip" if "If-None-Match" in headers else "pass"
+
+    with proxy(s3, ignore) as between:
+        store = behind(s3, between.endpoint)
+        with pytest.raises(UnsafeStore, match="does not honour put-if-absent"):
+            store.probe()
+        assert {d for _, _, d in between.seen} == {"strip", "pass"}
+        assert list(store.list()) == []
+
+
+def test_an_object_that_changes_while_read_is_noticed(s3_store: Store) -> None:
+    s3_store.put("x", b"a" * 100)
+    with s3_store.open("x") as handle:
+        s3_store.put("x", b"b" * 100)
+        with pytest.raises(SourceError, match="x changed while it was being read"):
+            handle.read()
+
+
+def test_no_bucket_and_no_permission_name_the_place(s3: S3Server) -> None:
+    with pytest.raises(StoreError, match=r"bucket 'no-such-bucket' .* does not exist"):
+        open_store("s3://no-such-bucket/p", s3.options).probe()
+    if s3.kind == "moto":
+        print("moto checks no keys: refusals are proved on radosgw only")
+        return
+    wrong = {**s3.options, "secret": "not-the-secret"}
+    store = open_store(f"s3://{BUCKET}/p", wrong)
+    with pytest.raises(
+        StoreError, match=rf"s3://{BUCKET}/p/x: not allowed .*store's options.*s3:PutObject"
+    ) as caught:
+        store.put("x", b"")
+    shown = f"{caught.value!r} {store!r} {store} {vars(store)}"
+    assert "not-the-secret" not in shown and s3.secret not in shown
+
+
+def test_environment_gives_the_credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(f"s3://{BUCKET}/env")
+    store.put("x", b"1")
+    assert s3.secret.encode() not in pickle.dumps(store)
+    if s3.kind == "radosgw":
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+        with pytest.raises(StoreError, match="environment variable AWS_ACCESS_KEY_ID") as caught:
+            open_store(f"s3://{BUCKET}/env").read("x")
+        assert "not-the-secret" not in str(caught.value)
+
+
+def test_unknown_options_are_refused_without_their_values() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("s3://b/p", {"sekret": "hush-hush"}).read("x")
+    assert "hush-hush" not in str(caught.value)
+    shown = str(
+        storage._Connection({"secret": "hush-hush"}).scrub("http://u:p@h/x?sig=1 hush-hush")
+    )
+    assert shown == "http://h ***"
+
+
+# --- URIs -------------------------------------------------------------------------------------
+
+
+def test_open_store_normalizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert open_store("s3://b/p/").uri == open_store("s3a://b/p").uri == "s3://b/p"
+    assert open_store("s3://b").uri == "s3://b"
+    assert open_store("rel/./x/").uri == str(tmp_path / "rel" / "x")
+    assert open_store("file:///a%20b/c").uri == "/a b/c"
+    assert open_store("file://localhost/x").uri == open_store("//x").uri == "/x"
+    assert open_store("/").uri == "/"
+    assert open_store("~/x").uri == os.path.expanduser("~/x")
+
+
+@pytest.mark.parametrize(
+    "uri", ["gs://b/p", "http://h/x", "file://host/x", "s3://", "", "s3://b/../c", "s3://b//c"]
+)
+def test_open_store_refuses(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(uri)
+    with pytest.raises(ConfigError, match="supported are s3://"):
+        open_store("gs://b/p")
+
+
+def test_join_contains_is_remote() -> None:
+    assert join("s3://b", "x", "y/z") == "s3://b/x/y/z"
+    assert join("/", "x") == "/x" and join("/a/") == "/a" and join("file:///a", "b") == "/a/b"
+    for bad in ("..", "/x", ""):
+        with pytest.raises(ConfigError):
+            join("/a", bad)
+    assert contains("s3://b/p", "s3://b/p/") and contains("s3://b", "s3://b/x/y")
+    assert not contains("s3://b/p", "s3://b/p2") and not contains("s3://b/p", "/b/p")
+    assert contains("/", "/x") and contains("/a/b", "/a/b/../b/c") and not contains("/a/b", "/a")
+    assert is_remote("s3://b/x") and not is_remote("file:///x") and not is_remote("s3/b")
+
+
+@pytest.mark.parametrize(
+    ("uri", "root", "pattern"),
+    [
+        ("s3://b/data/2024-*/x.parquet", "s3://b/data", "2024-*/x.parquet"),
+        ("s3://b/*.csv", "s3://b", "*.csv"),
+        ("s3://b/data/x.csv", "s3://b/data/x.csv", None),
+        ("/data/a?.csv", "/data", "a?.csv"),
+        ("/[ab]/x", "/", "[ab]/x"),
+        ("file:///d/**/x", "/d", "**/x"),
+        ("*.csv", None, "*.csv"),
+        ("d/*.csv", "d", "*.csv"),
+    ],
+)
+def test_split_glob(uri: str, root: str | None, pattern: str | None) -> None:
+    found, rest = storage.split_glob(uri)
+    expected = root if root and is_remote(root) else os.path.abspath(root or ".")
+    assert (found, rest) == (expected, pattern)
+
+
+def test_split_glob_refuses_a_wildcard_bucket() -> None:
+    with pytest.raises(ConfigError, match="bucket"):
+        storage.split_glob("s3://b*/x")
+
+
+def test_file_info_has_four_fields() -> None:
+    assert FileInfo("p", 1, None, 2) == FileInfo(path="p", size=1, etag=None, mtime_ns=2)
+
+
+def test_importing_loads_no_client() -> None:
+    code = "import sys, prefect_raybatch.storage as s; s.open_store('/x'); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in out.stdout.split()}
+    assert not loaded & {"s3fs", "fsspec", "botocore", "aiobotocore", "aiohttp", "pyarrow", "ray"}
