@@ -80,7 +80,7 @@ def demo(
 @app.command()
 def plan(job: JobFile, run_key: RunKey = None, set_: Set = None, as_json: Json = False) -> None:
     """Dry run: shards, rows, shards an engine, saturation, needs against the cluster."""
-    found = runs.dry_run(_job(job, set_), run_key)
+    found = runs.dry_run(_with_keys(_job(job, set_)), run_key)
     if as_json:
         _print_json(found)
     else:
@@ -99,7 +99,9 @@ def run(
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
-    report, fresh = _run(loaded, run_key or runs.default_run_key(loaded), prefect, quiet=as_json)
+    report, fresh = _run(
+        loaded, run_key or runs.default_run_key(_with_keys(loaded)), prefect, quiet=as_json
+    )
     if as_json:
         _print_json(report)
     else:
@@ -165,7 +167,10 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
             at = at.setdefault(group, {})
             if not isinstance(at, dict):
                 raise ConfigError(f"--set {text!r}: {group} is no group of fields")
-        at[last] = yaml.safe_load(new)
+        try:
+            at[last] = yaml.safe_load(new)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
     return BatchJob.from_dict(value, f"{path} with --set")
 
 
@@ -173,34 +178,49 @@ def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger import Ledger
 
-    runs.check_places(job)
-    store = runs.run_store(job, key)
+    known = _with_keys(job)
+    runs.check_places(known)
+    store = runs.run_store(known, key)
     if Ledger(store).finished() is not None:
-        done = runs.plan_run(job, key)
-        return runs.finalize_run(job, done), False
+        done = runs.plan_run(known, key)
+        return runs.finalize_run(known, done), False
+    runs.precheck(known, store)
+    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     show = _Show(quiet)
     try:
         if not prefect:
-            planned = runs.plan_run(job, key)
+            planned = runs.plan_run(known, key)
             show.begin(planned.uri)
-            progress = runs.infer_run(job, planned, show)
+            progress = runs.infer_run(known, planned, show)
             show.close()
-            return runs.finalize_run(job, planned, progress), True
+            return runs.finalize_run(known, planned, progress), True
+        show.begin(store.uri)
         return _run_flow(job, key, show), True
     finally:
         show.close()
 
 
+def _with_keys(job: BatchJob) -> BatchJob:
+    """The job with keys from its credentials blocks. The flow gets the job without them and loads
+    them itself, since Prefect keeps a flow's parameters in clear."""
+    if not (job.source.credentials_block or job.output.credentials_block):
+        return job
+    from prefect_raybatch.tasks import with_blocks
+
+    return with_blocks(job)
+
+
 def _run_flow(job: BatchJob, key: str, show: _Show) -> Any:
-    # Quiet by default: the page has the log lines, the terminal has the progress.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+    # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     show.say("starting Prefect")
     from prefect_raybatch import tasks
     from prefect_raybatch.flow import batch_inference
 
-    show.begin(runs.run_store(job, key).uri)
     tasks.OBSERVERS.append(show)
     try:
         return batch_inference(job, key)

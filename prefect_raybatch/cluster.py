@@ -24,6 +24,8 @@ class Capacity:
     gpus: float
     nodes: int
     address: str
+    node_gpus: float = 0.0  # of the node with most
+    accelerators: tuple[str, ...] = ()  # Ray's names
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
         return
     address = address_of(job)
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     try:
         if address:
@@ -80,11 +83,15 @@ def capacity() -> Capacity:
     import ray
 
     total = ray.cluster_resources()
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    mark = "accelerator_type:"
     return Capacity(
         total.get("CPU", 0.0),
         total.get("GPU", 0.0),
-        sum(node["Alive"] for node in ray.nodes()),
+        len(alive),
         ray.get_runtime_context().gcs_address,
+        max((node.get("GPU", 0.0) for node in alive), default=0.0),
+        tuple(sorted(name.removeprefix(mark) for name in total if name.startswith(mark))),
     )
 
 
@@ -111,6 +118,17 @@ def check_fit(job: BatchJob, have: Capacity) -> Needs:
             f"{want.gpus:g} GPUs ({job.engine.replicas} engines * "
             f"{job.engine.gpus_per_replica}) of {have.gpus:g}; lower engine.replicas or "
             "tensor_parallel_size, or set engine.device: cpu"
+        )
+    elif want.gpus and job.engine.gpus_per_replica > have.node_gpus:
+        short.append(
+            f"{job.engine.gpus_per_replica} GPUs on one node for an engine, where no node has more "
+            f"than {have.node_gpus:g}; lower tensor_parallel_size or pipeline_parallel_size"
+        )
+    kind = job.engine.accelerator_type
+    if want.gpus and kind and kind not in have.accelerators:
+        short.append(
+            f"accelerator {kind}, where the cluster has {', '.join(have.accelerators) or 'none'}; "
+            "correct engine.accelerator_type"
         )
     if want.cpus > have.cpus:
         short.append(

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from prefect_raybatch.errors import (
+    ConfigError,
     CorruptRun,
     EngineFailure,
     EngineStartError,
@@ -131,14 +132,18 @@ class Driver:
         strikes = 0
         while units:
             # Isolated once what is missing may all have been in flight at a death; more than that
-            # was never tried, and one unit at a time would be slow.
-            isolated = self.progress.passes > 0 and len(units) <= self.suspects
+            # was never tried, and one unit at a time would be slow. A pass that got nothing through
+            # would only die the same way again.
+            few = strikes > 0 or len(units) <= self.suspects
+            isolated = self.progress.passes > 0 and few
             before = self._held()
             self._pass(units, isolated)
             units = self._missing(units)
             if isolated:
                 units = self._after_isolation(units, deaths)
-            strikes = 0 if self._held() > before else strikes + 1
+            # A row that dies alone is progress too: it is counted, and at last quarantined.
+            moved = self._held() > before or (isolated and any(u.rows == 1 for u in units))
+            strikes = 0 if moved else strikes + 1
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), "no receipt came back")
                 raise EngineFailure(
@@ -147,7 +152,7 @@ class Driver:
                 )
             if units:
                 log.warning(
-                    "%d of %d shards are missing after pass %d; they run again, one at a time",
+                    "%d of %d shards are missing after pass %d; they run again",
                     len({u.shard for u in units}),
                     self.plan.shards,
                     self.progress.passes,
@@ -270,6 +275,7 @@ FATAL: tuple[tuple[str, type[RayBatchError]], ...] = (
     ("SourceError", SourceError),
     ("StoreError", StoreError),
     ("CorruptRun", CorruptRun),
+    ("ConfigError", ConfigError),
 )
 
 

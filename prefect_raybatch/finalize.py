@@ -137,7 +137,9 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, i
         if not pieces:
             continue
         tables = [read_piece(store, commit.shard, piece) for piece in pieces]
-        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).sort_by(POSITION)
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+        if (np.diff(table[POSITION].to_numpy()) < 0).any():
+            table = table.sort_by(POSITION)
         wanted = commit.good if kind == "data" else commit.failed
         found = to_ranges_or_none(table[POSITION].to_numpy())
         if found != wanted:

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import RunReport
-from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
+from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards, with_blocks
 
 
 @flow(name="batch_inference", flow_run_name="{job.name}", persist_result=False)
@@ -24,7 +24,7 @@ def batch_inference(job: BatchJob, run_key: str | None = None) -> RunReport:
         run_key: Name of the run's directory under output.uri. The same key continues or returns
             a run; by default the job's name and the scheduled start of the outermost flow run.
     """
-    key = run_key or runs.default_run_key(job, scheduled_start())
+    key = run_key or runs.default_run_key(with_blocks(job), scheduled_start())
     run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return finalize_run(job, run, progress)

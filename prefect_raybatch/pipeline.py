@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,10 +95,17 @@ class Pipeline:
             .map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
         )
 
+    @property
+    def in_flight(self) -> int:
+        """Units an engine works on at once."""
+        return concurrent_batches(self.job, self.plan.rows_per_shard)
+
     def quarantine(self, unit: Unit, reason: str) -> Receipt:
         """The receipt of a single row that keeps killing its engine, with its piece written."""
         (task,) = self.reader.tasks(self._starts([unit]))
-        table = next(self.reader.read(task))
+        table = next(self.reader.read(task), None)
+        if table is None:  # another driver committed the shard meanwhile
+            return Receipt(unit.shard, self.attempt)
         if is_lost(table):
             raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
         kind, _, message = reason.partition(": ")
@@ -112,7 +120,7 @@ class Pipeline:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
 
     def _pool(self, isolated: bool) -> ActorPoolStrategy:
-        calls = 1 if isolated else concurrent_batches(self.job, self.plan.rows_per_shard)
+        calls = 1 if isolated else self.in_flight
         return ActorPoolStrategy(
             size=self.job.engine.replicas,
             max_concurrent_calls_per_actor=calls,
@@ -150,7 +158,9 @@ def _context() -> Iterator[None]:
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    with DataContext.current(context):
+    with DataContext.current(context), warnings.catch_warnings():
+        # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
+        warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
         yield
 
 

@@ -270,8 +270,8 @@ def read_shards(data: bytes) -> Shards:
     table = _read_parquet(data, "shard table", ["shard", "start", "rows"])
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
-    if len(start) == 0:
-        raise CorruptRun("the shard table is empty")
+    if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
+        raise CorruptRun("the shard table is empty or not of whole numbers")
     shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64))
     if not np.array_equal(np.diff(shards.starts), rows):
         raise CorruptRun("the shard table's rows do not match its starts")
@@ -337,7 +337,15 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     if job.output.postprocess is None:
         added.append(job.output.column)
     added += list(job.output.output_schema or ())
+    for name in job.output.columns or ():
+        if job.output.columns and job.output.columns.count(name) > 1:
+            raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
     for name in added:
+        if added.count(name) > 1:
+            raise ConfigError(
+                f"output: column {name!r} would be written twice; rename it with output.column, "
+                "output.row_number or output.schema"
+            )
         if name in kept:
             raise ConfigError(
                 f"output: column {name!r} is already an input column; rename it with "

@@ -1,6 +1,6 @@
 """What the Prefect tasks and the command line do, as plain functions.
 
-The way through a run: `open_run` -> `plan_run` -> `infer_run` -> `finalize_run`; each can be
+The way through a run: `plan_run` -> `infer_run` -> `finalize_run`; each can be
 called again after a crash and goes on where the records say.
 """
 
@@ -23,11 +23,11 @@ from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
 from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
-from prefect_raybatch.job import BatchJob, check_run_key
+from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards, Sizing
 from prefect_raybatch.records import Plan, RunReport
-from prefect_raybatch.storage import Store, contains, is_remote, join, open_store
+from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
 
 if TYPE_CHECKING:
@@ -105,15 +105,13 @@ def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
         return f"{job.name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
     wanted = planning.fingerprint(job, _model_identity(job))[0]
     root = open_store(job.output.uri, job.output.options or None)
-    keys = {
-        info.path.split("/", 1)[0]
-        for info in root.list(recursive=True)
-        if info.path.endswith(f"/{PLAN}") and info.path.count("/") == PLAN.count("/") + 1
-    }
     unfinished = []
-    for key in keys:
+    for key in run_keys(root):
         ledger = Ledger(root.sub(key))
-        plan = ledger.load_plan()
+        try:
+            plan = ledger.load_plan()
+        except CorruptRun:  # another format, or not ours: nothing to continue
+            continue
         if plan is not None and plan.fingerprint == wanted and ledger.finished() is None:
             unfinished.append((plan.created, key))
     if unfinished:
@@ -121,10 +119,15 @@ def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
     return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
+def run_keys(root: Store) -> list[str]:
+    """Names right below `root` that may be run directories."""
+    return sorted(name for name in root.folders() if NAME.match(name))
+
+
 def check_places(job: BatchJob) -> None:
-    """Raises `ConfigError` when the output would lie inside the input, or the other way round."""
+    """Raises `ConfigError` when the output would lie where the input is looked for."""
     for uri in job.source.uris:
-        if contains(uri, job.output.uri):
+        if contains(split_glob(uri)[0], job.output.uri):
             raise ConfigError(
                 f"output.uri: {job.output.uri!r} lies inside the input {uri!r}; the next night "
                 "would read its own results. Choose another folder"
@@ -158,6 +161,27 @@ def plan_run(
     return _run(store, plan, ledger)
 
 
+def precheck(job: BatchJob, store: Store) -> None:
+    """What can be told about a job within a second: a wrong one fails before anything starts.
+
+    Looks at the plan of the run directory where there is one, else at a sample of the input.
+    """
+    from prefect_raybatch import source
+
+    check_places(job)
+    check_schema_names(job)
+    model = _model_identity(job)
+    found = planning.fingerprint(job, model)
+    plan = Ledger(store).load_plan()
+    if plan is not None:
+        planning.check_same(plan, *found, store.uri)
+    elif source.needs_snapshot(job.source):
+        planning.check_against_schema(job, source.peek(job.source).schema)
+    else:  # the first file with rows is enough here; the plan reads every footer
+        first = job.source.model_copy(update={"limit": 1})
+        planning.check_against_schema(job, source.inventory(first).schema)
+
+
 def check_schema_names(job: BatchJob) -> None:
     """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
     if job.output.output_schema:
@@ -175,11 +199,12 @@ def _new_plan(
     from prefect_raybatch import source
 
     attempt = uuid.uuid4().hex
+    copied = dataset is not None or source.needs_snapshot(job.source)
     if dataset is not None:
         found = source.snapshot_dataset(
             dataset, ledger.store, attempt, job.source.limit, job.source.columns
         )
-    elif source.needs_snapshot(job.source):
+    elif copied:
         found = source.snapshot(job.source, ledger.store, attempt)
     else:
         found = source.inventory(job.source)
@@ -192,7 +217,7 @@ def _new_plan(
         found.schema,
         found.row_bytes,
         {**pinned, **({"identity": model["identity"]} if model else {})},
-        snapshot=dataset is not None or source.needs_snapshot(job.source),
+        snapshot=copied,
     )
     return ledger.create_plan(plan, tables)
 
@@ -227,10 +252,8 @@ def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
     check_places(job)
     check_schema_names(job)
     planning.fingerprint(job)
-    if source.needs_snapshot(job.source):
-        found = source.peek(job.source)
-    else:
-        found = source.inventory(job.source)
+    snapshot = source.needs_snapshot(job.source)
+    found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     rows = sum(file.rows for file in found.files)
     size = planning.sizing(job, rows, found.row_bytes)
@@ -301,6 +324,7 @@ def infer_run(
             shuffle=attempt if progress.resumed_shards else None,
             **({"engine": engine} if engine else {}),
         )
+        driver.suspects = job.engine.replicas * (1 + lazy.pipeline.in_flight)
         return driver.run()
 
 
@@ -349,15 +373,23 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
     """
-    from prefect_raybatch.finalize import finalize, remove_pieces
+    from prefect_raybatch.finalize import finalize
 
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = _load(ledger, run)
+    # The layout is the plan's, so that any two finalizers write the same files.
+    output = BatchJob.from_dict(plan.job, "plan.json").output
     if ledger.finished() is not None:
-        return load_report(store)
-    output = job.output
-    result = finalize(ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact)
+        return _end(ledger, output.compact)
+    try:
+        result = finalize(
+            ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
+        )
+    except CorruptRun:
+        if ledger.finished() is None:
+            raise
+        return _end(ledger, output.compact)  # another finalizer was done first and tidied up
     made = reports.build(
         run.uri,
         plan,
@@ -382,9 +414,16 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             "finished": time.time(),
         }
     )
-    if output.compact:
+    return _end(ledger, output.compact)
+
+
+def _end(ledger: Ledger, compact: bool) -> RunReport:
+    """The report of a finished run; removes pieces that a kill after _SUCCESS left behind."""
+    from prefect_raybatch.finalize import remove_pieces
+
+    if compact:
         remove_pieces(ledger)
-    return made
+    return load_report(ledger.store)
 
 
 def load_report(store: Store) -> RunReport:

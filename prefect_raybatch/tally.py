@@ -54,7 +54,9 @@ class Tally:
         ends = sorted((end, rows) for _, end, rows in self.ends)
         if len(ends) < 3 or ends[-1][0] <= ends[0][0]:
             return self.rows / self.busy_seconds if self.busy_seconds else 0.0
-        return sum(rows for _, rows in ends[1:]) / (ends[-1][0] - ends[0][0])
+        first = ends[0][0]  # from there on; time in which nothing ran, between attempts, is not
+        spans = sorted((max(start, first), end) for start, end, _ in self.ends if end > first)
+        return sum(rows for _, rows in ends[1:]) / _covered(spans)
 
     def recent_rate(self, window: float = 120.0) -> float:
         """Rows a second over the shards that ended in the last `window` seconds; 0 for none."""

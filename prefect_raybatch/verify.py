@@ -60,6 +60,9 @@ def verify(store: Store) -> Verdict:
         missing = plan.shards - found.committed_shards
         found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
         return found
+    if found.committed_shards < plan.shards:
+        missing = plan.shards - found.committed_shards
+        _fault(found, f"commits of {missing} of {plan.shards} shards are missing")
     if compact:
         row_number = str(summary.get("row_number", "_row"))
         for kind in FOLDERS:
@@ -144,7 +147,11 @@ def _rows_of(
         except (pa.ArrowException, OSError, KeyError) as error:
             _fault(found, f"{path}: is not readable Parquet: {error}")
             return None
-    if table.num_columns != 1 or table[row_number].null_count:
+    if (
+        table.num_columns != 1
+        or table[row_number].null_count
+        or not pa.types.is_integer(table.schema.field(row_number).type)
+    ):
         _fault(found, f"{path}: has no whole column {row_number}")
         return None
     return table[row_number].to_numpy().astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -13,20 +14,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefect_raybatch import source as module
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, SourceError, StoreError
 from prefect_raybatch.job import Source
 from prefect_raybatch.records import InputFile
 from prefect_raybatch.source import (
     Inventory,
-    common_type,
     detect_format,
     inventory,
     needs_snapshot,
     peek,
-    plain_type,
     snapshot,
+    snapshot_writer,
+    snapshots,
+    streams,
 )
+from prefect_raybatch.source import parquet as footers
+from prefect_raybatch.source.arrow_types import common_type, plain_type
 from prefect_raybatch.storage import open_store
 
 
@@ -170,7 +173,7 @@ def test_limit_reads_no_more_footers_than_it_needs(tmp_path, monkeypatch):
     for i in range(6):
         parquet(tmp_path / f"{i}.parquet", x=list(range(10)))
     text(tmp_path / "9.parquet", "not looked at")
-    monkeypatch.setattr(module, "FOOTER_WAVE", 2)
+    monkeypatch.setattr(footers, "FOOTERS_AHEAD", 2)
     found = inventory(Source(uri=str(tmp_path), limit=25))
     assert [f.rows for f in found.files] == [10, 10, 5]
     found = inventory(Source(uri=str(tmp_path), limit=20))
@@ -322,9 +325,9 @@ def test_csv_types(tmp_path):
     ("late", "kind", "last"), [("2.5", "double", 2.5), ("abc", "string", "abc")]
 )
 def test_a_late_value_widens_the_column(tmp_path, monkeypatch, late, kind, last):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
-    monkeypatch.setattr(module, "PART_ROWS", 1 << 10)
-    monkeypatch.setattr(module, "GROUP_ROWS", 1 << 8)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(snapshot_writer, "PART_ROWS", 1 << 10)
+    monkeypatch.setattr(snapshot_writer, "GROUP_ROWS", 1 << 8)
     path = text(tmp_path / "a.csv", "x\n" + "1\n" * 5000 + late + "\n")
     made, table = copy(tmp_path, path)
     assert str(made.schema.field("x").type) == kind
@@ -348,7 +351,7 @@ def test_csv_types_across_files(tmp_path):
 
 
 def test_csv_limit_stops_early_and_columns_choose(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 12)
     rows = "".join(f"{i},x{i},z\n" for i in range(5000))
     path = text(tmp_path / "a.csv", "i,s,t\n" + rows + "ragged\n")
     made, table = copy(tmp_path, path, limit=700, columns=["s", "i"])
@@ -388,7 +391,7 @@ def test_csv_errors_name_file_and_place(tmp_path, content, words):
 
 
 def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 12)
     path = text(tmp_path / "a.csv", 'a\n"' + "x\n" * 9000)
     refused(tmp_path, path, "a.csv", "never closed")
     path = text(tmp_path / "b.csv.gz", b"\x1f\x8b nonsense")
@@ -397,14 +400,14 @@ def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
 
 def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
     path = Path(text(tmp_path / "a.csv", "a\n1\n"))
-    kept = module._copy
+    kept = snapshots._copy
 
     def slow(*args: Any) -> Inventory:
         made = kept(*args)
         path.write_text("a\n1\n2\n")
         return made
 
-    monkeypatch.setattr(module, "_copy", slow)
+    monkeypatch.setattr(snapshots, "_copy", slow)
     with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
         copy(tmp_path, str(path))
 
@@ -419,6 +422,23 @@ def test_parts_and_row_groups_are_bounded(tmp_path):
     assert table["i"].to_pylist() == list(range(300_000))
 
 
+@pytest.mark.parametrize("step", ["__init__", "write_table", "close"])
+def test_a_full_local_disk_says_so_and_leaves_nothing(tmp_path, monkeypatch, step):
+    real, errors = getattr(pq.ParquetWriter, step), [OSError(errno.ENOSPC, "No space left")]
+
+    def full(*given: Any, **named: Any) -> None:
+        if errors:
+            raise errors.pop()
+        real(*given, **named)
+
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(pq.ParquetWriter, step, full)
+    with pytest.raises(StoreError, match=r"tmp: .* \(No space left\); .* TMPDIR"):
+        copy(tmp_path, text(tmp_path / "a.csv", "a\n1\n"))
+    assert os.listdir(tmp_path / "tmp") == []
+
+
 # --- JSON Lines -------------------------------------------------------------------------------
 
 
@@ -427,7 +447,7 @@ def lines(*rows: Any) -> str:
 
 
 def test_json_rows_keys_and_times(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 64)
     rows = [
         {"a": 1, "t": "2024-01-05", "n": {"x": 1}},
         {},
@@ -471,12 +491,18 @@ def test_json_errors_name_file_and_line(tmp_path, content, words):
 
 
 def test_json_types_that_clash_across_blocks_and_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 16)
     path = text(tmp_path / "a.jsonl", lines(*[{"a": 1}] * 20, {"a": "x"}))
     refused(tmp_path, path, "a.jsonl", "from line 21", "'a'", "int64", "string")
     text(tmp_path / "in/a.jsonl", lines({"a": 1}))
     text(tmp_path / "in/b.jsonl", lines({"a": "x"}))
     refused(tmp_path, str(tmp_path / "in"), "'a'", "int64", "string", "a.jsonl", "b.jsonl")
+
+
+def test_json_keys_that_are_not_read_may_clash(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 16)
+    path = text(tmp_path / "a.jsonl", lines(*[{"a": 1, "b": 1}, {"a": 2, "b": "x"}] * 3))
+    assert copy(tmp_path, path, columns=["a"])[1]["a"].to_pylist() == [1, 2] * 3
 
 
 def test_peek_guesses_without_writing(tmp_path):

@@ -31,7 +31,17 @@ from prefect_raybatch.errors import (
     UnsafeStore,
     is_transient,
 )
-from prefect_raybatch.storage import FileInfo, Store, contains, is_remote, join, open_store
+from prefect_raybatch.storage import (
+    FileInfo,
+    Store,
+    contains,
+    is_remote,
+    join,
+    open_store,
+    read_ahead,
+)
+from prefect_raybatch.storage import s3 as s3_module
+from prefect_raybatch.storage.s3_client import Connection
 
 BUCKET = "store-tests"
 OUTSIDE = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a\0b"]
@@ -43,6 +53,11 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         print(f"\nS3 tests run on {server.kind}")
         server.create_bucket(BUCKET)
         yield server
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_module, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -229,11 +244,11 @@ def test_pickles_and_reads_on_the_other_side(store: Store) -> None:
 
 
 def test_sixteen_threads_and_a_fork(store: Store) -> None:
-    for number in range(40):
+    for number in range(8):
         store.put(f"c/{number}", str(number).encode())
     with ThreadPoolExecutor(16) as pool:
-        read = list(pool.map(lambda n: store.read(f"c/{n}"), range(40)))
-    assert read == [str(n).encode() for n in range(40)]
+        read = list(pool.map(lambda n: store.read(f"c/{n % 8}"), range(40)))
+    assert read == [str(n % 8).encode() for n in range(40)]
     child = os.fork()
     if child == 0:  # in the copy: nothing but the read, and out without pytest's own exit
         os._exit(0 if store.read("c/7") == b"7" else 1)
@@ -334,11 +349,14 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
 # --- S3 ---------------------------------------------------------------------------------------
 
 
-def test_listing_and_deleting_go_past_one_page(s3_store: Store) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: s3_store.put(f"commits/{n:05}", b""), range(1_050)))
+def test_listing_and_deleting_go_past_one_page(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "PAGE", 20)
+    for number in range(45):
+        s3_store.put(f"commits/{number:05}", b"")
     paths = [info.path for info in s3_store.list("commits")]
-    assert paths == [f"commits/{n:05}" for n in range(1_050)]
+    assert paths == [f"commits/{n:05}" for n in range(45)]
     s3_store.delete(iter(paths))
     assert list(s3_store.list()) == []
 
@@ -346,8 +364,8 @@ def test_listing_and_deleting_go_past_one_page(s3_store: Store) -> None:
 def test_large_file_goes_in_parts(
     s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "SINGLE_PUT_BYTES", 1024)
-    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
     body = os.urandom(1024) * (12 * 1024)
     (tmp_path / "large").write_bytes(body)
     info = s3_store.put_file("large", tmp_path / "large")
@@ -421,8 +439,8 @@ def test_errors_that_stay_are_told(s3: S3Server) -> None:
 def test_large_upload_starts_again(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "SINGLE_PUT_BYTES", 1024)
-    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
     body = os.urandom(1024) * (11 * 1024)
     (tmp_path / "large").write_bytes(body)
     with proxy(s3, First("lose", 3)) as between:
@@ -489,9 +507,7 @@ def test_unknown_options_are_refused_without_their_values() -> None:
     with pytest.raises(ConfigError) as caught:
         open_store("s3://b/p", {"sekret": "hush-hush"}).read("x")
     assert "hush-hush" not in str(caught.value)
-    shown = str(
-        storage._Connection({"secret": "hush-hush"}).scrub("http://u:p@h/x?sig=1 hush-hush")
-    )
+    shown = Connection({"secret": "hush-hush"}).scrub("http://u:p@h/x?sig=1 hush-hush")
     assert shown == "http://h ***"
 
 
@@ -557,6 +573,26 @@ def test_split_glob_refuses_a_wildcard_bucket() -> None:
 
 def test_file_info_has_four_fields() -> None:
     assert FileInfo("p", 1, None, 2) == FileInfo(path="p", size=1, etag=None, mtime_ns=2)
+
+
+def test_reading_ahead_keeps_order_and_bound() -> None:
+    asked: list[int] = []
+
+    def read(item: int) -> int:
+        asked.append(item)
+        if item == 50:
+            raise OSError("spoilt")
+        return -item
+
+    assert list(read_ahead(read, range(20), threads=4, ahead=5)) == [-n for n in range(20)]
+    assert list(read_ahead(read, [], threads=4, ahead=5)) == []
+    asked.clear()
+    few = read_ahead(read, range(1000), threads=4, ahead=5)
+    assert [next(few), next(few)] == [0, -1] and len(asked) <= 6
+    few.close()
+    assert len(asked) <= 6
+    with pytest.raises(OSError, match="spoilt"):
+        list(read_ahead(read, range(1000), threads=4, ahead=5))
 
 
 def test_importing_loads_no_client() -> None:

@@ -7,9 +7,11 @@ would be retried blindly or swallowed, and its text lost.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,33 +80,53 @@ class Failure:
 
     @classmethod
     def of(cls, stage: str, error: BaseException) -> Failure:
-        return cls(stage, type(error).__name__, str(error)[:MAX_ERROR])
+        try:
+            text = str(error)
+        except Exception:  # a user's own class may fail here as well
+            text = "its message cannot be shown"
+        # Lone surrogates, as in file names, cannot be written: neither to Arrow nor to JSON.
+        text = text[:MAX_ERROR].encode("utf-8", "replace").decode()
+        return cls(stage, type(error).__name__, text)
 
 
 def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
-    """Rows as dicts of the named columns; a `Failure` for a row whose text is not valid UTF-8."""
+    """Rows as dicts of the named columns; a `Failure` for a row that Python cannot hold, such as
+    text that is not valid UTF-8 or a date after the year 9999."""
     if not names:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)
     try:
         return part.to_pylist()
-    except (UnicodeDecodeError, pa.ArrowException):
+    except (ValueError, OverflowError, pa.ArrowException):
         return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
 
 
 def _row(one: pa.Table) -> Any:
     try:
         return one.to_pylist()[0]
-    except (UnicodeDecodeError, pa.ArrowException) as error:
+    except (ValueError, OverflowError, pa.ArrowException) as error:
         return Failure.of("prepare", error)
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str, revision: str | None) -> Any:
     """The model's tokenizer, once a worker process."""
+    if _tokenizer_class(path) == "PreTrainedTokenizerFast":
+        # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, revision=revision)
+
+
+def _tokenizer_class(path: str) -> str | None:
+    try:
+        config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("tokenizer_class")
 
 
 def units_of(table: pa.Table) -> list[Unit]:
@@ -116,3 +138,8 @@ def units_of(table: pa.Table) -> list[Unit]:
     breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(positions) != 1)) + 1
     edges = [0, *breaks.tolist(), len(shards)]
     return [Unit(int(shards[a]), int(positions[a]), b - a) for a, b in pairwise(edges)]
+
+
+def lost_all(table: pa.Table, reason: str, fatal: bool = False) -> pa.Table:
+    """A lost block in place of `table`, with a row for each unit it holds."""
+    return pa.concat_tables([lost(unit, reason, fatal) for unit in units_of(table)])

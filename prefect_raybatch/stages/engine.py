@@ -30,9 +30,8 @@ from prefect_raybatch.stages.blocks import (
     TIMES,
     TOKENS,
     Failure,
-    lost,
+    lost_all,
     passes_by,
-    units_of,
 )
 
 log = logging.getLogger(__name__)
@@ -123,13 +122,14 @@ class EngineStage:
         for attempt in range(STARTS):
             try:
                 self._engine = SteppedEngine(arguments)
+                self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
                 self._refused = f"{type(error).__name__}: {error}"
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError):
+                if not isinstance(error, RuntimeError) or attempt + 1 == STARTS:
                     return
                 time.sleep(PAUSE)
 
@@ -142,7 +142,7 @@ class EngineStage:
         began = time.time()
         engine = self._ready()
         if engine is None:
-            return _lost(table, self._refused or "the engine did not start", fatal=True)
+            return lost_all(table, self._refused or "the engine did not start", fatal=True)
         prompts = table[TOKENS].to_pylist()
         errors = table[ERROR].to_pylist()
         params = [
@@ -156,7 +156,7 @@ class EngineStage:
             with self._lock:
                 if self._engine is engine:
                     self._engine = None
-            return _lost(table, f"EngineDied: {death}")
+            return lost_all(table, f"EngineDied: {death}")
         columns = _columns(table.num_rows)
         for i, completion in zip(well, done, strict=True):
             if completion.error:
@@ -188,7 +188,3 @@ _TYPES = {
 
 def _columns(rows: int) -> dict[str, list[Any]]:
     return {name: [None] * rows for name in _TYPES}
-
-
-def _lost(table: pa.Table, reason: str, fatal: bool = False) -> pa.Table:
-    return pa.concat_tables([lost(unit, reason, fatal) for unit in units_of(table)])

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch import model as models
-from prefect_raybatch.errors import RayBatchError, is_transient
+from prefect_raybatch.errors import is_transient
 from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Output
 from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
@@ -91,8 +91,8 @@ class Finish:
         began = time.time()
         try:
             return self._write(shard, table, began)
-        except (OSError, RayBatchError) as error:
-            # The store or disk failed, not a row: the shard is lost for this pass.
+        except Exception as error:
+            # The store or this node failed, not a row: the shard is lost for this pass.
             reason = f"{type(error).__name__}: {error}"
             return Receipt(shard, self.attempt, lost=reason, fatal=not is_transient(error))
 
@@ -130,7 +130,7 @@ class Finish:
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
             stats=self._stats(table, began),
-            failures=Counter("|".join(_key(failure)) for failure in failures),
+            failures=dict(Counter("|".join(_key(failure)) for failure in failures)),
             where={"node": socket.gethostname(), "pid": str(os.getpid())},
         )
 
@@ -158,12 +158,16 @@ class Finish:
                 for e, t in zip(errors, texts, strict=True)
             ]
         function = load_function(self.output.postprocess, "output.postprocess")
-        rows = rows_of(table, input_columns(table))
+        names = input_columns(table)
+        rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
-        return [
-            Failure(**e) if e else _post(function, row, {self.output.column: t, "finish_reason": f})
-            for e, row, t, f in zip(errors, rows, texts, finish, strict=True)
-        ]
+        kept = names if self.output.columns is None else self.output.columns
+        taken = {POSITION, self.output.row_number, *kept}
+        made = []
+        for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
+            answer = {self.output.column: t, "finish_reason": f}
+            made.append(Failure(**e) if e else _post(function, row, answer, taken))
+        return made
 
     def _texts(self, table: pa.Table) -> list[Any]:
         ready = table[TEXTS].to_pylist()
@@ -288,10 +292,12 @@ def _read_schema(store: Store) -> pa.Schema:
 
 def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
     """Types from the first shard's rows; a column of nothing but nulls is taken as text."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    # The names most rows have: the odd rows then fail, and not all the others.
+    names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
+    rows = [row for row in rows if row.keys() == names]
     fields = []
-    for name in names:
-        kind = _infer_type([row.get(name) for row in rows])
+    for name in rows[0]:
+        kind = _infer_type([row[name] for row in rows])
         fields.append((name, pa.string() if pa.types.is_null(kind) else kind))
     return pa.schema(fields)
 
@@ -300,7 +306,7 @@ def _infer_type(values: list[Any]) -> pa.DataType:
     """The type of all values, or of most of them: the odd ones then fail to cast, one by one."""
     try:
         return pa.infer_type(values)
-    except (pa.ArrowException, TypeError, ValueError):
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
         kinds = Counter(kind for v in values if (kind := _type_of(v)) is not None)
         return kinds.most_common(1)[0][0] if kinds else pa.string()
 
@@ -308,17 +314,29 @@ def _infer_type(values: list[Any]) -> pa.DataType:
 def _type_of(value: Any) -> pa.DataType | None:
     try:
         return None if value is None else pa.infer_type([value])
-    except (pa.ArrowException, TypeError, ValueError):
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
 
 
-def _post(function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any]) -> Any:
+def _post(
+    function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
+) -> Any:
     if isinstance(row, Failure):
         return row
     try:
         made = function({**row, **answer})
         if made is not None and not isinstance(made, dict):
             raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
+        for name in made or ():
+            if not isinstance(name, str):
+                raise TypeError(f"postprocess must return columns by name, not {name!r}")
+            if name in taken:  # two columns of a name make a file that nothing can read
+                return Failure(
+                    "postprocess",
+                    "SchemaError",
+                    f"column {name} is written already; return it under another name, or leave "
+                    "the input's out with output.columns",
+                )
         return made
     except Exception as error:
         return Failure.of("postprocess", error)

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch import model as models
+from prefect_raybatch.errors import is_transient
 from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Prompt, template_fields
 from prefect_raybatch.stages.blocks import (
@@ -26,6 +27,7 @@ from prefect_raybatch.stages.blocks import (
     Failure,
     input_columns,
     load_tokenizer,
+    lost_all,
     passes_by,
     rows_of,
 )
@@ -46,6 +48,12 @@ class Prepare:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
         if passes_by(table):
             return table
+        try:
+            return self._prepare(table)
+        except Exception as error:  # not of a row: a model or function that is not on this node
+            return lost_all(table, f"{type(error).__name__}: {error}", not is_transient(error))
+
+    def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
         path = models.local_path(self.model)
         revision = self.model.get("revision")
@@ -72,7 +80,9 @@ class Prepare:
         if self.prompt.function:
             function = load_function(self.prompt.function, "prompt.function")
             rows = rows_of(table, input_columns(table))
-            return [_guarded(_from_function, function, row) for row in rows]
+            made = [_guarded(_from_function, function, row) for row in rows]
+            system = self.prompt.system
+            return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
         fields = template_fields(template)
         fill = _Filler(template, self.prompt)
@@ -85,6 +95,12 @@ class Request:
 
     messages: list[dict[str, Any]]
     sampling: dict[str, Any] | None = None
+
+    def under(self, system: str) -> Request:
+        """The same with a system message in front, unless it brings its own."""
+        if self.messages[0]["role"] == "system":
+            return self
+        return Request([{"role": "system", "content": system}, *self.messages], self.sampling)
 
 
 class _Filler:
@@ -117,8 +133,17 @@ def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return Request(_messages(made["messages"]), made.get("sampling"))
+        return Request(_messages(made["messages"]), _sampling(made.get("sampling")))
     return Request(_messages(made))
+
+
+def _sampling(value: Any) -> dict[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise TypeError(
+            f"prompt.function must return sampling as a dict, not {type(value).__name__}"
+        )
+    json.dumps(value)  # it travels as JSON: what cannot fails its row here
+    return value
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -128,6 +153,10 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             "prompt.function must return text, a list of {'role', 'content'} messages, or "
             f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"
         )
+    for message in value:
+        if not isinstance(message["content"], (str, list)):  # a template would print anything
+            kind = type(message["content"]).__name__
+            raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
     return [dict(m) for m in value]
 
 

@@ -278,15 +278,21 @@ class _Files:
                 pass
         if isinstance(error, _Changed):
             return (
-                f"{uri} is not what the plan recorded: {error}. Put the recorded file back and "
-                "run again, or start a new run key.",
+                f"SourceError: {uri} is not what the plan recorded: {error}. Put the recorded "
+                "file back and run again, or start a new run key.",
                 True,
             )
         if isinstance(error, FileNotFoundError):
-            return f"{uri} is gone. Put it back and run again, or start a new run key.", True
+            return (
+                f"SourceError: {uri} is gone. Put it back and run again, or start a new run key.",
+                True,
+            )
         rows = f"rows {part.start} to {part.start + part.rows - 1}"
         kind = type(error).__name__
-        return f"{uri}, {rows}: {kind}: {' '.join(str(error).split())[:500]}", _is_fatal(error)
+        return (
+            f"SourceError: {uri}, {rows}: {kind}: {' '.join(str(error).split())[:500]}",
+            _is_fatal(error),
+        )
 
     def _place(self, number: int) -> tuple[Store, str]:
         """The store of a file and its path there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,26 +15,28 @@ from prefect_raybatch.stages.blocks import (
     TIMES,
     TOKENS,
     Failure,
-    is_lost,
+    passes_by,
 )
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.stepper import Completion, Request
 
-FAILS = 13  # the fake engine refuses each row whose id ends so
+FAILS = 13  # the id of the row that the fake engine refuses
 
 
 class FakeEngine:
-    """Takes the engine stage's place in a pipeline: answers `answer ID`, refuses some rows."""
+    """Takes the engine stage's place in a pipeline: answers `answer ID`, refuses one row."""
+
+    FAILS = FAILS
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if is_lost(table):
+        if passes_by(table):
             return table
         errors = table[ERROR].to_pylist()
         for i, number in enumerate(table["id"].to_pylist()):
-            if number % 100 == FAILS and errors[i] is None:
+            if number == self.FAILS and errors[i] is None:
                 errors[i] = Failure("engine", "ValueError", "refused").to_dict()
         return with_answers(table, errors, [f"answer {i}" for i in table["id"].to_pylist()])
 
@@ -94,3 +97,15 @@ class Factory:
         if isinstance(step, BaseException):
             raise step
         return Stepped(step)
+
+
+class CrashingEngine(FakeEngine):
+    """Ends its process, without a word, on the block that holds one row."""
+
+    AT = 27
+    FAILS = -1
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if not passes_by(table) and self.AT in table["id"].to_pylist():
+            os._exit(1)
+        return super().__call__(table)

@@ -1,0 +1,23 @@
+"""The input as the plan sees it: Parquet in place, anything else as a Parquet snapshot.
+
+Runs on the driver. `inventory` reads footers only; `snapshot` and `snapshot_dataset` stream, so
+that neither needs memory in proportion to the input.
+"""
+
+from __future__ import annotations
+
+from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot
+from prefect_raybatch.source.parquet import inventory
+from prefect_raybatch.source.snapshots import peek, snapshot, snapshot_dataset
+
+__all__ = [
+    "Inventory",
+    "check_columns",
+    "detect_format",
+    "inventory",
+    "needs_snapshot",
+    "peek",
+    "snapshot",
+    "snapshot_dataset",
+]

@@ -1,0 +1,106 @@
+"""Arrow types of the input: what of them a run keeps, and which hold the values of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pyarrow as pa
+
+
+def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """`kind` with `change` applied to it and, from the inside out, to the types it holds."""
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind
+    inner = partial(map_type, change=change)
+    if types.is_struct(kind):
+        kind = pa.struct([pa.field(f.name, inner(f.type)) for f in kind])
+    elif types.is_map(kind):
+        kind = pa.map_(inner(kind.key_type), inner(kind.item_type))
+    elif types.is_fixed_size_list(kind):
+        kind = pa.list_(inner(kind.value_type), kind.list_size)
+    elif types.is_large_list(kind):
+        kind = pa.large_list(inner(kind.value_type))
+    elif types.is_list(kind):
+        kind = pa.list_(inner(kind.value_type))
+    elif types.is_dictionary(kind):
+        kind = inner(kind.value_type)
+    return change(kind)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """`kind` with dictionaries and view types replaced by what they hold, at any depth."""
+
+    def change(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_string_view(kind):
+            return pa.string()
+        return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+    return map_type(kind, change)
+
+
+def written(schema: pa.Schema) -> pa.Schema:
+    """`schema` as a snapshot writes it: what is null throughout becomes text, at any depth."""
+
+    def change(kind: pa.DataType) -> pa.DataType:
+        return pa.string() if pa.types.is_null(kind) else kind
+
+    return pa.schema([(field.name, map_type(field.type, change)) for field in schema])
+
+
+def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataType | None:
+    """The type that holds the values of both, or None.
+
+    Null gives way; ints of one sign and floats take the larger width; text, binary and lists
+    their large kind. With `union` (text formats) int and float give float64, and structs may
+    differ in fields.
+    """
+    types = pa.types
+    if a == b:
+        return a
+    if types.is_null(a) or types.is_null(b):
+        return b if types.is_null(a) else a
+    for same in (types.is_signed_integer, types.is_unsigned_integer, types.is_floating):
+        if same(a) and same(b):
+            return a if a.bit_width >= b.bit_width else b
+    if union and {_is_number(a), _is_number(b)} == {True}:
+        return pa.float64()
+    for small, large in ((pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())):
+        if {a, b} == {small, large}:
+            return large
+    if types.is_struct(a) and types.is_struct(b):
+        return _common_struct(a, b, union)
+    if types.is_map(a) and types.is_map(b):
+        key = common_type(a.key_type, b.key_type, union)
+        item = common_type(a.item_type, b.item_type, union)
+        return pa.map_(key, item) if key is not None and item is not None else None
+    return _common_list(a, b, union)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _common_struct(a: pa.StructType, b: pa.StructType, union: bool) -> pa.DataType | None:
+    left, right = ({f.name: f.type for f in kind} for kind in (a, b))
+    if len(left) < a.num_fields or len(right) < b.num_fields:
+        return None
+    if not union and left.keys() != right.keys():
+        return None
+    both = {
+        name: common_type(left.get(name, pa.null()), right.get(name, pa.null()), union)
+        for name in left | right
+    }
+    return None if None in both.values() else pa.struct(list(both.items()))
+
+
+def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | None:
+    types = pa.types
+    if not all(types.is_list(kind) or types.is_large_list(kind) for kind in (a, b)):
+        return None
+    value = common_type(a.value_type, b.value_type, union)
+    if value is None:
+        return None
+    large = types.is_large_list(a) or types.is_large_list(b)
+    return pa.large_list(value) if large else pa.list_(value)

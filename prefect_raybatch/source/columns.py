@@ -1,0 +1,145 @@
+"""The columns of the input: names that may be read, and their types merged over all files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job import RESERVED
+from prefect_raybatch.source.arrow_types import common_type, plain_type
+from prefect_raybatch.source.text_types import text_type
+
+
+def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
+    """The columns to read of `known`: `wanted`, or all.
+
+    Raises ConfigError for an unknown or repeated one, SourceError for names of `where` (a file)
+    that cannot be columns here: repeated, or beginning with the reserved prefix.
+    """
+    for name in dict.fromkeys(known):
+        if known.count(name) > 1:
+            raise SourceError(f"{where}: column {name!r} stands there twice; rename one of them")
+    for number, name in enumerate(wanted or ()):
+        if name in (wanted or ())[:number]:
+            raise ConfigError(f"source.columns: {name!r} stands there twice; remove one")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"source.columns: {where} has no column {name!r}{hint} "
+                f"(columns: {', '.join(map(str, known))})"
+            )
+    chosen = list(wanted or known)
+    for name in chosen:
+        if name.startswith(RESERVED):
+            raise SourceError(
+                f"{where}: column {name!r} begins with {RESERVED}, which is reserved; rename it "
+                "or leave it out with source.columns"
+            )
+    return chosen
+
+
+class Shape:
+    """Column names and types, merged over files; the first file gives the order.
+
+    `order`: the columns wanted, in this order, where given. `strict`: all files must have the same
+    columns. `text`: columns are CSV text, whose types are inferred here. `union`: see
+    `common_type`.
+    """
+
+    def __init__(
+        self,
+        strict: bool = True,
+        text: bool = False,
+        union: bool = False,
+        order: Sequence[str] = (),
+    ) -> None:
+        self._strict, self._text, self._union, self._order = strict, text, union, order
+        self._files: dict[str, dict[str, pa.DataType]] = {}
+        self._kept: dict[tuple[tuple[str, pa.DataType], ...], dict[str, pa.DataType]] = {}
+        self._columns: dict[str, pa.DataType] = {}
+        self._first: str | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        names = [name for name in self._order if name in self._columns] or self._columns
+        return pa.schema([(name, self._columns[name]) for name in names])
+
+    def see(self, where: str, table: pa.Table) -> None:
+        """Take a block of `where` into account. Raises as `see_types`."""
+        if self._text:
+            mine = self._files.get(where, {})
+            columns = zip(table.column_names, table.columns, strict=True)
+            found = {name: text_type(column, mine.get(name)) for name, column in columns}
+        else:
+            found = {field.name: plain_type(field.type) for field in table.schema}
+        self.see_types(where, found)
+
+    def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
+        """Take types found in `where` into account.
+
+        Raises SourceError naming the column, both files and both types when they do not go
+        together, and for a column that only one of two files has.
+        """
+        before = self._files.get(where)
+        if before is None and self._strict:
+            self._check_names(where, found)
+        mine = dict(before or {})
+        for name, kind in found.items():
+            known = mine.get(name, pa.null())
+            # Text of one file may widen to anything; typed values must go together.
+            wider = kind if self._text else common_type(known, kind, self._union)
+            if wider is None:
+                raise SourceError(
+                    f"{where}: column {name!r} changes from {known} to {kind}; write one type"
+                )
+            mine[name] = wider
+        # Files mostly have the same types: kept once, or 100,000 files would need half a GB.
+        self._files[where] = self._kept.setdefault(tuple(mine.items()), mine)
+        for name, kind in mine.items():
+            if before is None or kind != before.get(name):
+                self._merge(name, kind)
+
+    def _merge(self, name: str, kind: pa.DataType) -> None:
+        both = common_type(self._columns.get(name, pa.null()), kind, self._union)
+        if both is None:
+            both = pa.null()  # what was known may stem from this very file before it widened
+            for other, types in self._files.items():
+                mine = types.get(name, pa.null())
+                wider = common_type(both, mine, self._union)
+                if wider is None:
+                    first = self._clashing(name, mine)
+                    raise SourceError(_clash(name, first, self._files[first][name], other, mine))
+                both = wider
+        self._columns[name] = both
+
+    def _clashing(self, name: str, kind: pa.DataType) -> str:
+        """The first file in which the column does not go together with `kind`."""
+        having = [file for file, types in self._files.items() if name in types]
+        for file in having:
+            if common_type(self._files[file][name], kind, self._union) is None:
+                return file
+        return having[0]
+
+    def _check_names(self, where: str, found: dict[str, pa.DataType]) -> None:
+        if self._first is None:
+            self._first = where
+            return
+        known = self._files[self._first]
+        for name in [*(set(known) - set(found)), *(set(found) - set(known))]:
+            lacking, having = (where, self._first) if name in known else (self._first, where)
+            raise SourceError(
+                f"{lacking} has no column {name!r}, which {having} has; all files must have the "
+                "same columns. Read fewer with source.columns, or name the files that go together."
+            )
+
+
+def _clash(name: str, first: str, kind: pa.DataType, other: str, its: pa.DataType) -> str:
+    return (
+        f"column {name!r} is {kind} in {first} and {its} in {other}; all files must agree. "
+        "Write them with one type, leave the column out with source.columns, or name only files "
+        "that go together."
+    )

@@ -1,0 +1,136 @@
+"""JSON Lines: blocks of rows with whatever keys they have, and what is said of broken files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.source import streams
+from prefect_raybatch.source.arrow_types import common_type, map_type
+from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.find import File
+from prefect_raybatch.source.streams import not_utf8, one_line, open_bytes
+
+LINE_BYTES = 64 << 20  # a longer line is a file of another kind
+
+
+def json_tables(
+    file: File, columns: Sequence[str] | None, known: dict[str, None]
+) -> Iterator[pa.Table]:
+    """Blocks of a JSON Lines file, without keys that no line of a block has; notes all keys."""
+    types: dict[str, pa.DataType] = {}
+    try:
+        for line, block in _line_blocks(file):
+            if not block.strip():
+                continue
+            table = _parse_json(file, block, line)
+            check_columns(None, table.column_names, file.uri)
+            known.update(dict.fromkeys(table.column_names))
+            if columns is not None:
+                held = [name for name in columns if name in table.column_names]
+                # A block that has none of the columns still counts its rows.
+                nothing = {columns[0]: pa.nulls(table.num_rows)}
+                table = table.select(held) if held else pa.table(nothing)
+            for field in table.schema:
+                before = types.get(field.name, pa.null())
+                wider = common_type(before, field.type, union=True)
+                if wider is None:
+                    raise SourceError(
+                        f"{file.uri}, from line {line}: key {field.name!r} holds {field.type}, but "
+                        f"{before} before; write one type"
+                    )
+                types[field.name] = wider
+            yield table
+    except RayBatchError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{file.uri}: cannot be read ({one_line(error)})") from None
+
+
+def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines) of about streams.BLOCK_BYTES."""
+    line, carry = 1, b""
+    with open_bytes(file) as stream:
+        while True:
+            data = stream.read(streams.BLOCK_BYTES)
+            cut = data.rfind(b"\n") + 1 if data else 0
+            block, carry = (carry + data[:cut], data[cut:]) if cut else (b"", carry + data)
+            if not data:
+                block, carry = carry, b""
+            if line == 1 and block:
+                block = block.removeprefix(b"\xef\xbb\xbf")
+            if block:
+                yield line, block
+                line += block.count(b"\n")
+            if len(carry) > LINE_BYTES:
+                raise SourceError(f"{file.uri}, line {line}: is longer than {LINE_BYTES >> 20} MiB")
+            if not data:
+                return
+
+
+def _parse_json(file: File, block: bytes, line: int) -> pa.Table:
+    """One block as a table; times stay text. Raises SourceError naming file and line."""
+    import pyarrow.json as pj
+
+    read = pj.ReadOptions(block_size=len(block) + 1, use_threads=False)
+
+    def parse(fields: list[tuple[str, pa.DataType]]) -> pa.Table:
+        schema = pa.schema(fields) if fields else None
+        options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=False)
+        return pj.read_json(io.BytesIO(block), read_options=read, parse_options=options)
+
+    try:
+        block.decode("utf-8")
+        table = parse([])
+        plain = {field.name: map_type(field.type, _no_time) for field in table.schema}
+        changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
+        # The parser takes text that looks like a time for one, and would lose how it is written.
+        return parse(changed).select(table.column_names) if changed else table
+    except UnicodeDecodeError:
+        raise SourceError(not_utf8(file)) from None
+    except (pa.ArrowException, ValueError) as error:
+        raise SourceError(_explain_json(file, block, line, error)) from None
+
+
+def _no_time(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_temporal(kind) else kind
+
+
+def _explain_json(file: File, block: bytes, line: int, error: Exception) -> str:
+    """Looks for the line that pyarrow stumbled over: it counts from the start of a block."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, text in enumerate(block.split(b"\n"), line):
+        if not text.strip():
+            continue
+        place = f"{file.uri}, line {number}"
+        if number == 1 and text.lstrip().startswith(b"["):
+            return (
+                f"{place}: is a JSON array, not JSON Lines; write one object a line, for example "
+                "with jq -c '.[]'"
+            )
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as wrong:
+            return f"{place}: is not valid JSON ({one_line(wrong)}); write one object a line"
+        if not isinstance(row, dict):
+            return f"{place}: holds {_kind(row)}, not an object; write one object a line"
+        for name, value in row.items():
+            before, where = kinds.setdefault(name, (_kind(value), number))
+            if before == "null":
+                kinds[name] = (_kind(value), number)
+            elif _kind(value) not in (before, "null"):
+                return (
+                    f"{place}: key {name!r} holds {_kind(value)}, but {before} in line {where}; "
+                    "write one type"
+                )
+    return f"{file.uri}, from line {line}: cannot be read as JSON Lines ({one_line(error)})"
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

@@ -1,0 +1,111 @@
+"""Parquet files as they lie: what a run must know of them, from their footers alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.job import Source
+from prefect_raybatch.source.arrow_types import plain_type
+from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.find import File, Inventory, find, some
+from prefect_raybatch.source.streams import one_line
+from prefect_raybatch.storage import read_ahead
+
+FOOTER_THREADS = 16
+FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read
+
+
+def inventory(source: Source) -> Inventory:
+    """Parquet files as they lie, from their footers; `limit` and `columns` of `source` apply.
+
+    Footers are read by FOOTER_THREADS threads; files past the limit are dropped and theirs not
+    read. Raises SourceError for what is missing, unreadable or does not go together (naming the
+    file), ConfigError for an unknown column, and the store's errors.
+    """
+    kind, files = find(source)
+    if kind != "parquet":
+        raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
+    shape, chosen, row_bytes = Shape(), [], 0.0
+    for file, footer, rows in _footers(files, source.columns, source.limit):
+        if rows:  # an empty table often has no real types
+            shape.see_types(file.uri, footer.types)
+        row_bytes = max(row_bytes, footer.row_bytes)
+        chosen.append(file.input(rows))
+    if not any(file.rows for file in chosen):
+        raise SourceError(f"source.uri: no rows in {some(files)}")
+    return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet")
+
+
+def _footers(
+    files: Sequence[File], columns: Sequence[str] | None, limit: int | None
+) -> Iterator[tuple[File, _Footer, int]]:
+    """Files with their footers and the rows to read of each, until `limit` rows are reached."""
+    left = sys.maxsize if limit is None else limit
+    footers = read_ahead(partial(_footer, columns=columns), files, FOOTER_THREADS, FOOTERS_AHEAD)
+    for file, footer in zip(files, footers, strict=True):
+        rows = min(footer.rows, left)
+        left -= rows
+        yield file, footer, rows
+        if not left:
+            return
+
+
+@dataclass(frozen=True)
+class _Footer:
+    rows: int
+    types: dict[str, pa.DataType]
+    row_bytes: float
+
+
+def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
+    """Rows, types of the chosen columns and mean uncompressed bytes a row of one file."""
+    import pyarrow.parquet as pq
+
+    try:
+        with file.store.open(file.info.path) as handle, pq.ParquetFile(handle) as parquet:
+            metadata, schema = parquet.metadata, parquet.schema_arrow
+    except RayBatchError:
+        raise
+    except FileNotFoundError:
+        raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise SourceError(
+            f"{file.uri}: is not a readable Parquet file ({one_line(error)}); write it again, "
+            "remove it, or set source.format if it is of another kind"
+        ) from None
+    names = check_columns(columns, schema.names, file.uri)
+    types = {name: plain_type(schema.field(name).type) for name in names}
+    size = _stored_bytes(metadata, None if columns is None else set(names))
+    rows = metadata.num_rows
+    # Repeated values are stored once: never below what the fixed widths alone need.
+    least = sum(_least_bytes(kind) for kind in types.values())
+    return _Footer(rows, types, max(size / rows, least) if rows else 0.0)
+
+
+def _stored_bytes(metadata: Any, names: set[str] | None) -> int:
+    """Uncompressed bytes of the named top-level columns (None: of all)."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if names is None:
+        return sum(group.total_byte_size for group in groups)
+    wanted = [
+        i
+        for i in range(metadata.num_columns)
+        if (path := metadata.schema.column(i).path) in names or path.split(".")[0] in names
+    ]
+    return sum(group.column(i).total_uncompressed_size for group in groups for i in wanted)
+
+
+def _least_bytes(kind: pa.DataType) -> float:
+    if pa.types.is_struct(kind):
+        return sum(_least_bytes(field.type) for field in kind)
+    try:
+        return kind.bit_width / 8
+    except ValueError:
+        return 4.0  # an offset

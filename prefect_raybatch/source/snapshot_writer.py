@@ -1,0 +1,116 @@
+"""Writes tables as the Parquet files of a snapshot, in row groups and parts of bounded size."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.records import InputFile
+from prefect_raybatch.source.arrow_types import written
+from prefect_raybatch.source.find import input_file
+from prefect_raybatch.source.part_files import PartFiles
+from prefect_raybatch.storage import Store
+
+GROUP_ROWS = 16_384  # rows in a row group ...
+GROUP_BYTES = 64 << 20  # ... or fewer, where rows are large
+PART_ROWS = 1 << 18
+PART_BYTES = 128 << 20
+
+
+class SnapshotWriter:
+    """Writes tables under one schema; `row_bytes` is the largest mean of bytes a row of a table.
+
+    Once a table needs a schema other than that of the rows already written it writes no more,
+    and `close` returns None.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.row_bytes = 0.0
+        self._store = store
+        self._parts = PartFiles(store, folder)
+        self._files: list[InputFile] = []
+        self._held: list[pa.Table] = []
+        self._held_rows = self._held_bytes = self._part_bytes = 0
+        self._schema: pa.Schema | None = None
+        self._given_up = False
+
+    def write(self, table: pa.Table, schema: pa.Schema) -> None:
+        """Add rows; `schema` is the one known so far. Raises as `PartFiles`."""
+        if self._given_up or not table.num_rows:
+            return
+        schema = written(schema)
+        if self._schema is not None and schema != self._schema:
+            self.abandon()
+            return
+        self._schema = schema
+        table = conform(table, schema)
+        self.row_bytes = max(self.row_bytes, table.nbytes / table.num_rows)
+        # Large rows make small groups, so that a reader needs little memory for one.
+        step = max(1, min(GROUP_ROWS, int(GROUP_BYTES * table.num_rows / max(1, table.nbytes))))
+        while table.num_rows:
+            room = min(step, GROUP_ROWS - self._held_rows)
+            self._hold(table.slice(0, room))
+            table = table.slice(room)
+
+    def close(self) -> tuple[InputFile, ...] | None:
+        """Finish the last part; the files written, or None when the schema changed."""
+        if self._given_up:
+            return None
+        self._flush()
+        self._finish_part()
+        return tuple(self._files)
+
+    def abandon(self) -> None:
+        """Write no more and take away what was written (no plan can know it yet)."""
+        self._given_up = True
+        self._held.clear()
+        self._parts.discard()
+        with suppress(RayBatchError):  # only tidiness
+            self._store.delete([file.uri for file in self._files])
+        self._files.clear()
+
+    def _hold(self, table: pa.Table) -> None:
+        self._held.append(table)
+        self._held_rows += table.num_rows
+        self._held_bytes += table.nbytes
+        if self._held_rows >= GROUP_ROWS or self._held_bytes >= GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what is held as one row group."""
+        if not self._held:
+            return
+        self._parts.write(pa.concat_tables(self._held))
+        self._part_bytes += self._held_bytes
+        self._held.clear()
+        self._held_rows = self._held_bytes = 0
+        if self._parts.rows >= PART_ROWS or self._part_bytes >= PART_BYTES:
+            self._finish_part()
+
+    def _finish_part(self) -> None:
+        made = self._parts.finish()
+        if made is not None:
+            part, info = made
+            self._files.append(input_file(part.path, info, part.rows))
+        self._part_bytes = 0
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`table` with exactly the columns and types of `schema`; absent columns are null."""
+    columns = []
+    for field in schema:
+        if field.name in table.column_names:
+            columns.append(_convert(table.column(field.name), field.type))
+        else:
+            columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    import pyarrow.compute as pc
+
+    if pa.types.is_boolean(kind) and pa.types.is_string(column.type):
+        return pc.equal(pc.utf8_lower(column), "true")
+    return column if column.type == kind else column.cast(kind)

@@ -1,0 +1,210 @@
+"""Copies of inputs that cannot be read in place, streamed: memory does not grow with the input."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job import Source
+from prefect_raybatch.source import streams
+from prefect_raybatch.source.arrow_types import written
+from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.csv_text import csv_tables
+from prefect_raybatch.source.find import File, Inventory, ending, find, some
+from prefect_raybatch.source.json_lines import json_tables
+from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
+from prefect_raybatch.storage import Store
+
+if TYPE_CHECKING:
+    import ray.data
+
+COPY_TRIES = 4  # a second pass knows all types; more are needed only when the input changes
+
+Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
+
+
+def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
+    """Copy CSV or JSON Lines to Parquet under `_raybatch/input/ATTEMPT-UUID/` of `run_store`.
+
+    The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
+    are int64, float64, bool or string, whichever is the narrowest that gives each value back as
+    it stood (so 02139 stays text), and an empty unquoted cell is null; a JSON key that a line
+    lacks is null. Where a later value needs a wider type the copy is begun anew with it.
+
+    Raises SourceError (file, line or column, remedy), ConfigError for an unknown column, and the
+    stores' errors. Whatever was written before an error belongs to no plan.
+    """
+    kind, files = find(source)
+    for file in files:
+        if file.info.size == 0:
+            raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
+    tables = csv_tables if kind == "csv" else json_tables
+
+    known: dict[str, None] = {}
+
+    def blocks() -> Blocks:
+        for file in files:
+            for table in tables(file, source.columns, known):
+                yield file.uri, table
+
+    made = _copy(blocks, _shape(kind, source.columns), run_store, attempt, source.limit, kind)
+    if made.rows:
+        check_columns(source.columns, list(known), "the input")
+    else:
+        what = "has a header but no rows" if kind == "csv" else "has no rows"
+        raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
+    _check_unchanged(files)
+    return made
+
+
+def peek(source: Source) -> Inventory:
+    """What `snapshot` would give, guessed from the first block of the first file; writes nothing.
+
+    Rows are estimated from the sizes of the files (never more than `limit`), types may still
+    widen. Raises as `snapshot` for what shows in that block.
+    """
+    kind, files = find(source)
+    shape = _shape(kind, source.columns)
+    known: dict[str, None] = {}
+    tables = (csv_tables if kind == "csv" else json_tables)(files[0], source.columns, known)
+    table = next(iter(tables), None)
+    if table is None or not table.num_rows:
+        raise SourceError(f"{files[0].uri}: has no rows to look at")
+    shape.see(files[0].uri, table)
+    check_columns(source.columns, list(known), files[0].uri)
+    schema = written(shape.schema)
+    stored = _stored_row_bytes(files[0])
+    chosen, left = [], source.limit
+    for file in files:
+        rows = max(1, round(file.info.size / stored))
+        if (
+            len(files) == 1
+            and file.info.size <= streams.BLOCK_BYTES
+            and not ending(file.info.path)[1]
+        ):
+            rows = table.num_rows  # the block is the file
+        rows = rows if left is None else min(rows, left)
+        chosen.append(file.input(rows))
+        left = None if left is None else left - rows
+        if left == 0:
+            break
+    row_bytes = conform(table, schema).nbytes / table.num_rows
+    return Inventory(tuple(chosen), schema, row_bytes, kind)
+
+
+def _stored_row_bytes(file: File) -> float:
+    """Bytes in the file, compressed or not, that its first lines take each."""
+    with file.store.open(file.info.path) as handle:
+        data = handle.read(streams.BLOCK_BYTES // 8)
+    compression = ending(file.info.path)[1]
+    size = len(data)
+    if compression:
+        stream = pa.CompressedInputStream(pa.BufferReader(data), compression)
+        data = b""
+        with suppress(OSError):  # the sample ends within a compressed block
+            while part := stream.read(1 << 16):
+                data += part
+    return size / max(1, data.count(b"\n"))
+
+
+def _shape(kind: str, columns: Sequence[str] | None) -> Shape:
+    return Shape(strict=kind == "csv", text=kind == "csv", union=True, order=columns or ())
+
+
+def _check_unchanged(files: Sequence[File]) -> None:
+    for file in files:
+        try:
+            now = file.store.stat(file.info.path)
+        except FileNotFoundError:
+            raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+        if now != file.info:
+            raise SourceError(
+                f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
+                f"{now.size}); start again when it is complete"
+            )
+
+
+def snapshot_dataset(
+    dataset: ray.data.Dataset,
+    run_store: Store,
+    attempt: str,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+) -> Inventory:
+    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does; blocks are streamed in order.
+
+    Raises SourceError for columns that cannot be written or change type, ConfigError for an
+    unknown column. What the dataset itself raises passes through.
+    """
+    if limit is not None:
+        dataset = dataset.limit(limit)
+    known = dataset.schema(fetch_if_missing=False)
+    if columns is not None and known is not None and set(columns) <= set(known.names):
+        dataset = dataset.select_columns(list(columns))
+    options = dataset.context.execution_options
+
+    def blocks() -> Blocks:
+        ordered, options.preserve_order = options.preserve_order, True
+        try:
+            table: Any
+            for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+                if not table.num_rows:
+                    continue
+                names = check_columns(columns, table.column_names, "the dataset")
+                table = table.select(names)
+                for field in table.schema:
+                    if "PythonObject" in type(field.type).__name__:
+                        raise SourceError(
+                            f"the dataset: column {field.name!r} holds Python objects of no one "
+                            "type; convert it to text, numbers or bytes first"
+                        )
+                yield "the dataset", table
+        finally:
+            options.preserve_order = ordered
+
+    made = _copy(blocks, Shape(), run_store, attempt, limit, "dataset")
+    if not made.rows:
+        raise SourceError("the dataset has no rows; there is nothing to do")
+    return made
+
+
+def _copy(
+    blocks: Callable[[], Blocks],
+    shape: Shape,
+    store: Store,
+    attempt: str,
+    limit: int | None,
+    kind: str,
+) -> Inventory:
+    """Write all blocks under one schema.
+
+    A pass that meets a value its schema cannot hold goes on without writing, so that the next
+    one knows every type: two passes at most, unless the input changes meanwhile.
+    """
+    for _ in range(COPY_TRIES):
+        parts = SnapshotWriter(store, f"_raybatch/input/{attempt}-{uuid.uuid4()}")
+        try:
+            seen = 0
+            for where, table in blocks():
+                if limit is not None:
+                    table = table.slice(0, limit - seen)
+                seen += table.num_rows
+                shape.see(where, table)
+                parts.write(table, shape.schema)
+                if seen == limit:
+                    break
+            if seen and not len(shape.schema):
+                raise SourceError("source.uri: the rows have no columns; there is nothing to read")
+            files = parts.close()
+        except BaseException:
+            parts.abandon()
+            raise
+        if files is not None:
+            schema = written(shape.schema)
+            return Inventory(files, schema, parts.row_bytes, kind)
+    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")

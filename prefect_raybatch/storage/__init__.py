@@ -1,0 +1,44 @@
+"""URI to `Store`: the few operations the ledger builds on, for a local folder and for S3.
+
+The S3 client is imported on the first S3 call only, so that `raybatch status` on a local run
+directory starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.storage.ahead import read_ahead
+from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.local import LocalStore
+from prefect_raybatch.storage.s3 import S3Store
+from prefect_raybatch.storage.s3_client import Connection
+from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
+
+__all__ = [
+    "FileInfo",
+    "LocalStore",
+    "S3Store",
+    "Store",
+    "contains",
+    "is_remote",
+    "join",
+    "open_store",
+    "read_ahead",
+    "split_glob",
+]
+
+
+def open_store(uri: str, options: Mapping[str, Any] | None = None) -> Store:
+    """The store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
+
+    `options` are s3fs's (key, secret, token, endpoint_url, region, profile, anon, client_kwargs,
+    config_kwargs, ...); what is not given comes from the environment and files as boto3 reads
+    them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. Nothing is
+    contacted yet. ConfigError for an unknown scheme.
+    """
+    root = normalize(uri)
+    if is_remote(root):
+        return S3Store(root, Connection.shared(options or {}))
+    return LocalStore(root)

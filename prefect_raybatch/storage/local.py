@@ -1,0 +1,234 @@
+"""A local folder as a store: files appear by rename or hard link, whole and already synced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat as stat_module
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from prefect_raybatch.errors import StoreError, UnsafeStore
+from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, not_found, too_large
+from prefect_raybatch.storage.uri import checked, join
+
+TEMPORARY = ".tmp-"  # files being written; never listed
+
+
+class LocalStore(Store):
+    """A folder. Files appear by rename or hard link of a temporary file that is already synced."""
+
+    def __init__(self, root: str) -> None:
+        self.uri = root
+
+    def sub(self, prefix: str) -> LocalStore:
+        return LocalStore(join(self.uri, prefix))
+
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        with self.open(path) as handle:
+            if max_bytes is not None and (size := os.fstat(handle.fileno()).st_size) > max_bytes:
+                raise too_large(self._path(path), size, max_bytes)
+            with _os_errors(self._path(path)):
+                return handle.read()
+
+    def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
+        top = checked(prefix) if prefix else ""
+        yield from self._walk(top, recursive, frozenset())
+
+    def folders(self) -> Iterator[str]:
+        with suppress(FileNotFoundError), _os_errors(self.uri), os.scandir(self.uri) as entries:
+            yield from sorted(entry.name for entry in entries if entry.is_dir())
+
+    def _walk(
+        self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
+    ) -> Iterator[FileInfo]:
+        """Files of `folder` in S3's order. Linked folders are followed, never round in circles."""
+        place = os.path.join(self.uri, folder)
+        try:
+            with _os_errors(place):
+                here = os.stat(place)
+                with os.scandir(place) as entries:
+                    found = sorted((e.name + "/" * e.is_dir(), e) for e in entries)
+        except FileNotFoundError:
+            return
+        identity = (here.st_dev, here.st_ino)
+        for name, entry in found:
+            path = f"{folder}/{name}" if folder else name
+            if name.endswith("/"):
+                if recursive and identity not in above:
+                    yield from self._walk(path[:-1], recursive, above | {identity})
+            elif not name.startswith(TEMPORARY) and entry.is_file():
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    yield _local_info(path, entry.stat())
+
+    def stat(self, path: str) -> FileInfo:
+        place = self._path(path)
+        with _os_errors(place):
+            found = os.stat(place)
+        if not stat_module.S_ISREG(found.st_mode):
+            raise not_found(place)
+        return _local_info(path, found)
+
+    def put(self, path: str, data: bytes) -> FileInfo:
+        self._land(path, data, len(data), os.replace)
+        return self.stat(path)
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        for _ in range(RACE_TRIES):
+            try:
+                # A link, never O_EXCL: a writer killed after O_EXCL leaves an empty "commit".
+                self._land(path, data, len(data), _link)
+                return True
+            except FileExistsError:
+                # NFS can repeat a link whose answer was lost and then report our own file.
+                with suppress(FileNotFoundError):  # taken, and deleted since: try again
+                    return self.read(path) == data
+        raise StoreError(f"{self._path(path)}: the name is taken, but not by a readable file")
+
+    def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
+        source = os.fspath(local_path)
+
+        def place(temporary: str, target: str) -> None:
+            try:
+                # The umask's mode: temporary files are often for their owner only.
+                os.chmod(source, stat_module.S_IMODE(os.stat(temporary).st_mode))
+                _sync(source)
+                os.replace(source, target)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES):
+                    raise
+                shutil.copyfile(source, temporary)
+                _sync(temporary)
+                os.replace(temporary, target)
+
+        self._land(path, b"", os.stat(source).st_size, place)
+        return self.stat(path)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        folders = set()
+        for path in paths:
+            place = self._path(path)
+            with suppress(FileNotFoundError), _os_errors(place):
+                os.unlink(place)
+            folders.add(os.path.dirname(path))
+        for folder in folders:
+            while folder:  # like S3, a folder is there while it has files
+                try:
+                    os.rmdir(os.path.join(self.uri, folder))
+                except OSError:
+                    break
+                folder = os.path.dirname(folder)
+
+    def open(self, path: str) -> BinaryIO:
+        place = self._path(path)
+        with _os_errors(place):
+            return open(place, "rb")
+
+    def _path(self, path: str) -> str:
+        return os.path.join(self.uri, checked(path))
+
+    def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
+        """Write `data` beside the target, sync it, let `place(temporary, target)` show it.
+
+        `size` is only for the message of a full disk. FileExistsError comes from `place`.
+        """
+        target = self._path(path)
+        folder = os.path.dirname(target)
+        with _os_errors(target, writing=size):
+            temporary, handle = _temporary_in(folder)
+            try:
+                with handle:
+                    handle.write(data)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                place(temporary, target)
+                _sync(folder)
+            finally:
+                with suppress(OSError):  # renamed away, or left for nobody to see
+                    os.unlink(temporary)
+
+
+def _local_info(path: str, found: os.stat_result) -> FileInfo:
+    return FileInfo(path, found.st_size, None, found.st_mtime_ns)
+
+
+def _link(temporary: str, target: str) -> None:
+    """Show `temporary` as `target` if that is free. FileExistsError; UnsafeStore without links."""
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise UnsafeStore(
+                f"{target}: this file system has no hard links, which exactly-once needs; "
+                "choose an output on another file system or on S3"
+            ) from error
+        raise
+
+
+def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
+    """A new open file in `folder`, which is made if need be. Its mode follows the umask."""
+    path = os.path.join(folder, f"{TEMPORARY}{uuid.uuid4()}")
+    for _ in range(RACE_TRIES):  # a `delete` elsewhere may remove the folder while it is empty
+        _make_folder(folder)
+        with suppress(FileNotFoundError):
+            return path, open(path, "xb")
+    raise OSError(errno.ENOENT, "the folder keeps disappearing", folder)
+
+
+def _make_folder(folder: str) -> None:
+    """Like makedirs, and each new name is synced in its parent."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    _make_folder(parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", folder) from None
+    with suppress(FileNotFoundError):
+        _sync(parent)
+
+
+def _sync(path: str) -> None:
+    """fsync of a file or folder by name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # folders on some network mounts
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
+    """Turn operating system errors about `place` into ours; `writing` is the bytes wanted.
+
+    A missing file stays FileNotFoundError when reading, a taken name stays FileExistsError.
+    """
+    absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if writing is None and isinstance(error, absent):
+            raise not_found(place) from error
+        reason = error.strerror or type(error).__name__
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                f"disk full at {place}: {reason}, {writing or 0} bytes needed; make room or "
+                "choose another output, then run the same command again"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            doing = "read" if writing is None else "write"
+            raise StoreError(
+                f"no permission to {doing} {place}: {reason}; check the owner and mode of the "
+                "folder and how it is mounted"
+            ) from error
+        raise StoreError(f"{place}: {reason}") from error

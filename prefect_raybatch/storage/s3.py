@@ -1,0 +1,226 @@
+"""A prefix of a bucket on S3, or on a store that speaks it, as a store."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from prefect_raybatch.errors import SourceError, StoreUnavailable
+from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, too_large
+from prefect_raybatch.storage.s3_answers import judge
+from prefect_raybatch.storage.s3_client import Connection, Send, request, upload
+from prefect_raybatch.storage.uri import checked, join
+
+SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts
+PART_BYTES = 32 * 2**20
+READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
+PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
+MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
+FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
+LONGEST_PAUSE = 8.0  # ... up to this
+
+
+class S3Store(Store):
+    """A prefix of a bucket on S3 or a compatible store."""
+
+    def __init__(
+        self, root: str, connection: Connection, retry_seconds: float = Store.retry_seconds
+    ) -> None:
+        self.uri = root
+        self.retry_seconds = retry_seconds
+        self._connection = connection
+        self._bucket, _, self._prefix = root.removeprefix("s3://").partition("/")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.uri, self._connection, self.retry_seconds))
+
+    def sub(self, prefix: str) -> S3Store:
+        return S3Store(join(self.uri, prefix), self._connection, self.retry_seconds)
+
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        found = self._call("get_object", self._key(path), max_bytes)
+        if found["Body"] is None:
+            raise too_large(join(self.uri, path), found["ContentLength"], max_bytes or 0)
+        return cast(bytes, found["Body"])
+
+    def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
+        folder = self._key(prefix) if prefix else self._prefix
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        for page in self._pages(folder, recursive):
+            for item in page.get("Contents", ()):
+                if not item["Key"].endswith("/"):  # what consoles write as a "folder"
+                    yield _s3_info(item["Key"][skip:], item["Size"], item["ETag"])
+
+    def folders(self) -> Iterator[str]:
+        for page in self._pages(self._prefix, recursive=False):
+            for item in page.get("CommonPrefixes", ()):
+                yield item["Prefix"].rstrip("/").rpartition("/")[2]
+
+    def _pages(self, folder: str, recursive: bool) -> Iterator[dict[str, Any]]:
+        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": PAGE}
+        if not recursive:
+            asked["Delimiter"] = "/"
+        while True:
+            page = self._call("list_objects_v2", None, **asked)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+
+    def stat(self, path: str) -> FileInfo:
+        found = self._call("head_object", self._key(path))
+        return _s3_info(path, found["ContentLength"], found["ETag"])
+
+    def put(self, path: str, data: bytes) -> FileInfo:
+        done = self._call("put_object", self._key(path), Body=data)
+        return _s3_info(path, len(data), done["ETag"])
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        key = self._key(path)
+        for _ in range(RACE_TRIES):
+            if self._call("put_object", key, accept=412, Body=data, IfNoneMatch="*"):
+                return True
+            # Also after a first 412: aiohttp itself repeats a PUT on a kept connection that
+            # breaks, so even then the object can be ours.
+            with suppress(FileNotFoundError):  # taken, and deleted since: try again
+                return self.read(path) == data
+        raise StoreUnavailable(f"{join(self.uri, path)}: taken and absent by turns")
+
+    def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
+        source = os.fspath(local_path)
+        size = os.stat(source).st_size
+        if size <= SINGLE_PUT_BYTES:
+            with open(source, "rb") as handle:
+                return self.put(path, handle.read())
+        key = self._key(path)
+        part = max(PART_BYTES, -(-size // 10_000))  # S3 takes 10,000 parts
+
+        target = f"{self._bucket}/{key}"
+        self._until_answered("put_object", key, upload(source, target, part))
+        return self.stat(path)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        keys = [self._key(path) for path in paths]
+        for start in range(0, len(keys), PAGE):
+            batch = [{"Key": key} for key in keys[start : start + PAGE]]
+            self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
+
+    def open(self, path: str) -> BinaryIO:
+        return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
+
+    def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` (exclusive) of `info`'s object. SourceError if it changed."""
+        found = self._call(
+            "get_object",
+            self._key(info.path),
+            accept=412,
+            Range=f"bytes={start}-{stop - 1}",
+            IfMatch=f'"{info.etag}"',
+        )
+        if found is None:
+            raise SourceError(f"{join(self.uri, info.path)} changed while it was being read")
+        return cast(bytes, found["Body"])
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
+
+    def _call(
+        self,
+        operation: str,
+        key: str | None,
+        max_bytes: int | None = None,
+        accept: int | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """One client operation, repeated until answered: its response, `Body` read.
+
+        A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
+        `accept`; any other failure raises as `Answer.error` says.
+        """
+        arguments["Bucket"] = self._bucket
+        if key is not None:
+            arguments["Key"] = key
+        return self._until_answered(
+            operation, key, request(operation, arguments, max_bytes), accept
+        )
+
+    def _until_answered(
+        self, operation: str, key: str | None, send: Send, accept: int | None = None
+    ) -> Any:
+        """The one retry loop: `send` again, with growing random pauses, until it is answered.
+
+        Gives up after `retry_seconds`, but not before MIN_TRIES. Expired credentials are looked
+        up afresh once.
+        """
+        deadline = time.monotonic() + self.retry_seconds
+        tries, renewed, pause = 0, False, FIRST_PAUSE
+        while True:
+            fs = self._connection.filesystem()
+            try:
+                return self._connection.run(fs, send)
+            except Exception as error:
+                answer = judge(error, self._connection.scrub)
+            tries += 1
+            if answer.status == accept:
+                return None
+            if answer.may_be_expired and not renewed:
+                renewed = True
+                self._connection.renew(fs)
+                continue
+            wait = random.uniform(0.5, 1.0) * pause
+            late = time.monotonic() + wait > deadline and tries >= MIN_TRIES
+            if late or not answer.worth_retrying:
+                credentials = self._connection.credentials()
+                # Not chained: the client's own texts can hold URLs with credentials.
+                raise answer.error(
+                    operation, self._bucket, key or self._prefix, tries, credentials
+                ) from None
+            time.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _s3_info(path: str, size: int, etag: str) -> FileInfo:
+    return FileInfo(path, size, etag.strip('"'), None)
+
+
+class _RangeReader(io.RawIOBase):
+    """An S3 object as a seekable raw file: each read is one ranged GET through the retry loop."""
+
+    def __init__(self, store: S3Store, info: FileInfo) -> None:
+        self._store = store
+        self._info = info
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def readall(self) -> bytes:
+        return self.read(max(self._info.size - self._position, 0)) or b""  # one GET, not many
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._position + len(buffer), self._info.size)
+        if stop <= self._position:
+            return 0
+        data = self._store.read_range(self._info, self._position, stop)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -1,0 +1,126 @@
+"""What an S3 store's answer means: whether to ask again, and the error to raise when not.
+
+Judged by HTTP status and S3's code, never by the client's exception classes: s3fs turns several
+answers into the same error, and one answer into several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from prefect_raybatch.errors import StoreError, StoreUnavailable, UnsafeStore
+from prefect_raybatch.storage.base import not_found
+
+_PERMISSIONS = {
+    "get_object": "s3:GetObject (and s3:ListBucket: without it a missing file reads as forbidden)",
+    "head_object": "s3:GetObject (and s3:ListBucket: without it a missing file reads as forbidden)",
+    "list_objects_v2": "s3:ListBucket",
+    "put_object": "s3:PutObject",
+    "delete_objects": "s3:DeleteObject",
+}
+
+
+class Answer(NamedTuple):
+    """What a call came to. `status` is HTTP's, 0 for no answer, -1 for a fault on our side."""
+
+    status: int
+    code: str
+    text: str
+
+    @property
+    def expired(self) -> bool:
+        return self.code in ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
+
+    @property
+    def may_be_expired(self) -> bool:
+        """An answer to HEAD has no body to say why: then 400 can mean expired, too."""
+        return self.expired or self.code == "400"
+
+    @property
+    def worth_retrying(self) -> bool:
+        """No answer, a conflict, throttling or a server error; NoSuchUpload is a lost success."""
+        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown"):
+            return True
+        return self.status in (0, 408, 409, 429) or (
+            self.status >= 500 and self.status not in (501, 505, 507)
+        )
+
+    def error(
+        self, operation: str, bucket: str, key: str, tries: int, credentials: str
+    ) -> Exception:
+        """The error to raise: names the place, what was said, and what to do.
+
+        `credentials` says where they come from, in words without any of them.
+        """
+        place = f"s3://{bucket}/{key}"
+        said = f"{self.status} {self.code}: {self.text}"
+        credentials = f"credentials: {credentials}"
+        if self.worth_retrying:
+            return StoreUnavailable(f"{place}: no good answer in {tries} tries, the last: {said}")
+        if self.code == "NoSuchBucket":
+            return StoreError(
+                f"bucket {bucket!r} of {place} does not exist; create it, or check the name "
+                f"and the endpoint ({credentials})"
+            )
+        if self.status == 404:
+            return not_found(place)
+        if self.expired:
+            return StoreError(f"{place}: the credentials have expired; renew them ({credentials})")
+        if self.code == "QuotaExceeded" or self.status == 507:
+            return StoreError(f"{place}: the store is full or over its quota ({said})")
+        if self.status in (401, 403):
+            return StoreError(
+                f"{place}: not allowed ({said}); {credentials}; check that they belong to this "
+                f"endpoint and may {_PERMISSIONS[operation]} on bucket {bucket!r}, "
+                "and that this machine's clock is right"
+            )
+        if self.status in (301, 307, 308) or self.code == "AuthorizationHeaderMalformed":
+            return StoreError(
+                f"{place}: the bucket is in another region or at another endpoint ({said}); set "
+                "region or endpoint_url, or AWS_REGION or AWS_ENDPOINT_URL"
+            )
+        if self.status == 501 and operation == "put_object":
+            return UnsafeStore(
+                f"{place}: the store cannot write if absent ({said}), which exactly-once needs; "
+                "choose an output on another store"
+            )
+        if self.status == -1:
+            return StoreError(f"{place}: the S3 client cannot ask ({said}); {credentials}")
+        return StoreError(f"{place}: {operation} refused ({said})")
+
+
+def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
+    """What a failed call came to. Raises `error` itself when it is no failure of the call.
+
+    `scrub` takes secrets out of a text.
+    """
+    from aiohttp import ClientError as AioError
+    from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, boto.ClientError):
+        cause = cause.__cause__  # s3fs wraps the client's error in an OSError
+    if cause is not None:
+        said = cause.response
+        status = said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(said.get("Error", {}).get("Code", ""))
+        text = scrub(said.get("Error", {}).get("Message") or "no message")
+        return Answer(status, code, text)
+    lost = (
+        boto.HTTPClientError,
+        boto.ConnectionError,
+        boto.IncompleteReadError,
+        boto.CredentialRetrievalError,
+        ResponseParserError,
+        AioError,
+        OSError,
+        TimeoutError,
+    )
+    text = scrub(error)
+    if isinstance(error, lost) and not isinstance(error, boto.SSLError):
+        return Answer(0, type(error).__name__, text)
+    if isinstance(error, boto.BotoCoreError):
+        return Answer(-1, type(error).__name__, text)
+    raise error

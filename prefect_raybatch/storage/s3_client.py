@@ -1,0 +1,161 @@
+"""The S3 client: the only file that knows s3fs, which it imports on the first call only.
+
+One request is one answer here: no retries, and nothing between us and the HTTP status.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+
+PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
+
+Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
+
+
+class Connection:
+    """s3fs's file system for one set of options: opened on first use, once in each process."""
+
+    _all: dict[str, Connection] = {}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self._by_process: dict[int, Any] = {}  # keyed by pid: a fork must not share sockets
+
+    @classmethod
+    def shared(cls, options: Mapping[str, Any]) -> Connection:
+        """One connection for equal options and AWS environment; opening one costs 0.1 s or so."""
+        around = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "FSSPEC_"))}
+        known = json.dumps([dict(options), around], sort_keys=True, default=repr)
+        key = hashlib.sha256(known.encode()).hexdigest()
+        if len(cls._all) > 16:
+            cls._all.clear()  # stores that are alive keep theirs
+        return cls._all.setdefault(key, cls(options))
+
+    def __repr__(self) -> str:
+        return "Connection()"  # options hold secrets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Connection.shared, (self.options,))
+
+    def filesystem(self) -> Any:
+        """This process's S3FileSystem. ConfigError when s3fs is missing or refuses the options."""
+        pid = os.getpid()
+        return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
+
+    def renew(self, old: Any) -> None:
+        """Replace `old` so that credentials are looked up again; calls in flight keep it."""
+        pid = os.getpid()
+        if self._by_process.get(pid) is old:
+            self._by_process[pid] = self._build()
+
+    def run(self, fs: Any, send: Send) -> Any:
+        """What `send(fs)` comes to, waited for."""
+        from fsspec.asyn import sync
+
+        return sync(fs.loop, send, fs)
+
+    def _build(self) -> Any:
+        try:
+            import s3fs
+        except ImportError as error:
+            raise ConfigError("s3:// needs s3fs: pip install s3fs") from error
+        options = dict(self.options)
+        client = dict(options.pop("client_kwargs", None) or {})
+        if region := options.pop("region", None):
+            client.setdefault("region_name", region)
+        config = {
+            "connect_timeout": 10,
+            "read_timeout": 30,
+            "max_pool_connections": 32,
+            # Ceph radosgw and other stores do not know the checksums newer clients send.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **(options.pop("config_kwargs", None) or {}),
+            # botocore's own retries would hide that a first answer was lost.
+            "retries": {"total_max_attempts": 1},
+        }
+        options.update(skip_instance_cache=True, use_listings_cache=False)
+        try:
+            return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
+
+    def credentials(self) -> str:
+        """Where the credentials come from, in words without any of them."""
+        client = self.options.get("client_kwargs") or {}
+        if self.options.get("anon"):
+            return "none (anon=True)"
+        if self.options.get("key") or client.get("aws_access_key_id"):
+            return "key and secret of the store's options"
+        if profile := self.options.get("profile") or os.environ.get("AWS_PROFILE"):
+            return f"profile {profile!r}"
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+            if os.environ.get(name):
+                return f"environment variable {name}"
+        return "boto's chain (configuration files, container or instance role)"
+
+    def scrub(self, error: object) -> str:
+        """The text of `error`, with URLs cut to their host and our secrets taken out."""
+        text = re.sub(r"(\w+://)(?:[^/\s\"']*@)?([^/?\s\"']*)[^\s\"']*", r"\1\2", str(error))
+        client = self.options.get("client_kwargs") or {}
+        secrets = [
+            *(self.options.get(name) for name in ("secret", "token", "password")),
+            *(client.get(name) for name in ("aws_secret_access_key", "aws_session_token")),
+            *(os.environ.get(name) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")),
+        ]
+        for secret in filter(None, secrets):
+            text = text.replace(str(secret), "***")
+        return text[:300]
+
+
+def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None) -> Send:
+    """One call of the client's method `operation`: its response, `Body` read.
+
+    A body of more than `max_bytes` is left unread (None). Sent through the client of s3fs's
+    session and not through s3fs's own calls, which would hide the status.
+    """
+
+    async def send(fs: Any) -> Any:
+        try:
+            await fs.set_session()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the S3 client refuses the store options: {error}") from None
+        method = getattr(await fs.get_s3(arguments["Bucket"]), operation)
+        # s3fs drops arguments it does not know: only the user's extras may pass that filter.
+        found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
+        if "Body" in found:
+            async with found["Body"] as body:
+                small = max_bytes is None or found["ContentLength"] <= max_bytes
+                found["Body"] = await body.read() if small else None
+        _raise_partial(found, operation)
+        return found
+
+    return send
+
+
+def upload(source: str, target: str, part_bytes: int) -> Send:
+    """A local file to `target` ("bucket/key") in parts, PARALLEL_PARTS of them at a time."""
+
+    async def send(fs: Any) -> None:
+        await fs._put_file(source, target, chunksize=part_bytes, max_concurrency=PARALLEL_PARTS)
+
+    return send
+
+
+def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
+    """A batch is answered 200 even where single keys failed: raise the first as its own error."""
+    from botocore.exceptions import ClientError
+
+    statuses = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}
+    for failed in found.get("Errors", ()):
+        if failed.get("Code") != "NoSuchKey":
+            status = statuses.get(failed.get("Code", ""), 400)
+            said = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
+            raise ClientError(said, operation)

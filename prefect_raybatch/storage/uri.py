@@ -1,0 +1,86 @@
+"""URIs of files and folders, local or s3://: normalized, so that they can be compared."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from prefect_raybatch.errors import ConfigError
+
+SUPPORTED = "s3://bucket/prefix, file:///folder, or a local path"
+
+_WILDCARD = re.compile(r"[*?\[]")
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_remote(uri: str) -> bool:
+    """Whether `uri` has a scheme other than `file` (nothing is checked about the store)."""
+    return _scheme(uri) not in ("", "file")
+
+
+def join(uri: str, *parts: str) -> str:
+    """`uri` (normalized) with relative `parts` below it. ConfigError when a part leaves it."""
+    root = normalize(uri)
+    return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
+
+
+def contains(outer_uri: str, inner_uri: str) -> bool:
+    """Whether `inner_uri` is `outer_uri` or lies in it; local links are followed."""
+    outer, inner = (
+        uri if is_remote(uri) else os.path.realpath(uri)
+        for uri in (normalize(outer_uri), normalize(inner_uri))
+    )
+    return inner == outer or inner.startswith(outer.rstrip("/") + "/")
+
+
+def split_glob(uri: str) -> tuple[str, str | None]:
+    """A root without wildcards and the pattern below it.
+
+    `s3://b/data/2024-*/x.parquet` gives `("s3://b/data", "2024-*/x.parquet")`; a URI without
+    `*`, `?` or `[` gives itself, normalized, and None. ConfigError for a wildcard in the bucket.
+    """
+    wildcard = _WILDCARD.search(uri)
+    if wildcard is None:
+        return normalize(uri), None
+    cut = uri.rfind("/", 0, wildcard.start())
+    root, pattern = (uri[:cut] or "/", uri[cut + 1 :]) if cut >= 0 else (".", uri)
+    if is_remote(uri) and root.endswith(":/"):
+        raise ConfigError(f"{uri}: the bucket cannot hold a wildcard; name the bucket")
+    return normalize(root), checked(pattern)
+
+
+def _scheme(uri: str) -> str:
+    """The scheme of `uri` in lower case, "" for a plain path."""
+    match = _SCHEME.match(uri)
+    return match.group(1).lower() if match else ""
+
+
+def normalize(uri: str) -> str:
+    """`s3://bucket[/prefix]` or an absolute local path, without a slash at the end."""
+    scheme = _scheme(uri)
+    rest = uri[len(scheme) + 3 :] if scheme else uri
+    if not rest or "\0" in rest:
+        raise ConfigError(f"{uri!r} names no place; use {SUPPORTED}")
+    if scheme in ("s3", "s3a"):
+        return "s3://" + checked(rest.rstrip("/"))
+    if scheme == "file":
+        if not rest.startswith("/"):
+            host, _, rest = rest.partition("/")
+            if host != "localhost":
+                raise ConfigError(f"{uri!r} names another host; write file:///folder")
+            rest = "/" + rest
+        rest = unquote(rest)
+    elif scheme:
+        raise ConfigError(f"{uri!r}: no store for {scheme}://; supported are {SUPPORTED}")
+    path = os.path.abspath(os.path.expanduser(rest))
+    return "/" + path.lstrip("/")  # abspath keeps a double slash at the start
+
+
+def checked(path: str) -> str:
+    """`path` itself when it is relative and stays inside; else ConfigError."""
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ConfigError(
+            f"{path!r} is no path inside a store: relative, with no empty part, '.', '..' or NUL"
+        )
+    return path

@@ -1,0 +1,249 @@
+"""The module table of the design: who may import whom, and what is imported only where needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.small import small_run
+
+import prefect_raybatch
+
+PACKAGE = Path(prefect_raybatch.__file__).parent
+ROOT = PACKAGE.parent
+
+VALUES = {"errors", "records"}
+# What each module may import of ours. A package (source, storage) is one module here, whatever
+# files it has; stages are one module a file, since no stage may import another.
+MAY_IMPORT = {
+    "__init__": {"errors", "flow", "job", "records", "runs", "tasks"},  # names fetched when asked
+    "errors": set(),
+    "records": {"errors"},
+    "vllm_fields": set(),
+    "job": {"errors", "vllm_fields"},
+    "functions": {"errors"},
+    "storage": {"errors"},
+    "demo": set(),
+    "source": {"job", "storage", *VALUES},
+    "plan": {"functions", "job", *VALUES},
+    "model": {"demo", "job", "storage", *VALUES},
+    "ledger": {"plan", "storage", *VALUES},
+    "tally": {"records"},
+    "driver": {"job", "ledger", "plan", "tally", *VALUES},
+    "cluster": {"errors", "job"},
+    "stages": set(),
+    "stages.blocks": {"records"},
+    "stages.reaper": set(),
+    "stages.stepper": {"stages.reaper"},
+    "stages.read": {"job", "stages.blocks", "storage", *VALUES},
+    "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
+    "stages.engine": {"job", "model", "stages.blocks", "stages.stepper", "storage", *VALUES},
+    "stages.finish": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
+    "finalize": {"ledger", "plan", "storage", "tally", *VALUES},
+    "verify": {"finalize", "ledger", "plan", "storage", *VALUES},
+    "report": {"records", "tally"},
+}
+STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}
+MAY_IMPORT["pipeline"] = {"job", "ledger", "plan", "storage", *STAGES, *VALUES}
+ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
+# Above the pipeline everything below may be used.
+FREE = {"runs", *ENDS}
+
+# Heavy packages, and the modules that may import them at module level, or at all.
+AT_MODULE_LEVEL = {
+    "ray": {"cluster", "pipeline", "stages.read"},
+    "vllm": set(),
+    "torch": set(),
+    "transformers": set(),
+    "huggingface_hub": set(),
+    "s3fs": {"storage"},
+    "prefect": {"tasks", "flow", "blocks"},
+}
+ANYWHERE = {
+    "vllm": {"stages.engine", "stages.stepper"},
+    "torch": set(),
+    "s3fs": {"storage"},
+    "botocore": {"storage"},
+    "prefect": {"tasks", "flow", "blocks"},
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[0] == "stages":
+        return ".".join(p for p in parts if p != "__init__")
+    return parts[0]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted({name_of(path) for path in FILES})
+
+
+def imports(path: Path, lazy: bool) -> Iterator[str]:
+    """Dotted names of what a file imports; without `lazy` only what importing it runs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not lazy and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return
+        elif not lazy and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for inner in node.orelse:
+                yield from visit(inner)
+        else:
+            for inner in ast.iter_child_nodes(node):
+                yield from visit(inner)
+
+    yield from visit(tree)
+
+
+def ours(name: str) -> str | None:
+    """The module of ours that an imported name means."""
+    parts = name.split(".")
+    if parts[0] != "prefect_raybatch":
+        return None
+    if len(parts) == 1 or parts[1] not in {module.split(".")[0] for module in MODULES}:
+        return "__init__"
+    if parts[1] == "stages" and len(parts) > 2:
+        return ".".join(parts[1:3])
+    return parts[1]
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def test_each_module_is_in_the_table():
+    """A new module needs a line that says what it may import."""
+    assert set(MODULES) - FREE - set(MAY_IMPORT) == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_the_table_allows(path):
+    module = name_of(path)
+    found = {ours(name) for name in imports(path, lazy=True)} - {None, module}
+    if module in FREE:
+        return
+    assert found <= MAY_IMPORT[module]
+
+
+def test_nothing_below_imports_what_users_touch():
+    assert not [m for m, may in MAY_IMPORT.items() if m != "__init__" and may & ENDS]
+    for path in (p for p in FILES if name_of(p) == "runs"):
+        assert not {ours(name) for name in imports(path, lazy=True)} & ENDS
+
+
+@pytest.mark.parametrize("heavy", AT_MODULE_LEVEL)
+def test_heavy_packages_are_not_imported_at_module_level(heavy):
+    found = {
+        name_of(path)
+        for path in FILES
+        if any(name.split(".")[0] == heavy for name in imports(path, lazy=False))
+    }
+    assert found <= AT_MODULE_LEVEL[heavy]
+
+
+@pytest.mark.parametrize("heavy", ANYWHERE)
+def test_only_their_own_modules_name_these_packages(heavy):
+    found = {
+        name_of(path)
+        for path in FILES
+        if any(name.split(".")[0] == heavy for name in imports(path, lazy=True))
+    }
+    assert found <= ANYWHERE[heavy]
+
+
+def test_only_the_engine_stage_knows_the_stepper():
+    users = {
+        name_of(path)
+        for path in FILES
+        if any(ours(n) == "stages.stepper" for n in imports(path, lazy=True))
+    }
+    assert users <= {"stages.engine"}
+
+
+def test_flows_and_deployments_use_only_the_public_names():
+    public = {f"prefect_raybatch.{name}" for name in prefect_raybatch.__all__}
+    for folder in ("flows", "deployments"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in imports(path, lazy=True):
+                if name.startswith("prefect_raybatch") and name != "prefect_raybatch":
+                    assert name in public or name.startswith("prefect_raybatch.demo"), path
+
+
+def test_no_assert_guards_anything():
+    """`python -O` would drop it."""
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
+
+
+# --- what users import --------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these_and_each_is_there():
+    assert prefect_raybatch.__all__ == [
+        "BatchJob",
+        "RayBatchError",
+        "Run",
+        "RunReport",
+        "batch_inference",
+        "finalize_run",
+        "infer_shards",
+        "plan_shards",
+    ]
+    for name in prefect_raybatch.__all__:
+        assert getattr(prefect_raybatch, name) is not None
+        assert name in dir(prefect_raybatch)
+    assert prefect_raybatch.__version__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        prefect_raybatch.nothing  # noqa: B018
+
+
+HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs"]
+LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "RAY_ADDRESS": ""},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import prefect_raybatch\nfrom prefect_raybatch import BatchJob, Run, RunReport\n"
+    assert python(code + LOADED) == []
+
+
+def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
+    light = [m for m in MODULES if m not in {"pipeline", "stages.read", *ENDS}] + ["cli"]
+    code = "".join(f"import prefect_raybatch.{m}\n" for m in light)
+    assert python(code + LOADED) == []
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_looking_at_a_run_loads_nothing_heavy(tmp_path, command):
+    run = small_run(tmp_path)
+    run.commit_all()
+    code = f"""
+from prefect_raybatch import cli
+try:
+    cli.main(["{command}", {str(tmp_path)!r}, "--json"])
+except SystemExit:
+    pass
+"""
+    assert python(code + LOADED) == []

@@ -1,0 +1,404 @@
+"""The command line on real run directories, made by Ray with a fake engine in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.engines import FAILS, CrashingEngine, FakeEngine
+from helpers.small import job_dict, small_run
+
+from prefect_raybatch import cli, errors, runs
+from prefect_raybatch.cli import exit_status
+from prefect_raybatch.errors import IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.runs import Run
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.verify import verify
+
+ROWS = 40
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def write_job(folder: Path, **groups: Any) -> Path:
+    """An input of 40 rows and the job over it; returns the job file."""
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, folder / "in.parquet")
+    value = job_dict(
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 10},
+        output={"uri": str(folder / "out")},
+        limits={"max_failed": 0.1},
+        **groups,
+    )
+    (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def made(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BatchJob, Run]:
+    """A finished run; tests that change it take a copy."""
+    path = write_job(tmp_path_factory.mktemp("made"))
+    job = BatchJob.from_yaml(path)
+    run = runs.plan_run(job, "key")
+    progress = runs.infer_run(job, run, engine=FakeEngine)
+    assert progress.done == ROWS
+    runs.finalize_run(job, run, progress)
+    return path, job, run
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command line here; (exit status, stdout, stderr), and never a stack trace."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return run
+
+
+# --- the run itself -----------------------------------------------------------------------------
+
+
+def test_the_result_holds_every_row_once_in_order(made):
+    _, _, run = made
+    data = pa.concat_tables(pq.read_table(p) for p in sorted(Path(run.uri, "data").iterdir()))
+    bad = pa.concat_tables(pq.read_table(p) for p in Path(run.uri, "quarantine").iterdir())
+    assert data["id"].to_pylist() == [i for i in range(ROWS) if i != FAILS]
+    assert data["response"].to_pylist() == [f"answer {i}" for i in data["id"].to_pylist()]
+    assert [row["input"]["id"] for row in bad.to_pylist()] == [FAILS]
+    assert verify(open_store(run.uri)).ok
+    assert not Path(run.uri, "_raybatch/pieces").exists()
+
+
+def test_a_finished_run_is_returned_and_not_run_again(made):
+    _, job, run = made
+    again = runs.plan_run(job, "key")
+    assert again.finished and again.plan_hash == run.plan_hash
+    progress = runs.infer_run(job, again, engine=None)
+    assert progress.resumed_rows == ROWS and progress.passes == 0
+    before = Path(run.uri, "_raybatch/report.json").read_bytes()
+    assert runs.finalize_run(job, again).to_bytes() == before
+
+
+def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tmp_path):
+    """The actor exits without a word, as after a segmentation fault: no receipt says why."""
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    run = runs.plan_run(job, "key", probe=False)
+    progress = runs.infer_run(job, run, engine=CrashingEngine)
+    report = runs.finalize_run(job, run, progress)
+    assert (report.good, report.failed) == (ROWS - 1, 1)
+    (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    assert (row["input"]["id"], row["error"], row["stage"]) == (
+        CrashingEngine.AT,
+        "EngineDied",
+        "engine",
+    )
+    assert verify(open_store(run.uri)).ok
+
+
+def test_a_run_in_two_attempts_reads_only_what_is_pending(local_ray, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.tally.shards == 2:
+            raise Stop
+
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    run = runs.plan_run(job, "key", probe=False)
+    with pytest.raises(Stop):
+        runs.infer_run(job, run, stop, engine=FakeEngine)
+    with pytest.raises(IncompleteRun, match="2 of 4 shards"):
+        runs.finalize_run(job, run)
+    found = runs.status(run.uri)
+    assert (found.state, found.committed, found.pending, found.done) == ("unfinished", 2, 2, 20)
+    progress = runs.infer_run(job, run, engine=FakeEngine)
+    assert (progress.resumed_shards, progress.done) == (2, ROWS)
+    assert runs.finalize_run(job, run, progress).resumed_shards == 2
+    assert len(runs.status(run.uri).attempts) == 2
+
+
+@pytest.mark.parametrize("then", [{"file_mb": 256}, {"file_mb": 1, "compact": False}])
+def test_other_settings_after_a_crash_in_finalize_leave_no_row_twice(tmp_path, monkeypatch, then):
+    """The first finalizer's files are there already: what goes where must not change any more."""
+    first = {"uri": str(tmp_path), "file_mb": 1}
+    small = small_run(tmp_path / "key", rows=3, per_shard=1, output=first)
+    import random
+    import string
+
+    from helpers.small import receipts
+
+    for shard in range(3):
+        noise = "".join(random.Random(shard).choices(string.printable, k=1_500_000))
+        (receipt,) = receipts(small.finish()(small.block(small.whole(shard), text=noise)))
+        small.ledger.commit(small.plan, 1, [receipt])
+    run = Run(small.store.uri, "key", small.plan.hash, 3, 3, False)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefect_raybatch.ledger.Ledger.succeed", kill)
+        with pytest.raises(Killed):
+            runs.finalize_run(small.job, run)
+    assert len(list((tmp_path / "key/data").iterdir())) == 3
+    other = small.job.model_copy(update={"output": small.job.output.model_copy(update=then)})
+    runs.finalize_run(other, run)
+    rows = [
+        r for p in (tmp_path / "key/data").iterdir() for r in pq.read_table(p)["_row"].to_pylist()
+    ]
+    assert Counter(rows) == Counter(range(3))
+    assert verify(small.store).faults == []
+
+
+# --- status and verify --------------------------------------------------------------------------
+
+
+def test_status_in_words_and_as_json(made, call):
+    _, _, run = made
+    code, out, err = call("status", run.uri)
+    assert code == 0 and err == ""
+    for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
+        assert word in out
+    assert "1 rows failed in engine: ValueError: refused" in out
+    code, out, _ = call("status", run.uri, "--json")
+    found = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert (found["state"], found["good"], found["quarantined"]) == ("completed", ROWS - 1, 1)
+    assert found["failures"] == {"engine|ValueError|refused": 1}
+    assert len(found["attempts"]) == 1 and found["seconds_left"] is None
+
+
+def test_status_of_a_run_on_its_way(tmp_path, call):
+    run = small_run(tmp_path)
+    assert "planned" in call("status", tmp_path)[1]
+    run.commit(1)
+    code, out, _ = call("status", tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["state"], found["done"], found["pending"]) == ("unfinished", 5, 3)
+    code, out, _ = call("status", tmp_path)
+    assert code == 0 and "time left" in out
+
+
+def test_verify_proves_and_its_status_says_so(made, call):
+    _, _, run = made
+    code, out, _ = call("verify", run.uri)
+    assert code == 0
+    assert "proved: 40 planned rows = 39 in data/ + 1 in quarantine/ + 0 left out" in out
+    code, out, _ = call("verify", run.uri, "--json")
+    assert code == 0 and json.loads(out)["ok"] is True
+
+
+def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(made[2].uri, copy)
+    (copy / "quarantine/part-00000.parquet").unlink()
+    code, out, _ = call("verify", copy)
+    assert code == 1 and "not proved" in out and f"rows {FAILS} to {FAILS} are missing" in out
+    code, out, _ = call("verify", copy, "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path, call, command):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, out, err = call(command, folder)
+        assert code == 1 and out == ""
+        assert err.startswith("CorruptRun: ") and "no run directory" in err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_place_that_cannot_be_is_a_wrong_command(call):
+    code, _, err = call("status", "ftp://host/run")
+    assert code == 2 and "ConfigError" in err and "ftp" in err
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
+    path = write_job(tmp_path)
+    code, out, _ = call("plan", path)
+    assert code == 0
+    for word in ("40 rows in 1 parquet files", "id, Company", "4 of 10 rows", "demo"):
+        assert word in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
+
+
+def test_plan_as_json_with_overrides(tmp_path, call):
+    path = write_job(tmp_path)
+    changes = ["source.limit=25", "engine.replicas=2", "output.column=answer", "sampling.seed=1"]
+    code, out, _ = call(
+        "plan", path, "--json", "--run-key", "mine", *(x for c in changes for x in ("--set", c))
+    )
+    found = json.loads(out)
+    assert code == 1  # three shards for two engines: a problem, and the same in words
+    assert (found["rows"], found["sizing"]["shards"], found["sizing"]["workers"]) == (25, 3, 2)
+    assert found["run"].endswith("out/mine") and found["have"] is None
+    assert any("source.rows_per_shard" in problem for problem in found["problems"])
+
+
+def test_set_makes_the_groups_it_needs(tmp_path, call):
+    path = write_job(tmp_path)
+    code, out, _ = call("plan", path, "--set", "cluster.prepare.num_cpus=3", "--json")
+    assert code == 0 and json.loads(out)["needs"]["cpus"] == 4.25
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("source.limit", "write FIELD=VALUE"),
+        ("name.x=1", "name is no group"),
+        ("source.limit=many", "source.limit"),
+        ("sorce.limit=1", "did you mean 'source'"),
+        ("source.columns=[a", "source.columns=[a"),
+        ("sampling.choice={", "--set"),
+        ("=1", "--set"),
+        ("prompt.template={x.y}", "{x.y}"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path, call, change, said):
+    code, out, err = call("plan", write_job(tmp_path), "--set", change)
+    assert code == 2 and out == "" and err.startswith("ConfigError: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"prompt": {"template": "{Compny}"}}, "did you mean 'Company'"),
+        ({"prompt": {"function": "no_module:f"}}, "cannot be imported"),
+        ({"engine": {"model": "./no/such/model"}}, "engine.model"),
+        ({"sorce": {}}, "unknown field"),
+    ],
+)
+def test_a_wrong_job_is_named_before_anything_starts(tmp_path, call, groups, said):
+    code, out, err = call("plan", write_job(tmp_path, **groups))
+    assert code == 2 and said in err
+
+
+def test_a_missing_input_and_a_missing_job_are_named(tmp_path, call):
+    path = write_job(tmp_path)
+    (tmp_path / "in.parquet").unlink()
+    code, _, err = call("plan", path)
+    assert code == 1 and err.startswith("SourceError: ") and "in.parquet" in err
+    code, _, err = call("plan", tmp_path / "no.yaml")
+    assert code == 2 and "no such job file" in err
+
+
+def test_an_output_inside_the_input_is_refused(tmp_path, call):
+    path = write_job(tmp_path / "in")
+    value = yaml.safe_load(path.read_text())
+    value["source"]["uri"] = str(tmp_path / "in")
+    path.write_text(yaml.safe_dump(value))
+    code, _, err = call("plan", path)
+    assert code == 2 and "lies inside the input" in err
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, call):
+    path = write_job(tmp_path / "[red]")
+    table = pa.table({"id": [1, 2], "Company": ["a", "b"], "[/bold]": [1, 2], "[x]": [1, 2]})
+    pq.write_table(table, tmp_path / "[red]/in.parquet")
+    value = yaml.safe_load(path.read_text())
+    value["source"]["uri"] = str(shutil.copy(tmp_path / "[red]/in.parquet", tmp_path))
+    path.write_text(yaml.safe_dump(value))
+    code, out, _ = call("plan", path)
+    assert "[/bold]" in out and "[x]" in out and "[red]" in out
+    small_run(tmp_path / "[/i]")
+    code, out, _ = call("status", tmp_path / "[/i]")
+    assert code == 0 and "[/i]" in out
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypatch):
+    path, _, run = made
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may start")
+
+    monkeypatch.setattr(runs, "infer_run", never)
+    monkeypatch.setattr(cli, "_run_flow", never)
+    code, out, _ = call("run", path, "--run-key", "key")
+    assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
+    code, out, _ = call("run", path, "--run-key", "key", "--json")
+    assert code == 0 and json.loads(out)["good"] == ROWS - 1
+
+
+def test_another_job_under_the_same_key_is_refused_with_the_difference(made, call):
+    path, _, _ = made
+    code, out, err = call("run", path, "--run-key", "key", "--set", "sampling.max_tokens=5")
+    assert code == 2 and out == ""
+    assert err.startswith("PlanMismatch: ") and "sampling.max_tokens: 16 -> 5" in err
+
+
+def test_a_run_key_cannot_leave_the_output(made, call):
+    code, _, err = call("run", made[0], "--run-key", "../elsewhere")
+    assert code == 2 and "run key" in err
+
+
+def test_without_a_key_the_unfinished_run_of_the_same_job_goes_on(tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    fresh = runs.default_run_key(job)
+    assert fresh.startswith("nightly-")
+    runs.plan_run(job, "mine", probe=False)
+    assert runs.default_run_key(job) == "mine"
+    other = BatchJob.from_dict({**job.to_dict(), "sampling": {"max_tokens": 9}})
+    assert runs.default_run_key(other) != "mine"
+    with pytest.raises(PlanMismatch):
+        runs.plan_run(other, "mine")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["plan"], ["plan", "j", "--nope"]])
+def test_a_wrong_command_exits_with_2(call, arguments):
+    code, _, err = call(*arguments)
+    assert code == 2 and "Usage" in err
+
+
+TREE = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, RayBatchError)]
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_each_error_has_its_exit_status(call, monkeypatch, kind):
+    def fails(*_: object) -> None:
+        raise kind("what is wrong [/and] why")
+
+    monkeypatch.setattr(runs, "status", fails)
+    code, out, err = call("status", "anywhere")
+    wanted = 2 if kind.__name__ in ("ConfigError", "PlanMismatch") else 75 if kind.transient else 1
+    assert code == wanted == exit_status(kind(""))
+    assert err == f"{kind.__name__}: what is wrong [/and] why\n" and out == ""
+
+
+def test_ctrl_c_says_that_nothing_is_lost(call, monkeypatch):
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "status", stops)
+    code, _, _ = call("status", "anywhere")
+    assert code == 130

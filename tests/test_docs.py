@@ -1,0 +1,209 @@
+"""The documentation says what the code does: fields, commands, links, modules.
+
+`python tests/test_docs.py` prints the field tables of docs/job.md as they should be.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from prefect_raybatch import errors
+from prefect_raybatch.cli import app
+from prefect_raybatch.job import BatchJob
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "prefect_raybatch"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+# --- docs/job.md: the fields --------------------------------------------------------------------
+
+
+def kind(annotation: Any) -> str:
+    """A field's type in words: `text or list of text`; None is left out."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inside)
+    if origin in (Union, types.UnionType):
+        kinds = [item for item in inside if item is not type(None)]
+        if set(kinds) == {int, float}:
+            return "number"
+        return " or ".join(kind(item) for item in kinds)
+    if origin is list:
+        return f"list of {kind(inside[0])}"
+    if origin is dict:
+        return "mapping" if inside[1] is Any else f"mapping to {kind(inside[1])}"
+    return NAMES[annotation]
+
+
+def shown(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    return "none" if default is None else f"`{str(default).lower()}`"
+
+
+def rows(model: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
+    """One table row for each field that holds a value: path, type, default, title, text."""
+    found = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        default = field.default if given is None else getattr(given, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            group = default if isinstance(default, BaseModel) else None
+            found += rows(field.annotation, f"{path}.", group)
+            continue
+        if field.default_factory is not None and given is None:
+            default = field.default_factory()  # type: ignore[call-arg]
+        told = f"{field.title}. {field.description}"
+        cells = (f"`{path}`", kind(field.annotation), shown(default), told)
+        found.append("| " + " | ".join(cells) + " |")
+    return found
+
+
+@pytest.mark.parametrize("row", rows(BatchJob), ids=lambda row: row.split("`")[1])
+def test_every_job_field_stands_in_its_table(row: str) -> None:
+    assert row in text_of("job.md").splitlines(), f"docs/job.md needs the row:\n{row}"
+
+
+def test_no_row_tells_of_a_field_that_is_gone() -> None:
+    lines = text_of("job.md").splitlines()
+    tables = [line for line in lines if re.match(r"\| `[a-z_.]+` \| .* \| .* \| .* \|$", line)]
+    assert tables == rows(BatchJob)
+
+
+def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
+    import yaml
+
+    blocks = re.findall(r"```yaml\n(name: .*?)```", text_of("job.md"), re.S)
+    assert blocks
+    for block in blocks:
+        BatchJob.from_dict(yaml.safe_load(block))
+
+
+# --- commands, errors, modules ------------------------------------------------------------------
+
+
+def options_of(command: str) -> set[str]:
+    return {
+        opt for param in COMMANDS[command].params for opt in [*param.opts, *param.secondary_opts]
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        # A line of code may go on to a comment or, in a table, to another command.
+        for call in re.finditer(r"(?<![\w-])raybatch ([a-z-]+)([^`#|]*)", line):
+            command, rest = call.groups()
+            assert command in COMMANDS, f"{page.name}: {line}"
+            unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - options_of(command)
+            assert not unknown, f"{page.name}: {line}"
+        for arguments in re.findall(r'make demo ARGS="([^"]*)"', line):
+            assert set(re.findall(r"--[a-z-]+", arguments)) <= options_of("demo"), line
+    known = {"--help"}.union(*map(options_of, COMMANDS))
+    for option in re.findall(r"`(--[a-z-]+)", text):
+        assert option in known, f"{page.name}: {option}"
+
+
+def test_every_command_is_explained() -> None:
+    for command in COMMANDS:
+        assert f"raybatch {command}" in text_of("operations.md")
+
+
+def test_every_error_class_is_explained() -> None:
+    page = text_of("operations.md")
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.RayBatchError):
+            if value is errors.RayBatchError:
+                continue
+            retried = "yes" if value.transient else "no"
+            assert re.search(rf"^\| `{name}` \| .* \| {retried} \|", page, re.M), name
+
+
+def module_of(parts: tuple[str, ...]) -> str:
+    """`stages/read` for a stage, else the module or package right below ours."""
+    return "/".join(parts[:2]) if parts[0] == "stages" else parts[0]
+
+
+def imports_of(tree: ast.Module, inside: str) -> set[str]:
+    """Our modules that a file imports, at its top or within functions."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        package = [*inside.split("/")[:-1]] if node.level else []
+        path = [*package, *(node.module or "").split(".")]
+        if not node.level:
+            if path[0] != PACKAGE.name:
+                continue
+            path = path[1:]
+        if path in ([], ["stages"]):
+            found |= {module_of((*path, alias.name)) for alias in node.names}
+        else:
+            found.add(module_of(tuple(path)))
+    return found
+
+
+def test_the_module_table_names_every_module_and_what_it_imports() -> None:
+    actual: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts in (("__init__",), ("stages", "__init__")):
+            continue
+        name = module_of(parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        actual[name] = (actual.get(name, set()) | imports_of(tree, name)) - {name}
+    table = re.findall(r"^\| `([a-z_/]+)` \| .* \| ?(.*?) \|$", text_of("architecture.md"), re.M)
+    told = {name: set(filter(None, cell.split(", "))) for name, cell in table}
+    assert told == actual
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(
+            r"`((?:prefect_raybatch|tests|flows|training|stages)/(?:[\w/]*/|[\w/]*\.\w+)?)`", text
+        ):
+            there = ROOT / name, PACKAGE / name
+            assert any(path.exists() for path in there), f"{page.name}: {name}"
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor and other.suffix == ".md":
+            assert anchor in slugs(other), f"{page.name} links to {target}"
+
+
+if __name__ == "__main__":
+    print("\n".join(rows(BatchJob)))

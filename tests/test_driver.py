@@ -1,0 +1,398 @@
+"""The loop from receipts to commits, with a pass that kills, fails and loses rows on demand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import Passes, SmallRun, small_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_raybatch.driver import SPLIT, STRIKES, Driver, Progress, cut
+from prefect_raybatch.errors import (
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    SourceError,
+    StoreError,
+)
+from prefect_raybatch.finalize import finalize
+from prefect_raybatch.job import Limits
+from prefect_raybatch.ledger import commit_path
+from prefect_raybatch.records import Commit, Receipt, Unit, count
+
+
+def driver_of(run: SmallRun, passes: Any, **kwargs: Any) -> Driver:
+    limits = Limits(**{"max_failed": 0.5, **kwargs.pop("limits", {})})
+    quarantine = getattr(passes, "quarantine", None)
+    return Driver(run.plan, run.shards, run.ledger, limits, passes, quarantine, **kwargs)
+
+
+def drive(run: SmallRun, passes: Any, **kwargs: Any) -> Progress:
+    driver = driver_of(run, passes, **kwargs)
+    driver.resume()
+    return driver.run()
+
+
+def commits(run: SmallRun) -> list[Commit]:
+    return [run.ledger.read_commit(run.plan, shard) for shard in range(run.plan.shards)]
+
+
+def check_whole(run: SmallRun) -> None:
+    """Every row of the run is there exactly once, by pieces and not by the records' word."""
+    result = finalize(run.ledger, run.plan, run.shards, "_row", 1 << 20)
+    assert result.tally.rows == run.plan.rows
+
+
+# --- all is well --------------------------------------------------------------------------------
+
+
+def test_each_shard_is_sent_once_and_committed_once(tmp_path):
+    run = small_run(tmp_path, rows=22, per_shard=5)
+    passes = Passes(run)
+    seen: list[int] = []
+    progress = drive(run, passes, observe=lambda p: seen.append(p.done))
+    assert passes.calls == [(tuple(run.whole(s) for s in range(5)), False)]
+    assert (progress.done, progress.passes, progress.engine_deaths) == (22, 1, 0)
+    assert seen == [5, 10, 15, 20, 22]
+    assert progress.resumed_rows == 0 and progress.seconds_left == 0
+    check_whole(run)
+
+
+def test_a_second_driver_sends_only_what_is_pending_and_counts_what_was_done(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(2)
+    passes = Passes(run)
+    progress = drive(run, passes)
+    assert [u.shard for u in passes.calls[0][0]] == [0, 1, 3]
+    assert (progress.resumed_shards, progress.resumed_rows, progress.done) == (1, 5, 20)
+    idle = Passes(run)
+    assert drive(run, idle).resumed_rows == 20
+    assert idle.calls == []  # nothing pending: no pass, so no engine
+
+
+def test_receipts_of_parts_in_any_order_and_twice_commit_once(tmp_path):
+    run = small_run(tmp_path, rows=10, per_shard=10)
+    parts = [run.receipt(Unit(0, at, n)) for at, n in ((6, 4), (0, 2), (2, 4))]
+    again = run.receipt(Unit(0, 1, 5))  # a task that ran again with other cuts
+
+    def passes(units, isolated):
+        yield from (parts[0], parts[0], parts[1], again, parts[2], again, parts[1])
+
+    assert drive(run, passes).done == 10
+    assert set(commits(run)[0].pieces) == {p for r in parts for p in r.pieces}
+    check_whole(run)
+
+
+def test_receipts_of_committed_shards_are_ignored(tmp_path):
+    run = small_run(tmp_path)
+    first = run.commit(0)
+    late = run.receipt(run.whole(0), failed=range(5))
+
+    def passes(units, isolated):
+        for unit in units:
+            yield late
+            yield run.receipt(unit)
+            yield run.receipt(unit)
+
+    progress = drive(run, passes)
+    assert progress.tally.failed == 0 and progress.done == 20
+    assert commits(run)[0] == first
+
+
+# --- engines die --------------------------------------------------------------------------------
+
+
+def test_units_of_a_dead_engine_run_again_one_at_a_time(tmp_path):
+    run = small_run(tmp_path, rows=40, per_shard=5)
+    passes = Passes(run, poison={(2, 3)}, window=4)
+    once = passes.__call__
+
+    def dies_once(units, isolated):
+        if passes.calls:
+            passes.poison.clear()
+        return once(units, isolated)
+
+    progress = drive(run, dies_once)
+    assert [(len(units), isolated) for units, isolated in passes.calls] == [(8, False), (4, True)]
+    assert progress.engine_deaths == 4 and progress.tally.failed == 0
+    check_whole(run)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["lost receipt", "no receipt"])
+@pytest.mark.parametrize(
+    "poison", [{(1, 37)}, {(1, 0), (1, 99)}, {(1, 50), (1, 51)}, {(0, 7), (2, 3)}]
+)
+def test_a_poison_row_is_cut_down_to_and_all_others_are_kept(tmp_path, poison, silent):
+    run = small_run(tmp_path, rows=300, per_shard=100)
+    passes = Passes(run, poison=poison, silent=silent, window=3)
+    progress = drive(run, passes)
+    assert progress.done == 300
+    assert {(u.shard, u.offset) for u, _ in passes.quarantined} == poison
+    assert all(u.rows == 1 for u, _ in passes.quarantined)
+    assert all(reason.startswith("EngineDied") for _, reason in passes.quarantined)
+    for commit in commits(run):
+        dead = sorted(p for s, p in poison if s == commit.shard)
+        assert [p for a, b in commit.failed for p in range(a, b)] == dead
+    check_whole(run)
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 4])
+def test_a_row_is_given_as_many_chances_as_the_limit_says(tmp_path, deaths):
+    run = small_run(tmp_path, rows=20, per_shard=10)
+    passes = Passes(run, poison={(1, 4)})
+    drive(run, passes, limits={"engine_deaths": deaths})
+    alone = [units for units, isolated in passes.calls if Unit(1, 4, 1) in units and isolated]
+    assert len(alone) == deaths
+    assert len(passes.quarantined) == 1
+
+
+def test_rows_that_passed_are_not_sent_again(tmp_path):
+    run = small_run(tmp_path, rows=64, per_shard=64)
+    passes = Passes(run, poison={(0, 20)})
+    drive(run, passes)
+    sent = [units for units, _ in passes.calls]
+    assert sent[:2] == [(Unit(0, 0, 64),)] * 2
+    assert sent[2] == tuple(cut(Unit(0, 0, 64)))
+    assert sent[3] == (Unit(0, 20, 1), Unit(0, 21, 1), Unit(0, 22, 1), Unit(0, 23, 1))
+    assert sent[4] == (Unit(0, 20, 1),)
+
+
+def test_more_than_can_have_been_in_flight_is_not_isolated_at_first(tmp_path):
+    """One at a time over thousands of shards that never ran would take the night."""
+    run = small_run(tmp_path, rows=20, per_shard=1)
+    passes = Passes(run, poison={(0, 0)}, window=10)
+    drive(run, passes, suspects=3)
+    flags = [(len(units), isolated) for units, isolated in passes.calls]
+    # The second pass dies like the first; then one at a time is the only way on.
+    assert flags == [(20, False), (10, False), (10, True), (1, True)]
+
+
+def test_nothing_gets_through_is_an_infrastructure_error(tmp_path):
+    run = small_run(tmp_path)
+    everything = {(s, p) for s in range(4) for p in range(5)}
+    passes = Passes(run, poison=everything)
+    with pytest.raises(EngineFailure, match=f"in {STRIKES} passes.*segmentation fault"):
+        drive(run, passes)
+    assert len(passes.calls) == STRIKES
+    assert not run.ledger.committed(run.plan).any()
+    assert not passes.quarantined  # no row is blamed for a machine
+
+
+def test_silence_is_an_infrastructure_error_too(tmp_path):
+    run = small_run(tmp_path)
+    with pytest.raises(EngineFailure, match="no receipt came back"):
+        drive(run, lambda units, isolated: iter(()))
+
+
+def test_a_pass_that_gets_anything_through_starts_the_strikes_anew(tmp_path):
+    run = small_run(tmp_path)
+    calls: list[int] = []
+
+    def one_in_two(units, isolated):
+        calls.append(len(units))
+        if len(calls) % 2 == 0:
+            yield run.receipt(units[0])
+            units = units[1:]
+        for unit in units:
+            yield Receipt(unit.shard, "a", lost="OSError: busy")
+
+    assert drive(run, one_in_two).done == 20
+    assert len(calls) == 8
+
+
+def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
+    run = small_run(tmp_path, rows=20, per_shard=20)
+    sent: list[Any] = []
+
+    def passes(units, isolated):
+        sent.append(tuple(units))
+        lost = len(sent) < STRIKES
+        reason = "StoreUnavailable: no answer"
+        yield Receipt(0, "a", lost=reason) if lost else run.receipt(units[0])
+
+    progress = drive(run, passes)
+    assert sent == [(Unit(0, 0, 20),)] * STRIKES
+    assert progress.engine_deaths == 0 and progress.done == 20
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 60),
+    per_shard=st.integers(1, 40),
+    window=st.integers(1, 5),
+    suspects=st.integers(1, 8),
+    data=st.data(),
+)
+def test_whatever_rows_kill_and_fail_the_rest_is_kept(
+    tmp_path_factory, rows, per_shard, window, suspects, data
+):
+    run = small_run(tmp_path_factory.mktemp("run"), rows=rows, per_shard=per_shard)
+    places = [(s, p) for s in range(run.plan.shards) for p in range(run.shards[s].rows)]
+    poison = data.draw(st.sets(st.sampled_from(places), max_size=2), "poison")
+    failed = data.draw(st.sets(st.sampled_from(places), max_size=3), "failed") - poison
+    passes = Passes(run, poison, failed, window=window)
+    progress = drive(run, passes, suspects=suspects, limits={"max_failed": rows})
+    assert progress.done == rows
+    found = {(c.shard, p) for c in commits(run) for a, b in c.failed for p in range(a, b)}
+    assert found == poison | failed
+    check_whole(run)
+
+
+@given(offset=st.integers(0, 100), rows=st.integers(2, 5000))
+def test_a_cut_is_a_partition_that_makes_progress(offset, rows):
+    parts = cut(Unit(3, offset, rows))
+    assert 2 <= len(parts) <= SPLIT
+    at = offset
+    for part in parts:
+        assert part.shard == 3 and part.offset == at and part.rows >= 1
+        at += part.rows
+    assert at == offset + rows
+
+
+# --- budgets ------------------------------------------------------------------------------------
+
+
+def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
+    run = small_run(tmp_path)
+    passes = Passes(run, failed={(0, 1), (1, 0), (1, 1)})
+    with pytest.raises(ErrorBudgetExceeded) as caught:
+        drive(run, passes, limits={"max_failed": 2})
+    text = str(caught.value)
+    assert "3 of 20 rows failed" in text and "limits.max_failed 2 (2 rows)" in text
+    assert "3 rows: engine: ValueError: refused" in text
+    assert "1 of 4 shards are committed" in text
+    assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
+
+
+def test_a_fraction_is_of_planned_rows_not_of_those_done(tmp_path):
+    run = small_run(tmp_path)
+    assert drive(run, Passes(run, failed={(0, 1)}), limits={"max_failed": 0.05}).tally.failed == 1
+
+
+def test_after_raising_the_limit_the_run_goes_on(tmp_path):
+    run = small_run(tmp_path)
+    bad = {(0, 1), (1, 0), (1, 1)}
+    with pytest.raises(ErrorBudgetExceeded):
+        drive(run, Passes(run, failed=bad), limits={"max_failed": 2})
+    again = Passes(run, failed=bad)
+    assert drive(run, again, limits={"max_failed": 3}).tally.failed == 3
+    assert [u.shard for u in again.calls[0][0]] == [1, 2, 3]
+    check_whole(run)
+
+
+def test_a_budget_crossed_before_is_told_before_anything_starts(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(0, failed=[1, 2, 3])
+    passes = Passes(run)
+    driver = driver_of(run, passes, limits={"max_failed": 2})
+    with pytest.raises(ErrorBudgetExceeded, match="3 of 20 rows failed"):
+        driver.resume()
+    assert not passes.calls
+
+
+def test_rows_that_kill_their_engine_count_as_failed(tmp_path):
+    run = small_run(tmp_path)
+    with pytest.raises(ErrorBudgetExceeded, match="EngineDied"):
+        drive(run, Passes(run, poison={(1, 1)}), limits={"max_failed": 0})
+
+
+# --- fatal receipts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "said"),
+    [
+        ("SourceError: in.parquet has changed", SourceError, "in.parquet has changed"),
+        ("StoreError: permission denied", StoreError, "permission denied"),
+        ("CorruptRun: piece", CorruptRun, "piece"),
+        ("TypeError: unexpected keyword", EngineStartError, "TypeError: unexpected keyword"),
+    ],
+)
+def test_a_fatal_receipt_stops_the_run_with_its_error(tmp_path, reason, kind, said):
+    run = small_run(tmp_path)
+
+    def passes(units, isolated):
+        yield run.receipt(units[0])
+        yield Receipt(1, "a", lost=reason, fatal=True)
+        raise AssertionError("nothing is asked for after a fatal receipt")
+
+    with pytest.raises(kind) as caught:
+        drive(run, passes)
+    assert type(caught.value) is kind and said in str(caught.value)
+    assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]  # is kept
+
+
+# --- two drivers --------------------------------------------------------------------------------
+
+
+def test_another_driver_commits_in_the_middle(tmp_path):
+    """Its read tasks skip what is committed, so no receipt ever comes for it."""
+    run = small_run(tmp_path)
+    theirs = []
+
+    def passes(units, isolated):
+        theirs.append(run.commit(1, failed=[0], attempt="theirs"))
+        yield from (run.receipt(u) for u in units if u.shard != 1)
+
+    progress = drive(run, passes)
+    assert progress.passes == 1 and progress.done == 20 and progress.tally.failed == 1
+    assert commits(run)[1] == theirs[0]
+    check_whole(run)
+
+
+def test_losing_the_race_for_a_commit_takes_the_winners_record(tmp_path):
+    run = small_run(tmp_path)
+
+    def passes(units, isolated):
+        for unit in units:
+            receipt = run.receipt(unit)
+            run.commit(unit.shard, failed=[2], attempt="theirs")
+            yield receipt
+
+    progress = drive(run, passes)
+    assert {c.attempt for c in commits(run)} == {"theirs"}
+    assert progress.tally.failed == 4  # counted as it stands, not as we would have had it
+    check_whole(run)
+
+
+def test_a_part_held_of_a_shard_that_others_committed_is_forgotten(tmp_path):
+    run = small_run(tmp_path, rows=10, per_shard=10)
+
+    def passes(units, isolated):
+        yield run.receipt(Unit(0, 0, 4))
+        run.commit(0, attempt="theirs")
+
+    progress = drive(run, passes)
+    assert progress.done == 10 and sum(count(c.good) for c in commits(run)) == 10
+
+
+def test_a_commit_of_another_plan_stops_the_driver(tmp_path):
+    run = small_run(tmp_path)
+    commit = run.commit(0)
+    (tmp_path / commit_path(0)).write_bytes(replace(commit, plan_hash="x").to_bytes())
+    with pytest.raises(CorruptRun, match="another plan"):
+        driver_of(run, Passes(run)).resume()
+
+
+def test_a_driver_killed_at_any_commit_loses_and_doubles_nothing(tmp_path: Path):
+    """Stopped after each number of commits in turn, then continued to the end."""
+
+    class Killed(BaseException):
+        pass
+
+    run = small_run(tmp_path, rows=12, per_shard=3)
+    for _ in range(run.plan.shards - 1):
+
+        def kill(progress: Progress) -> None:
+            raise Killed
+
+        with pytest.raises(Killed):
+            drive(run, Passes(run), observe=kill)
+    assert run.ledger.committed(run.plan).sum() == 3
+    assert drive(run, Passes(run)).resumed_shards == 3
+    check_whole(run)

@@ -1,0 +1,274 @@
+"""The engine stage around a stepped engine that answers, refuses, dies or does not start."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from helpers.engines import Factory, completion
+from helpers.small import MODEL, input_rows, make_job
+
+from prefect_raybatch import demo
+from prefect_raybatch.records import Unit
+from prefect_raybatch.stages import engine as stage
+from prefect_raybatch.stages import stepper
+from prefect_raybatch.stages.blocks import (
+    ANSWERS,
+    CACHED_TOKENS,
+    ERROR,
+    ERROR_TYPE,
+    FATAL,
+    FINISH,
+    LOST,
+    PARAMS,
+    POSITION,
+    PROMPT_TOKENS,
+    SHARD,
+    TEXTS,
+    TIMES,
+    TOKENS,
+    Failure,
+    is_lost,
+    lost,
+    tag,
+)
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.stepper import Completion, EngineDied
+
+SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineStage, Factory]]:
+    """The stage over engines that do, one after the other, what is given."""
+
+    def make(*plan: Any, spec: EngineSpec = SPEC) -> tuple[EngineStage, Factory]:
+        factory = Factory(*plan)
+        monkeypatch.setattr(stepper, "SteppedEngine", factory)
+        monkeypatch.setattr(stage, "PAUSE", 0)
+        return EngineStage(spec), factory
+
+    return make
+
+
+def block(unit: Unit, failed: Any = (), params: dict[int, str] | None = None) -> pa.Table:
+    """A prepared block: token lists [i], [i, i] ..., failed rows with none."""
+    bad = Failure("prepare", "ValueError", "null").to_dict()
+    rows = range(unit.rows)
+    tokens = [[] if i in failed else [i] * 2 for i in rows]
+    table = tag(input_rows(0, unit.rows), unit)
+    for name, column in {
+        TOKENS: pa.array(tokens, pa.list_(pa.int32())),
+        PARAMS: pa.array([(params or {}).get(i) for i in rows], pa.string()),
+        ERROR: pa.array([bad if i in failed else None for i in rows], ERROR_TYPE),
+    }.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def echo(requests: Any) -> list[Completion]:
+    """Each answer says which prompt it belongs to."""
+    return [
+        Completion([[r.prompt_token_ids[0], 2]], None, "stop", len(r.prompt_token_ids), 1)
+        for r in requests
+    ]
+
+
+def dies(requests: Any) -> list[Completion]:
+    raise EngineDied("out of memory")
+
+
+def lost_rows(table: pa.Table) -> list[tuple[int, int, str, bool]]:
+    assert is_lost(table)
+    names = [SHARD, POSITION, LOST, FATAL]
+    return [tuple(row.values()) for row in table.select(names).to_pylist()]
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def test_each_answer_comes_to_its_row_and_failed_rows_are_not_asked(started):
+    made, factory = started(echo)
+    table = made(block(Unit(5, 10, 4), failed=[0, 2]))
+    assert [r.prompt_token_ids for r in made._engine.seen[0]] == [[1, 1], [3, 3]]
+    assert table[ANSWERS].to_pylist() == [None, [[1, 2]], None, [[3, 2]]]
+    assert table[FINISH].to_pylist() == [None, "stop", None, "stop"]
+    assert table[PROMPT_TOKENS].to_pylist() == [None, 2, None, 2]
+    assert table[CACHED_TOKENS].to_pylist() == [None, 1, None, 1]
+    assert [e and e["stage"] for e in table[ERROR].to_pylist()] == [
+        "prepare",
+        None,
+        "prepare",
+        None,
+    ]
+    assert table[POSITION].to_pylist() == [10, 11, 12, 13]
+    assert table["id"].to_pylist() == [0, 1, 2, 3]
+    assert not {TOKENS, PARAMS} & set(table.column_names)
+    assert {f"{TIMES}_began", f"{TIMES}_engine"} <= set(table.column_names)
+    (arguments,) = factory.arguments
+    assert arguments == {"max_num_seqs": 8, "model": demo.demo_model_path(), "revision": None}
+
+
+def test_a_row_that_the_engine_refuses_is_marked_and_the_others_are_answered(started):
+    def some(requests: Any) -> list[Completion]:
+        return [Completion([], error=("ValueError", "no")), completion("text", "length")]
+
+    made, _ = started(some)
+    table = made(block(Unit(0, 0, 2)))
+    assert table[ERROR].to_pylist()[0] == {"stage": "engine", "kind": "ValueError", "message": "no"}
+    assert table[ERROR].to_pylist()[1] is None
+    assert table[TEXTS].to_pylist() == [None, ["text"]]
+    assert table[FINISH].to_pylist() == [None, "length"]
+    assert table[ANSWERS].to_pylist() == [None, [[5]]]
+
+
+def test_a_rows_own_sampling_overrides_the_jobs(started):
+    made, _ = started(echo)
+    made(block(Unit(0, 0, 2), params={1: '{"max_tokens": 9, "seed": 1}'}))
+    assert [r.params for r in made._engine.seen[0]] == [
+        {"temperature": 0.0, "max_tokens": 4},
+        {"temperature": 0.0, "max_tokens": 9, "seed": 1},
+    ]
+
+
+def test_a_block_of_only_failed_rows_keeps_its_shape(started):
+    made, _ = started(echo)
+    well = made(block(Unit(0, 0, 2)))
+    bad = made(block(Unit(1, 0, 2), failed=[0, 1]))
+    assert bad.schema.equals(well.schema)
+    assert bad[ANSWERS].to_pylist() == [None, None]
+
+
+def test_a_lost_block_passes_without_an_engine(started):
+    made, _ = started(TypeError("no engine"))
+    table = lost(Unit(0, 0, 3), "SourceError: gone", fatal=True)
+    assert made(table).equals(table)
+
+
+# --- deaths -------------------------------------------------------------------------------------
+
+
+def test_a_death_loses_its_block_and_the_next_block_gets_a_new_engine(started):
+    made, factory = started(dies, echo)
+    table = made(block(Unit(3, 4, 2)))
+    assert lost_rows(table) == [(3, 4, "EngineDied: out of memory", False)]
+    assert len(factory.arguments) == 1  # started when it is needed
+    assert made(block(Unit(3, 0, 1)))[ANSWERS].to_pylist() == [[[0, 2]]]
+    assert len(factory.arguments) == 2
+
+
+def test_each_part_of_a_bundle_is_reported_lost(started):
+    made, _ = started(dies)
+    table = made(pa.concat_tables([block(Unit(3, 4, 2)), block(Unit(8, 0, 1))]))
+    assert [(s, p) for s, p, _, _ in lost_rows(table)] == [(3, 4), (8, 0)]
+
+
+def test_blocks_in_flight_at_one_death_start_one_new_engine(started):
+    inside = threading.Barrier(3)
+
+    def dies_together(requests: Any) -> list[Completion]:
+        inside.wait()
+        raise EngineDied("signal 11")
+
+    made, factory = started(dies_together, echo)
+    found: list[pa.Table] = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(made(block(Unit(n, 0, 1)))))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(lost_rows(table)[0][0] for table in found) == [0, 1, 2]
+    assert not is_lost(made(block(Unit(9, 0, 1))))
+    assert len(factory.arguments) == 2
+
+
+# --- engines that do not start ------------------------------------------------------------------
+
+
+def test_a_wrong_argument_is_fatal_and_not_tried_again(started):
+    made, factory = started(TypeError("unexpected keyword 'x'"))
+    for shard in range(2):
+        table = made(block(Unit(shard, 0, 3)))
+        assert lost_rows(table) == [(shard, 0, "TypeError: unexpected keyword 'x'", True)]
+    assert len(factory.arguments) == 1
+
+
+def test_memory_that_is_not_free_yet_is_tried_again(started):
+    made, factory = started(RuntimeError("no memory"), echo)
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+    assert len(factory.arguments) == 2
+
+
+def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
+    made, factory = started(RuntimeError("no memory"), dies, echo)
+    assert lost_rows(made(block(Unit(0, 0, 1))))[0][2:] == ("EngineDied: out of memory", False)
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+    assert len(factory.arguments) == 3
+
+
+def test_an_engine_that_never_starts_is_fatal(started):
+    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, stage.STARTS + 1)))
+    assert lost_rows(made(block(Unit(0, 0, 1)))) == [
+        (0, 0, f"RuntimeError: try {stage.STARTS}", True)
+    ]
+
+
+# --- the spec -----------------------------------------------------------------------------------
+
+
+def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_TEST", "before")
+    seen: list[str | None] = []
+
+    class Looks(Factory):
+        def __call__(self, arguments: dict[str, Any]) -> Any:
+            seen.append(os.environ.get("RAYBATCH_TEST"))
+            return super().__call__(arguments)
+
+    monkeypatch.setattr(stepper, "SteppedEngine", Looks(echo))
+    EngineStage(EngineSpec(dict(MODEL), {}, {}, {"RAYBATCH_TEST": "set"}))
+    assert seen == ["set"]
+
+
+def test_every_sizing_argument_is_set_on_purpose():
+    cpu = engine_spec(make_job(), dict(MODEL), "cpu").arguments
+    gpu = engine_spec(make_job(engine={"max_model_len": 99}), dict(MODEL), "gpu").arguments
+    for arguments in (cpu, gpu):
+        assert arguments["max_num_seqs"] == 256
+        assert arguments["enable_prefix_caching"] is True
+    assert cpu["enforce_eager"] is True and "enforce_eager" not in gpu
+    assert (cpu["max_num_batched_tokens"], gpu["max_num_batched_tokens"]) == (4096, 16384)
+    assert gpu["max_model_len"] == 99
+    assert engine_spec(make_job(), dict(MODEL), "cpu").env == {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def test_what_the_job_says_beats_the_defaults():
+    job = make_job(
+        engine={
+            "enforce_eager": False,
+            "max_num_batched_tokens": 123,
+            "tensor_parallel_size": 2,
+            "dtype": "half",
+            "env": {"VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"},
+        },
+        sampling={"max_tokens": 3, "top_p": 0.5, "choice": ["a", "b"]},
+    )
+    spec = engine_spec(job, dict(MODEL), "cpu")
+    assert spec.arguments["enforce_eager"] is False
+    assert spec.arguments["max_num_batched_tokens"] == 123
+    assert spec.arguments["tensor_parallel_size"] == 2
+    assert spec.arguments["dtype"] == "half"
+    assert spec.env == {"VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"}
+    assert spec.sampling == {
+        "temperature": 0.0,
+        "max_tokens": 3,
+        "choice": ["a", "b"],
+        "top_p": 0.5,
+    }

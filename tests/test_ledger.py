@@ -1,0 +1,299 @@
+"""Plan and commit records: who wins, what is refused, and that only whole shards commit."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Barrier
+
+import numpy as np
+import pytest
+from helpers.small import MODEL, input_rows, make_job, read_json, small_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_raybatch.errors import CorruptRun, PlanMismatch
+from prefect_raybatch.ledger import Coverage, Ledger, commit_path
+from prefect_raybatch.plan import Shards, make_plan
+from prefect_raybatch.records import InputFile, Receipt, Unit, count, merge, to_ranges
+from prefect_raybatch.storage import open_store
+
+WRITERS = 16
+
+
+def plan_of(**groups):
+    files = [InputFile("in.parquet", 10, None, 1, 20)]
+    job = make_job(**groups)
+    return make_plan(job, "key", files, input_rows(0, 1).schema, 50.0, MODEL, snapshot=False)
+
+
+def at_once(work, items):
+    """Runs `work(item)` in one thread an item, all let go together."""
+    start = Barrier(len(items))
+
+    def one(item):
+        start.wait()
+        return work(item)
+
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(one, items))
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def test_of_many_planners_all_hold_the_winners_plan(tmp_path):
+    made = []
+    for number in range(WRITERS):  # same answers, other shards: each plan has its own tables
+        source = {"uri": "data/in.parquet", "rows_per_shard": number + 1}
+        made.append(plan_of(source=source))
+    assert len({plan.hash for plan, _ in made}) == WRITERS
+    held = at_once(lambda one: Ledger(open_store(str(tmp_path))).create_plan(*one), made)
+    ledger = Ledger(open_store(str(tmp_path)))
+    winner = ledger.load_plan()
+    assert {plan.hash for plan in held} == {winner.hash}
+    assert len(ledger.shards(winner)) == winner.shards
+    assert ledger.files(winner)[0].uri == "in.parquet"
+
+
+def test_a_planner_of_another_job_is_refused_and_changes_nothing(tmp_path):
+    ledger = Ledger(open_store(str(tmp_path)))
+    first = ledger.create_plan(*plan_of())
+    before = (tmp_path / "_raybatch/plan.json").read_bytes()
+    with pytest.raises(PlanMismatch, match=r"sampling\.max_tokens: 16 -> 5"):
+        ledger.create_plan(*plan_of(sampling={"max_tokens": 5}))
+    assert (tmp_path / "_raybatch/plan.json").read_bytes() == before
+    assert ledger.load_plan() == first
+
+
+def test_no_plan_is_none_and_damage_is_corrupt(tmp_path):
+    ledger = Ledger(open_store(str(tmp_path)))
+    assert ledger.load_plan() is None
+    (tmp_path / "_raybatch").mkdir()
+    for data in (b"", b"{}", b"\xff", b" " * (9 << 20)):
+        (tmp_path / "_raybatch/plan.json").write_bytes(data)
+        with pytest.raises(CorruptRun):
+            ledger.load_plan()
+
+
+def test_a_table_that_was_changed_or_is_gone_is_corrupt(tmp_path):
+    run = small_run(tmp_path)
+    other = small_run(tmp_path.parent / "other", per_shard=2)
+    shards = tmp_path / "_raybatch" / run.plan.shards_table
+    shards.write_bytes((other.root / "_raybatch" / other.plan.shards_table).read_bytes())
+    with pytest.raises(CorruptRun, match="does not have the hash its name says"):
+        run.ledger.shards(run.plan)
+    shards.unlink()
+    with pytest.raises(CorruptRun, match="which does not exist"):
+        run.ledger.shards(run.plan)
+    wrong = replace(run.plan, shards_table=other.plan.shards_table)
+    (tmp_path / "_raybatch" / other.plan.shards_table).write_bytes(
+        (other.root / "_raybatch" / other.plan.shards_table).read_bytes()
+    )
+    with pytest.raises(CorruptRun, match="does not fit the plan"):
+        run.ledger.shards(wrong)
+
+
+# --- commits ------------------------------------------------------------------------------------
+
+
+def test_a_commit_is_what_the_receipts_say(tmp_path):
+    run = small_run(tmp_path, rows=10, per_shard=10)
+    front, back = run.receipt(Unit(0, 0, 4)), run.receipt(Unit(0, 4, 6))
+    back = replace(back, good=((4, 9),), skipped=((9, 10),))
+    commit = run.ledger.commit(run.plan, 10, [back, front])  # in the order they came
+    assert commit.good == ((0, 9),) and commit.skipped == ((9, 10),) and commit.failed == ()
+    assert {p.path for p in commit.pieces} == {p.path for r in (front, back) for p in r.pieces}
+    assert commit.stats["rows"] == 10 and commit.plan_hash == run.plan.hash
+    assert run.ledger.read_commit(run.plan, 0) == commit
+    assert run.ledger.committed(run.plan).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [((0, 9),)],
+        [((1, 10),)],
+        [((0, 11),)],
+        [((0, 5),), ((4, 10),)],
+        [((0, 5),), ((6, 10),)],
+        [((0, 10),), ((0, 10),)],
+        [((0, 10),), ()],
+        [()],
+        [((-1, 10),)],
+        [((5, 0), (0, 10))],
+    ],
+)
+def test_a_shard_that_is_not_covered_exactly_once_never_commits(tmp_path, held):
+    run = small_run(tmp_path, rows=10, per_shard=10)
+    receipts = [Receipt(0, "a", good=good) for good in held]
+    with pytest.raises(CorruptRun, match="do not cover its 10 rows exactly once"):
+        run.ledger.commit(run.plan, 10, receipts)
+    assert not run.ledger.committed(run.plan).any()
+
+
+def test_of_many_committers_one_wins_and_its_record_stays(tmp_path):
+    run = small_run(tmp_path, rows=20, per_shard=20)
+    receipts = [run.receipt(run.whole(0), attempt=f"attempt-{n}") for n in range(WRITERS)]
+    made = at_once(lambda r: Ledger(open_store(str(tmp_path))).commit(run.plan, 20, [r]), receipts)
+    won = [commit for commit in made if commit is not None]
+    assert len(won) == 1
+    assert run.ledger.read_commit(run.plan, 0) == won[0]
+    assert run.ledger.commit(run.plan, 20, receipts[:1]) is None  # also later
+    assert run.ledger.read_commit(run.plan, 0) == won[0]
+
+
+def test_commits_of_another_plan_or_place_are_corrupt(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(0)
+    path = tmp_path / commit_path(0)
+    good = read_json(path)
+    for change, said in [
+        ({"plan_hash": "0" * 64}, "written for another plan"),
+        ({"shard": 1}, "is the commit of shard 1"),
+        ({"format": 9}, "format 9"),
+        ({"extra": 1}, "unknown fields extra"),
+    ]:
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(CorruptRun, match=said):
+            run.ledger.read_commit(run.plan, 0)
+        with pytest.raises(CorruptRun, match=said):
+            list(run.ledger.commits(run.plan, [0]))
+    with pytest.raises(CorruptRun, match="does not exist"):
+        run.ledger.read_commit(run.plan, 1)
+
+
+@pytest.mark.parametrize("name", ["00000004.json", "99999999.json", "x.json", "00000001.json.bak"])
+def test_a_stranger_among_the_commits_is_corrupt(tmp_path, name):
+    run = small_run(tmp_path)  # shards 0 to 3
+    run.commit(0)
+    (tmp_path / "_raybatch/commits" / name).write_text("{}")
+    with pytest.raises(CorruptRun, match="is no commit of this plan"):
+        run.ledger.committed(run.plan)
+
+
+def test_commits_come_in_the_order_asked_for(tmp_path):
+    run = small_run(tmp_path, rows=90, per_shard=1)
+    assert not run.ledger.is_committed(3)
+    run.commit_all()
+    order = list(range(90))
+    random.Random(1).shuffle(order)
+    assert [c.shard for c in run.ledger.commits(run.plan, order)] == order
+    assert run.ledger.is_committed(3) and not run.ledger.is_committed(90)
+    assert run.ledger.committed(run.plan).all()
+
+
+def test_success_is_written_once(tmp_path):
+    ledger = small_run(tmp_path).ledger
+    assert ledger.finished() is None
+    ledger.succeed({"rows": 1})
+    ledger.succeed({"rows": 2})
+    assert ledger.finished() == {"rows": 1}
+
+
+# --- coverage -----------------------------------------------------------------------------------
+
+ROWS = 12
+SHARDS = Shards(np.array([0, ROWS, ROWS + 3]))
+
+
+def piece_of(positions, kind="good", shard=0) -> Receipt:
+    return Receipt(shard, "a", **{kind: to_ranges(sorted(positions))})
+
+
+def test_a_receipt_that_overlaps_is_rejected_whole():
+    coverage = Coverage(SHARDS)
+    assert coverage.add(piece_of(range(6))) is None
+    # It would complete the shard by count of rows, and positions 5 twice and 11 never.
+    assert coverage.add(piece_of(range(5, 11))) is None
+    assert coverage.gaps(0) == ((6, 12),)
+    assert coverage.add(piece_of(range(5, 12))) is None
+    assert coverage.gaps(0) == ((6, 12),)
+    whole = coverage.add(piece_of(range(6, 12), "failed"))
+    assert [r.held for r in whole] == [((0, 6),), ((6, 12),)]
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        Receipt(0, "a"),
+        Receipt(0, "a", good=((0, 13),)),
+        Receipt(0, "a", good=((-1, 12),)),
+        Receipt(0, "a", good=((0, 6),), failed=((5, 12),)),
+        Receipt(0, "a", good=((6, 0),)),
+    ],
+)
+def test_a_receipt_of_no_or_impossible_positions_counts_nothing(receipt):
+    coverage = Coverage(SHARDS)
+    assert coverage.add(receipt) is None
+    assert coverage.gaps(0) == ((0, ROWS),)
+
+
+def test_shards_do_not_mix_and_can_be_dropped():
+    coverage = Coverage(SHARDS)
+    coverage.add(piece_of(range(6)))
+    assert coverage.add(piece_of(range(3), shard=1)) is not None
+    coverage.drop(0)
+    assert coverage.gaps(0) == ((0, ROWS),)
+    assert coverage.add(piece_of(range(6, 12))) is None  # what was dropped is not counted
+    with pytest.raises(CorruptRun):
+        coverage.add(piece_of(range(3), shard=2))
+
+
+runs_of_positions = st.sets(st.integers(-1, ROWS), min_size=1, max_size=ROWS)
+kinds = st.sampled_from(["good", "failed", "skipped"])
+
+
+@given(st.lists(st.tuples(runs_of_positions, kinds), max_size=12), st.randoms())
+def test_no_order_of_duplicates_and_overlaps_commits_a_shard_wrongly(arrivals, order):
+    """Arbitrary receipts, and a split of the shard among them: whatever comes back as whole is a
+    partition of the shard, and every receipt in it came as it is."""
+    cuts = sorted(order.sample(range(1, ROWS), 3))
+    split = [set(range(a, b)) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
+    receipts = [piece_of(positions, kind) for positions, kind in arrivals]
+    receipts += [piece_of(part) for part in split] * 2
+    order.shuffle(receipts)
+    coverage, committed = Coverage(SHARDS), None
+    for receipt in receipts:
+        whole = coverage.add(receipt)
+        if whole is not None:
+            committed = whole
+            break
+    if committed is None:
+        # Then nothing can be lost either: what is held is disjoint, the rest is a gap.
+        assert coverage.gaps(0)
+        return
+    assert all(any(r is given for given in receipts) for r in committed)
+    held = [p for r in committed for a, b in r.held for p in range(a, b)]
+    assert sorted(held) == list(range(ROWS))
+    assert merge(*(r.held for r in committed)) == ((0, ROWS),)
+
+
+@given(st.sets(st.integers(1, ROWS - 1)), st.randoms())
+def test_any_split_in_any_order_commits_once(cuts, order):
+    edges = [0, *sorted(cuts), ROWS]
+    parts = [piece_of(range(a, b)) for a, b in pairwise(edges)]
+    order.shuffle(parts)
+    coverage = Coverage(SHARDS)
+    results = [coverage.add(part) for part in parts]
+    assert all(result is None for result in results[:-1])
+    assert sorted(r.held for r in results[-1]) == sorted(r.held for r in parts)
+    assert sum(count(r.held) for r in results[-1]) == ROWS
+
+
+def test_a_ledger_needs_no_more_than_a_folder(tmp_path: Path):
+    """Records are plain files at the documented paths, for whoever looks with other tools."""
+    run = small_run(tmp_path, rows=2, per_shard=1)
+    run.commit_all()
+    run.ledger.note_attempt("a1", {"host": "h"})
+    names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json"))
+    assert names == [
+        "_raybatch/attempts/a1.json",
+        "_raybatch/commits/00000000.json",
+        "_raybatch/commits/00000001.json",
+        "_raybatch/plan.json",
+    ]

@@ -1,0 +1,457 @@
+"""Shards, sizing, and the fingerprint: what makes a job another job, and what does not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers.small import MODEL, job_dict, make_job
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from prefect_raybatch import plan as planning
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.plan import (
+    FINGERPRINTED,
+    FREE,
+    FREE_ENGINE_ARGUMENTS,
+    MOST_BYTES,
+    MOST_ROWS,
+    Shards,
+    check_against_schema,
+    check_same,
+    choose_rows_per_shard,
+    concurrent_batches,
+    decode_schema,
+    difference,
+    encode_schema,
+    files_table,
+    fingerprint,
+    make_plan,
+    public_job,
+    read_files,
+    read_shards,
+    shard_starts,
+    shards_table,
+    sizing,
+)
+from prefect_raybatch.records import InputFile, dump
+
+# --- shards -------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 3000), size=st.integers(1, 3500))
+def test_shards_partition_the_rows_exactly(rows, size):
+    shards = read_shards(shards_table(shard_starts(rows, size)))
+    assert len(shards) == math.ceil(rows / size)
+    at = 0
+    for number in range(len(shards)):
+        shard = shards[number]
+        assert (shard.id, shard.start) == (number, at)
+        assert shard.rows == (size if number < len(shards) - 1 else rows - at)
+        at += shard.rows
+    assert at == rows
+
+
+def test_a_shard_beyond_the_plan_is_corrupt():
+    shards = Shards(np.array([0, 5, 10]))
+    for number in (-1, 2):
+        with pytest.raises(CorruptRun, match=f"shard {number} is not in the plan"):
+            shards[number]
+
+
+@pytest.mark.parametrize("starts", [[0], [1, 5], [0, 5, 5], [0, 5, 3]])
+def test_a_table_that_is_no_partition_is_corrupt(starts):
+    with pytest.raises(CorruptRun, match="not a partition"):
+        Shards(np.array(starts))
+
+
+def table_bytes(**columns: Any) -> bytes:
+    return planning._parquet(pa.table(columns))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PAR1 this is not Parquet PAR1",
+        table_bytes(shard=[0]),
+        table_bytes(shard=pa.array([], pa.int32()), start=pa.array([], pa.int64()), rows=[]),
+        table_bytes(shard=[0, 1], start=[0, 5], rows=[4, 5]),
+        table_bytes(shard=[0, 1], start=[0, 5], rows=[6, 5]),
+        table_bytes(shard=[0], start=[3], rows=[4]),
+        table_bytes(shard=[0, 1], start=["a", "b"], rows=["c", "d"]),
+        table_bytes(shard=[0, 1], start=[0, None], rows=[5, 5]),
+    ],
+)
+def test_a_damaged_shard_table_is_a_corrupt_run(data):
+    with pytest.raises(CorruptRun, match="shard table"):
+        read_shards(data)
+
+
+def test_the_file_table_round_trips():
+    files = (
+        InputFile("s3://b/ä.parquet", 10, '"etag"', None, 5),
+        InputFile("/x/b.parquet", 1 << 40, None, 1_700_000_000_123_456_789, 0),
+    )
+    assert read_files(files_table(files)) == files
+    with pytest.raises(CorruptRun, match="file table"):
+        read_files(b"no")
+
+
+def test_schemas_round_trip_and_damage_is_corrupt():
+    schema = pa.schema([("a", pa.list_(pa.int8())), ("ß", pa.struct([("x", pa.string())]))])
+    assert decode_schema(encode_schema(schema)).equals(schema)
+    for text in ("", "%%%", base64.b64encode(b"nothing of ours").decode(), "ä"):
+        with pytest.raises(CorruptRun, match="schema"):
+            decode_schema(text)
+
+
+# --- sizing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "engine", "source", "chosen", "why"),
+    [
+        (10_000, 50, {}, {}, 1250, "10,000 rows / (1 engines * 8 shards)"),
+        (10_000, 50, {"replicas": 4}, {}, 313, "(4 engines * 8 shards)"),
+        (10_000, 50, {"replicas": 10}, {}, 256, "at least engine.batch_size 256"),
+        (1_000_000, 50, {}, {}, MOST_ROWS, "at most 4,000"),
+        (100, 50, {}, {}, 100, "at least engine.batch_size"),
+        (1_000_000, 1 << 20, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
+        (1000, 1 << 40, {}, {}, 1, "128 MiB"),
+        (1_000_000, 50, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
+        (10, 50, {}, {"rows_per_shard": 9000}, 10, "source.rows_per_shard"),
+    ],
+)
+def test_rows_a_shard(rows, row_bytes, engine, source, chosen, why):
+    job = make_job(engine=engine, source={"uri": "in", **source})
+    found, reason = choose_rows_per_shard(rows, row_bytes, job)
+    assert found == chosen
+    assert why in reason
+
+
+@given(
+    rows=st.integers(1, 20_000_000),
+    row_bytes=st.floats(0, 1 << 32),
+    replicas=st.integers(1, 64),
+    batch=st.integers(1, 5000),
+)
+def test_rows_a_shard_stay_in_bounds(rows, row_bytes, replicas, batch):
+    job = make_job(engine={"replicas": replicas, "batch_size": batch})
+    chosen, _ = choose_rows_per_shard(rows, row_bytes, job)
+    assert 1 <= chosen <= min(rows, MOST_ROWS)
+    assert chosen == 1 or chosen * row_bytes <= MOST_BYTES
+
+
+@given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
+def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
+    job = make_job(engine={"max_num_seqs": seqs})
+    calls = concurrent_batches(job, rows)
+    assert calls >= 2
+    assert (calls - 1) * rows >= seqs  # one more is being filled
+    assert sizing(job, rows, 1.0, planned=rows).saturated
+
+
+def test_starving_and_idle_engines_are_told_with_the_remedy():
+    job = make_job(
+        engine={"max_num_seqs": 256, "max_concurrent_batches": 2, "replicas": 8},
+        source={"uri": "in", "rows_per_shard": 100},
+    )
+    found = sizing(job, 1000, 50)
+    assert (found.shards, found.workers, found.shards_a_worker) == (10, 8, 1.25)
+    assert not found.saturated
+    text = "\n".join(found.notes)
+    assert "set engine.max_concurrent_batches to 3" in text
+    assert "set source.rows_per_shard to 32" in text
+    better = job.model_copy(
+        update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
+    )
+    assert sizing(better, 1000, 50).saturated  # the remedy helps
+
+
+# --- the fingerprint ----------------------------------------------------------------------------
+
+
+def leaves(model: type[BaseModel], path: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        inner = [
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        found += leaves(inner[0], f"{path}{name}.") if inner else [f"{path}{name}"]
+    return found
+
+
+def listed(path: str, table: dict[str, str]) -> bool:
+    """Whether the field itself or a group it is in stands in the table."""
+    parts = path.split(".")
+    return any(".".join(parts[:n]) in table for n in range(1, len(parts) + 1))
+
+
+# Another value for each field, valid on its own; "extra" stands for what the engine passes on.
+CHANGED: dict[str, Any] = {
+    "name": "other",
+    "source.uri": "data/other.parquet",
+    "source.format": "parquet",
+    "source.limit": 5,
+    "source.columns": ["Company"],
+    "source.rows_per_shard": 7,
+    "source.options": {"anon": True},
+    "source.credentials_block": "aws-credentials/x",
+    "prompt.template": "Name {Company}",
+    "prompt.system": "Be short.",
+    "prompt.function": "helpers.functions:as_text",
+    "prompt.on_null": "empty",
+    "sampling.temperature": 0.5,
+    "sampling.max_tokens": 17,
+    "sampling.choice": ["a"],
+    "sampling.top_p": 0.5,
+    "sampling.seed": 3,
+    "engine.model": "owner/other",
+    "engine.revision": "main",
+    "engine.device": "cpu",
+    "engine.replicas": 2,
+    "engine.tensor_parallel_size": 2,
+    "engine.pipeline_parallel_size": 2,
+    "engine.max_model_len": 100,
+    "engine.max_num_seqs": 8,
+    "engine.max_num_batched_tokens": 99,
+    "engine.batch_size": 5,
+    "engine.max_concurrent_batches": 5,
+    "engine.accelerator_type": "L4",
+    "engine.num_cpus": 2,
+    "engine.env": {"A": "b"},
+    "engine.dtype": "float16",
+    "engine.quantization": "fp8",
+    "engine.gpu_memory_utilization": 0.5,
+    "engine.enforce_eager": True,
+    "engine.hf_token": "secret",
+    "output.uri": "elsewhere",
+    "output.column": "answer",
+    "output.columns": ["id"],
+    "output.postprocess": "helpers.functions:shout",
+    "output.output_schema": {"loud": "string"},
+    "output.row_number": "row",
+    "output.compact": False,
+    "output.file_mb": 1,
+    "output.options": {"anon": True},
+    "output.credentials_block": "aws-credentials/x",
+    "limits.max_failed": 0.5,
+    "limits.engine_deaths": 3,
+    "cluster.address": "auto",
+    "cluster.prepare.num_cpus": 2,
+    "cluster.prepare.concurrency": 2,
+    "cluster.prepare.memory": 2,
+    "cluster.finish.num_cpus": 2,
+    "cluster.finish.concurrency": 2,
+    "cluster.finish.memory": 2,
+}
+# What must be there for the changed value to be valid, in both jobs that are compared.
+NEEDS = {"output.output_schema": {"output.postprocess": "helpers.functions:shout"}}
+
+
+def job_with(**fields: Any) -> BatchJob:
+    value: dict[str, Any] = job_dict()
+    for path, new in fields.items():
+        *groups, last = path.split(".")
+        at = value
+        for group in groups:
+            at = at.setdefault(group, {})
+        at[last] = new
+        if path == "prompt.function":
+            del at["template"]
+    return BatchJob.from_dict(value)
+
+
+def test_each_field_is_in_exactly_one_table_with_a_reason():
+    for path in leaves(BatchJob):
+        assert listed(path, FINGERPRINTED) != listed(path, FREE), path
+    known = {*leaves(BatchJob), "engine.(extra)"}
+    for table in (FINGERPRINTED, FREE):
+        for path, reason in table.items():
+            assert reason, path
+            assert any(k == path or k.startswith(f"{path}.") for k in known), path
+
+
+def test_each_field_is_tried_below():
+    assert set(leaves(BatchJob)) <= set(CHANGED)
+
+
+@pytest.mark.parametrize("path", CHANGED)
+def test_a_field_changes_the_fingerprint_as_its_table_says(path):
+    needs = NEEDS.get(path, {})
+    before = fingerprint(job_with(**needs), MODEL)[0]
+    after = fingerprint(job_with(**needs, **{path: CHANGED[path]}), MODEL)[0]
+    name = path.removeprefix("engine.")
+    if path in leaves(BatchJob):
+        free = listed(path, FREE)
+    else:  # an extra field of sampling or engine
+        free = path.startswith("engine.") and name in FREE_ENGINE_ARGUMENTS
+    assert (before == after) is free
+
+
+def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_order():
+    value = job_dict(sampling={"seed": 1, "top_p": 0.5}, engine={"dtype": "half", "seed": 2})
+    turned = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in value.items()}
+    first = fingerprint(BatchJob.from_dict(value), MODEL)
+    second = fingerprint(BatchJob.from_dict(dict(reversed(turned.items()))), dict(MODEL))
+    assert first == second
+    assert len(first[0]) == 64
+
+
+def test_one_file_and_a_list_of_it_are_the_same_input():
+    one = make_job(source={"uri": "a"})
+    assert fingerprint(one) == fingerprint(make_job(source={"uri": ["a"]}))
+
+
+def test_the_contents_of_a_local_model_count_and_the_commit_of_a_hub_name_does_not():
+    job = make_job()
+    other = {**MODEL, "identity": "1" * 64}
+    assert fingerprint(job, MODEL)[0] != fingerprint(job, other)[0]
+    hub = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
+    later = {"source": "owner/name", "revision": "def", "identity": "owner/name@def"}
+    assert fingerprint(job, hub)[0] == fingerprint(job, later)[0] == fingerprint(job, None)[0]
+
+
+def test_the_source_of_a_user_function_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "changing_functions.py"
+    module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'a'\n")
+    job = make_job(prompt={"function": "changing_functions:ask"})
+    before = fingerprint(job)
+    module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'b'\n")
+    after = fingerprint(job)
+    assert before[0] != after[0]  # a helper beside the function decides answers too
+    assert difference(before[1], after[1])[0].startswith("prompt.function.source: ")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("no_such_module:f", "module 'no_such_module' cannot be imported"),
+        ("helpers.functions:nothing", "helpers.functions has no function 'nothing'"),
+        ("helpers.functions:not_callable", "has no function 'not_callable'"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_a_config_error(function, said):
+    with pytest.raises(ConfigError) as caught:
+        fingerprint(make_job(prompt={"function": function}))
+    assert "prompt.function" in str(caught.value) and said in str(caught.value)
+
+
+# --- another job --------------------------------------------------------------------------------
+
+
+def test_the_difference_names_each_field_once():
+    old = fingerprint(make_job(sampling={"seed": 1}), MODEL)[1]
+    job = make_job(
+        sampling={"max_tokens": 99}, prompt={"template": "x" * 1000}, engine={"dtype": "half"}
+    )
+    lines = difference(old, fingerprint(job, MODEL)[1])
+    assert "sampling.max_tokens: 16 -> 99" in lines
+    assert "sampling.seed: 1 -> None" in lines
+    assert "engine.dtype: None -> 'half'" in lines
+    assert len(lines) == 4
+    assert all(len(line) < 300 for line in lines)
+    assert difference(old, json.loads(dump(old))) == []  # as it comes back from plan.json
+
+
+def test_a_mismatch_says_where_what_and_the_remedy():
+    job = make_job()
+    plan, _ = make_plan(job, "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, MODEL, False)
+    check_same(plan, *fingerprint(job, MODEL), "/run")
+    other = fingerprint(make_job(prompt={"template": "Other {Company}"}), MODEL)
+    with pytest.raises(PlanMismatch) as caught:
+        check_same(plan, *other, "/run")
+    text = str(caught.value)
+    assert "/run" in text and "--run-key" in text
+    assert "prompt.template: 'What is {Company}?' -> 'Other {Company}'" in text
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+SCHEMA = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("Country", pa.string())])
+
+
+def test_a_plan_names_its_tables_by_their_hash_and_reads_back():
+    files = [InputFile("a", 1, None, 1, 7), InputFile("b", 1, None, 1, 0)]
+    job = make_job(source={"uri": "in", "rows_per_shard": 3})
+    plan, tables = make_plan(job, "k", files, SCHEMA, 10.0, MODEL, snapshot=True)
+    assert (plan.rows, plan.rows_per_shard, plan.shards, plan.snapshot) == (7, 3, 3, True)
+    assert set(tables) == {plan.shards_table, plan.files_table}
+    assert read_shards(tables[plan.shards_table]).starts.tolist() == [0, 3, 6, 7]
+    assert read_files(tables[plan.files_table]) == tuple(files)
+    assert decode_schema(plan.input_schema).equals(SCHEMA)
+    again, same = make_plan(job, "k", files, SCHEMA, 10.0, MODEL, snapshot=True)
+    assert same == tables and again.fingerprint == plan.fingerprint
+
+
+def test_secrets_stay_out_of_the_run_directory():
+    job = make_job(
+        source={"uri": "s3://b/k", "options": {"key": "SECRET-1", "secret": "SECRET-2"}},
+        output={"uri": "s3://b/o", "options": {"token": "SECRET-3"}},
+        engine={"env": {"HF_TOKEN": "SECRET-4"}, "hf_token": "SECRET-5"},
+    )
+    plan, tables = make_plan(job, "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 1.0, MODEL, False)
+    assert b"SECRET" not in plan.to_bytes() + b"".join(tables.values())
+    assert public_job(job)["source"] == {"uri": "s3://b/k"}
+    assert job.source.options["key"] == "SECRET-1"  # the job itself is left as it was
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"prompt": {"template": "{Compny}"}},
+            ["prompt.template", "'Compny'", "did you mean 'Company'", "Country"],
+        ),
+        ({"prompt": {"template": "{zzz}"}}, ["no column 'zzz' (columns: id, Company, Country)"]),
+        (
+            {"output": {"uri": "o", "columns": ["id", "country"]}},
+            ["output.columns", "'country'", "did you mean 'Country'"],
+        ),
+        (
+            {"output": {"uri": "o", "column": "Company"}},
+            ["'Company' is already an input column", "output.column"],
+        ),
+        ({"output": {"uri": "o", "row_number": "id"}}, ["'id' is already", "output.row_number"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"id": "string"}}},
+            ["'id' is already", "output.schema"],
+        ),
+        ({"output": {"uri": "o", "column": "_row"}}, ["'_row'", "output.row_number"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"_row": "string"}}},
+            ["'_row'", "output.row_number"],
+        ),
+        ({"output": {"uri": "o", "columns": ["id", "id"]}}, ["output.columns", "'id'"]),
+    ],
+)
+def test_columns_that_do_not_fit_the_input_are_named(groups, said):
+    with pytest.raises(ConfigError) as caught:
+        check_against_schema(make_job(**groups), SCHEMA)
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"uri": "o"},
+        {"uri": "o", "columns": []},
+        {"uri": "o", "columns": ["Country"], "column": "Company"},  # the input's is left out
+        {"uri": "o", "postprocess": "m:f", "column": "Company"},  # no answer column is written
+    ],
+)
+def test_columns_that_fit(output):
+    check_against_schema(make_job(output=output), SCHEMA)

@@ -1,0 +1,238 @@
+"""Rows to prompts: what a template or a function makes of them, and that one bad row stays one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from helpers.small import MODEL
+
+from prefect_raybatch import demo
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import Prompt
+from prefect_raybatch.records import Unit
+from prefect_raybatch.stages import prepare as stage
+from prefect_raybatch.stages.blocks import (
+    ERROR,
+    PARAMS,
+    POSITION,
+    TIMES,
+    TOKENS,
+    is_lost,
+    load_tokenizer,
+    lost,
+    tag,
+)
+from prefect_raybatch.stages.prepare import Prepare
+
+
+def run(prompt: dict[str, Any], columns: Any, limit: int | None = None) -> list[dict[str, Any]]:
+    """The block's rows after the stage."""
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    made = Prepare(Prompt(**prompt), dict(MODEL), limit)(tag(table, Unit(0, 0, table.num_rows)))
+    assert made.num_rows == table.num_rows
+    assert made[POSITION].to_pylist() == list(range(table.num_rows))
+    assert made[f"{TIMES}_prepare"].null_count == 0
+    names = [TOKENS, PARAMS, ERROR]
+    return made.select(names).to_pylist()
+
+
+def text(row: dict[str, Any]) -> str:
+    assert row[ERROR] is None, row
+    return load_tokenizer(demo.demo_model_path(), None).decode(row[TOKENS])
+
+
+def failed(row: dict[str, Any], kind: str, *said: str) -> None:
+    assert row[TOKENS] == [] and row[PARAMS] is None
+    assert row[ERROR]["stage"] == "prepare" and row[ERROR]["kind"] == kind
+    for word in said:
+        assert word in row[ERROR]["message"]
+
+
+# --- templates ----------------------------------------------------------------------------------
+
+
+def test_a_template_is_filled_and_put_into_the_chat_template():
+    prompt = {"template": "{{{A}}} is {B}, {A}", "system": "Be {short}."}
+    rows = run(prompt, {"A": ["x", "{B}"], "B": [1, 2]})
+    assert text(rows[0]) == (
+        "<|im_start|>system\nBe {short}.<|im_end|>\n"
+        "<|im_start|>user\n{x} is 1, x<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "{{B}} is 2, {B}" in text(rows[1])  # values are not templates
+    assert rows[0][PARAMS] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1.5, -0.0], ["1.5", "-0.0"]),
+        ([True, False], ["True", "False"]),
+        ([["a", "b"], []], ["['a', 'b']", "[]"]),
+        (["Straße", "日本"], ["Straße", "日本"]),
+        (["", " "], ["what: ", "what:  "]),
+    ],
+)
+def test_any_value_becomes_text(values, words):
+    for row, word in zip(run({"template": "what: {A}"}, {"A": values}), words, strict=True):
+        assert word in text(row)
+
+
+def test_a_null_fails_its_row_or_is_empty():
+    columns = {"A": ["x", None, "y"], "unused": [None, None, None]}
+    rows = run({"template": "<{A}>"}, columns)
+    assert "<x>" in text(rows[0]) and "<y>" in text(rows[2])
+    failed(rows[1], "ValueError", "column A is null", "prompt.on_null")
+    rows = run({"template": "<{A}>", "on_null": "empty"}, columns)
+    assert "<>" in text(rows[1])
+
+
+def test_a_cell_that_is_not_utf8_fails_its_row_alone():
+    raw = pa.array([b"good", b"bad \xff\xfe", b"fine"], pa.binary())
+    table = pa.table({"A": raw.view(pa.string()), "B": ["1", "2", "3"]})
+    rows = run({"template": "{A}"}, table)
+    failed(rows[1], "UnicodeDecodeError")
+    assert "good" in text(rows[0]) and "fine" in text(rows[2])
+    rows = run({"template": "{B}"}, table)  # a broken column that is not used harms nobody
+    assert [r[ERROR] for r in rows] == [None] * 3
+
+
+def test_a_date_that_python_cannot_hold_fails_its_row_alone():
+    dates = pa.array([0, 1 << 60, 5], pa.int64()).cast(pa.timestamp("s"))
+    rows = run({"template": "{A}"}, {"A": dates})
+    assert rows[1][ERROR] is not None and rows[1][ERROR]["stage"] == "prepare"
+    assert "1970-01-01" in text(rows[0]) and rows[2][ERROR] is None
+
+
+# --- functions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["as_text", "as_messages", "as_dict"])
+def test_a_function_may_return_text_messages_or_both_with_sampling(name):
+    (row,) = run({"function": f"helpers.functions:{name}"}, {"Company": ["ACME"]})
+    assert "ACME" in text(row)
+    assert text(row).startswith("<|im_start|>user\n")
+    own = json.loads(row[PARAMS]) if row[PARAMS] else None
+    assert own == ({"max_tokens": 3} if name == "as_dict" else None)
+
+
+def test_each_row_a_function_spoils_fails_alone_with_its_reason():
+    wrong = {
+        "raise": ("LookupError", "no such company"),
+        "number": ("TypeError", "int"),
+        "null": ("TypeError", "NoneType"),
+        "empty list": ("TypeError", "list"),
+        "empty dict": ("TypeError", "dict"),
+        "list of text": ("TypeError", "messages"),
+        "no content": ("TypeError", "messages"),
+        "unknown key": ("TypeError", "unknown keys temperature"),
+        "sampling text": ("TypeError", "sampling"),
+        "sampling object": ("TypeError", ""),
+        "content object": ("TypeError", "content is object"),
+        "surrogate": ("TypeError", "TextEncodeInput"),
+    }
+    companies = ["first", *wrong, "last"]
+    rows = run({"function": "helpers.functions:by_name"}, {"Company": companies})
+    assert "about first" in text(rows[0]) and "about last" in text(rows[-1])
+    for row, (kind, said) in zip(rows[1:-1], wrong.values(), strict=True):
+        failed(row, kind, said)
+
+
+@pytest.mark.parametrize("name", ["raises_surrogate", "raises_unprintable"])
+def test_an_error_whose_text_cannot_be_kept_still_fails_only_its_row(name):
+    rows = run({"function": f"helpers.functions:{name}"}, {"Company": ["a", "b"]})
+    assert [row[ERROR]["stage"] for row in rows] == ["prepare", "prepare"]
+
+
+def test_a_long_message_is_cut():
+    (row,) = run({"function": "helpers.functions:by_name"}, {"Company": ["x" * 5000]}, limit=100)
+    failed(row, "PromptTooLong")
+    assert len(row[ERROR]["message"]) <= 500
+
+
+def test_a_function_that_is_not_there_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"prompt\.function"):
+        run({"function": "helpers.functions:nowhere"}, {"Company": ["a"]})
+
+
+# --- lengths ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_leaves_no_room_fails_alone():
+    columns = {"A": ["short", "word " * 200]}
+    (size,) = {len(run({"template": "{A}"}, {"A": ["short"]})[0][TOKENS])}
+    rows = run({"template": "{A}"}, columns, limit=100)
+    assert rows[0][ERROR] is None
+    failed(rows[1], "PromptTooLong", "engine.max_model_len 100")
+    # The last room is for one token of the answer.
+    assert run({"template": "{A}"}, {"A": ["short"]}, limit=size + 1)[0][ERROR] is None
+    failed(run({"template": "{A}"}, {"A": ["short"]}, limit=size)[0], "PromptTooLong")
+
+
+def test_without_a_limit_the_models_own_counts():
+    rows = run({"template": "{A}"}, {"A": ["a", "word " * 3000]})
+    failed(rows[1], "PromptTooLong", "2048")
+
+
+# --- tokenizers that fail -----------------------------------------------------------------------
+
+
+class Touchy:
+    """The bundled tokenizer, whose chat template or encoding dislikes a word."""
+
+    def __init__(self, dislikes: str, where: str) -> None:
+        self.real = load_tokenizer(demo.demo_model_path(), None)
+        self.chat_template = self.real.chat_template
+        self.dislikes, self.where = dislikes, where
+
+    def apply_chat_template(self, conversations: Any, **kwargs: Any) -> Any:
+        if self.where == "chat" and self.dislikes in str(conversations):
+            raise RuntimeError("the chat template says no")
+        return self.real.apply_chat_template(conversations, **kwargs)
+
+    def __call__(self, texts: list[str], **kwargs: Any) -> Any:
+        if self.where == "encode" and any(self.dislikes in t for t in texts):
+            raise RuntimeError("the tokenizer says no")
+        return self.real(texts, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["chat", "encode"])
+def test_one_row_that_the_tokenizer_refuses_does_not_kill_the_block(monkeypatch, where):
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: Touchy("bad", where))
+    rows = run({"template": "{A}"}, {"A": ["a", "bad", None, "b", "bad"]})
+    assert "a<|im_end|>" in text(rows[0]) and "b<|im_end|>" in text(rows[3])
+    for row in (rows[1], rows[4]):
+        failed(row, "RuntimeError", "says no")
+    failed(rows[2], "ValueError", "null")
+
+
+def test_without_a_chat_template_the_texts_are_joined(monkeypatch):
+    plain = Touchy("", "")
+    plain.chat_template = None
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: plain)
+    (row,) = run({"template": "Q {A}", "system": "S"}, {"A": ["x"]})
+    assert text(row) == "S\n\nQ x"
+
+
+def test_all_rows_failed_is_a_block_too():
+    rows = run({"template": "{A}"}, {"A": pa.array([None, None], pa.string())})
+    for row in rows:
+        failed(row, "ValueError")
+
+
+# --- blocks that pass ---------------------------------------------------------------------------
+
+
+def test_a_lost_block_passes_as_it_is():
+    block = lost(Unit(3, 2, 5), "SourceError: gone", fatal=True)
+    made = Prepare(Prompt(template="{A}"), dict(MODEL), None)(block)
+    assert is_lost(made) and made.equals(block)
+
+
+def test_the_stage_crosses_process_borders():
+    import pickle
+
+    stage = Prepare(Prompt(template="{A}"), dict(MODEL), 100)
+    assert pickle.loads(pickle.dumps(stage)) == stage
