@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -100,7 +99,7 @@ def plan(args: argparse.Namespace, steps: Steps) -> None:
 def commit(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         from prefect_raybatch.ledger import Ledger
-        from prefect_raybatch.storage import open_store
+        from prefect_raybatch.storage import open_store, read_ahead
     ledger = Ledger(open_store(_run_folder(args)))
     plan = ledger.load_plan()
     assert plan is not None
@@ -112,9 +111,9 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
         if ledger.commit(plan, rows, [receipt(shard, rows)]) is None:
             raise SystemExit(f"shard {shard} was committed already")
 
-    with steps.step("commit") as counts, ThreadPoolExecutor(args.writers) as pool:
+    with steps.step("commit") as counts:
         done = range(plan.shards - args.pending)
-        for _ in pool.map(one, done):
+        for _ in read_ahead(one, done, args.writers, args.writers):
             pass
         counts["commits"], counts["writers"] = len(done), args.writers
 

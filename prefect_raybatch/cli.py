@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from prefect_raybatch import runs
@@ -29,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(highlight=False, soft_wrap=True, stderr=True)
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -115,7 +117,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     if as_json:
         _print_json(found)
         return
-    out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({found.run})")
+    out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({escape(found.run)})")
     table = _grid()
     table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
     table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")
@@ -143,7 +145,7 @@ def verify(run_dir: RunDir, as_json: Json = False) -> None:
             f"{found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
         )
     else:
-        out.print(f"[red]not proved[/]: {run_dir}")
+        out.print(f"[red]not proved[/]: {escape(run_dir)}")
         for fault in found.faults:
             out.print(f"  {fault}", markup=False)
     if not found.ok:
@@ -286,8 +288,9 @@ def _show_plan(found: runs.DryRun) -> None:
     size = found.sizing
     table = _grid()
     table.add_row("input", f"{found.rows:,} rows in {found.files:,} {found.format} files")
-    table.add_row("columns", ", ".join(found.columns))
-    table.add_row("model", f"{found.model['source']} {found.model.get('revision') or ''}")
+    table.add_row("columns", escape(", ".join(found.columns)))
+    model = f"{found.model['source']} {found.model.get('revision') or ''}"
+    table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {size.rows_per_shard:,} rows")
     table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.workers} engines)")
     table.add_row(
@@ -303,12 +306,12 @@ def _show_plan(found: runs.DryRun) -> None:
         if have
         else "a local one, started for the run",
     )
-    table.add_row("run directory", found.run)
+    table.add_row("run directory", escape(found.run))
     out.print(table)
     for note in size.notes:
         out.print(f"  {note}", markup=False)
     for problem in found.problems:
-        out.print(f"[red]problem[/]: {problem}")
+        out.print(f"[red]problem[/]: {escape(problem)}")
 
 
 def _show_report(report: Any, fresh: bool) -> None:
@@ -326,10 +329,10 @@ def _show_report(report: Any, fresh: bool) -> None:
         "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
     )
     table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
-    table.add_row("result", f"{report.run}/data/")
+    table.add_row("result", escape(f"{report.run}/data/"))
     if report.failed:
-        table.add_row("failed rows", f"{report.run}/quarantine/")
-    table.add_row("report", f"{report.run}/_raybatch/report.md")
+        table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
+    table.add_row("report", escape(f"{report.run}/_raybatch/report.md"))
     out.print(table)
     stages = Table(box=None, pad_edge=False)
     rows = stage_table(report)
@@ -363,7 +366,7 @@ def _show_sample(report: Any, columns: list[str]) -> None:
     for name in columns:
         table.add_column(name)
     for row in rows.select(columns).to_pylist():
-        table.add_row(*(str(row[name]) for name in columns))
+        table.add_row(*(escape(str(row[name])) for name in columns))
     out.print(table)
 
 

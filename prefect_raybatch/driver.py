@@ -129,20 +129,21 @@ class Driver:
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
-        strikes = 0
+        strikes, held_at_start = 0, self._held()
         while units:
             # Isolated once what is missing may all have been in flight at a death; more than that
             # was never tried, and one unit at a time would be slow. A pass that got nothing through
             # would only die the same way again.
             few = strikes > 0 or len(units) <= self.suspects
             isolated = self.progress.passes > 0 and few
-            before = self._held()
+            before, known = self._held(), deaths.total()
             self._pass(units, isolated)
             units = self._missing(units)
             if isolated:
                 units = self._after_isolation(units, deaths)
-            # A row that dies alone is progress too: it is counted, and at last quarantined.
-            moved = self._held() > before or (isolated and any(u.rows == 1 for u in units))
+            # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
+            works = before > held_at_start
+            moved = self._held() > before or (works and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), "no receipt came back")

@@ -6,13 +6,9 @@ every shard is committed: two finalizers write the same files, so it does not ma
 
 from __future__ import annotations
 
-import hashlib
 import io
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +17,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger import PIECES, Ledger
+from prefect_raybatch.part_files import PartFiles
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import (
     Commit,
@@ -33,7 +30,7 @@ from prefect_raybatch.records import (
     merge,
     to_ranges,
 )
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.tally import Tally
 
 POSITION = "__rb_pos"
@@ -105,14 +102,7 @@ def _tables(
             return commit, []
         return commit, list(read_pieces(ledger.store, commit))
 
-    with ThreadPoolExecutor(AHEAD) as pool:
-        window: list[Any] = []
-        for commit in ledger.commits(plan, range(plan.shards)):
-            window.append(pool.submit(load, commit))
-            if len(window) > AHEAD:
-                yield window.pop(0).result()
-        for future in window:
-            yield future.result()
+    return read_ahead(load, ledger.commits(plan, range(plan.shards)), AHEAD, AHEAD)
 
 
 def check_commit(commit: Commit, rows: int) -> None:
@@ -179,48 +169,31 @@ class _Parts:
     """Writes tables to FOLDER/part-00000.parquet ..., a new one once `file_bytes` are in it."""
 
     def __init__(self, store: Store, folder: str, row_number: str, file_bytes: int):
-        self.store, self.folder = store, folder
         self.row_number, self.file_bytes = row_number, file_bytes
         self.files: list[Part] = []
-        self._held = self._rows = 0
-        self._writer: pq.ParquetWriter | None = None
+        self._parts = PartFiles(store, folder)
+        self._held = 0
         self._schema: pa.Schema | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def write(self, table: pa.Table, start: int, size: int) -> None:
-        if self._writer is not None and self._held + size > self.file_bytes:
-            self._flush()
+        if self._held and self._held + size > self.file_bytes:
+            self._finish()
         rows = pa.array(table[POSITION].to_numpy().astype(np.int64) + start)
         table = table.drop_columns([POSITION]).append_column(self.row_number, rows)
         if self._schema is None:
             self._schema = table.schema
-        if self._writer is None:
-            self._temporary = tempfile.TemporaryDirectory()
-            self._writer = pq.ParquetWriter(self._local, self._schema, compression="zstd")
-        self._writer.write_table(table.cast(self._schema))
+        self._parts.write(table.cast(self._schema))
         self._held += size
-        self._rows += table.num_rows
-
-    @property
-    def _local(self) -> str:
-        return str(Path(self._temporary.name) / "part.parquet") if self._temporary else ""
-
-    def _flush(self) -> None:
-        if self._writer is None or self._temporary is None:
-            return
-        self._writer.close()
-        name = f"{self.folder}/part-{len(self.files):05d}.parquet"
-        with Path(self._local).open("rb") as stream:
-            checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-        size = Path(self._local).stat().st_size
-        self.store.put_file(name, self._local)
-        self.files.append(Part(name, self._rows, size, checksum))
-        self._temporary.cleanup()
-        self._writer, self._held, self._rows = None, 0, 0
 
     def close(self) -> list[Part]:
-        self._flush()
+        self._finish()
         return self.files
+
+    def _finish(self) -> None:
+        made = self._parts.finish()
+        if made is not None:
+            self.files.append(made[0])
+        self._held = 0
 
 
 def remove_pieces(ledger: Ledger) -> int:

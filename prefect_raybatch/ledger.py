@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from prefect_raybatch.records import (
     merge,
     missing,
 )
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import Store, read_ahead
 
 PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
@@ -117,14 +117,7 @@ class Ledger:
 
     def commits(self, plan: Plan, shards: Iterable[int]) -> Iterator[Commit]:
         """The commit records of `shards`, in that order, read ahead by a pool of threads."""
-        with ThreadPoolExecutor(READERS) as pool:
-            window: list[Any] = []
-            for shard in shards:
-                window.append(pool.submit(self.read_commit, plan, shard))
-                if len(window) >= 4 * READERS:
-                    yield window.pop(0).result()
-            for future in window:
-                yield future.result()
+        return read_ahead(partial(self.read_commit, plan), shards, READERS, 4 * READERS)
 
     def read_commit(self, plan: Plan, shard: int) -> Commit:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,21 @@ def local_path(model: dict[str, Any]) -> str:
     if source == DEMO:
         return demo.demo_model_path()
     return _fetch(source, str(model["identity"])) if is_remote(source) else source
+
+
+def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
+    """(path or name, revision, trust_remote_code) of the tokenizer the engine would take too."""
+    trust = bool(model.get("trust_remote_code"))
+    if model.get("tokenizer"):
+        return str(model["tokenizer"]), model.get("tokenizer_revision"), trust
+    return local_path(model), model.get("revision"), trust
+
+
+def with_tokenizer(model: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """The plan's model and the engine arguments that choose another tokenizer for it."""
+    extra = engine.model_extra or {}
+    names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
+    return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 
 
 def context_length(path: str) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
+from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import BatchJob, Stage
 from prefect_raybatch.ledger import Ledger
@@ -55,10 +56,11 @@ class Pipeline:
             self.input_options,
             done=partial(_is_committed, self.store),
         )
+        self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
         self.finish = Finish(
             self.job.output,
-            dict(self.plan.model),
+            self.model,
             self.store,
             self.attempt,
             bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
@@ -79,7 +81,7 @@ class Pipeline:
                     yield Receipt.from_json(text)
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        prepare = Prepare(self.job.prompt, dict(self.plan.model), self.job.engine.max_model_len)
+        prepare = Prepare(self.job.prompt, self.model, self.job.engine.max_model_len)
         spec = engine_spec(self.job, dict(self.plan.model), self.device)
         return (
             ShardDatasource(self.reader, self._tasks(units))

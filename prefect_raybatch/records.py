@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
@@ -155,7 +156,7 @@ class Plan:
     def to_bytes(self) -> bytes:
         return dump(asdict(self))
 
-    @property
+    @cached_property  # every commit is compared with it
     def hash(self) -> str:
         return digest(self.to_bytes())
 

@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "functions": {"errors"},
     "storage": {"errors"},
     "demo": set(),
-    "source": {"job", "storage", *VALUES},
+    "part_files": {"storage", *VALUES},
+    "source": {"job", "part_files", "storage", *VALUES},
     "plan": {"functions", "job", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
     "ledger": {"plan", "storage", *VALUES},
@@ -45,12 +46,12 @@ MAY_IMPORT = {
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
     "stages.engine": {"job", "model", "stages.blocks", "stages.stepper", "storage", *VALUES},
     "stages.finish": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
-    "finalize": {"ledger", "plan", "storage", "tally", *VALUES},
+    "finalize": {"ledger", "part_files", "plan", "storage", "tally", *VALUES},
     "verify": {"finalize", "ledger", "plan", "storage", *VALUES},
     "report": {"records", "tally"},
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}
-MAY_IMPORT["pipeline"] = {"job", "ledger", "plan", "storage", *STAGES, *VALUES}
+MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
 ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
 # Above the pipeline everything below may be used.
 FREE = {"runs", *ENDS}
@@ -93,8 +94,7 @@ def imports(path: Path, lazy: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (f"{_module(path, node)}.{alias.name}" for alias in node.names)
         elif not lazy and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             return
         elif not lazy and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -105,6 +105,13 @@ def imports(path: Path, lazy: bool) -> Iterator[str]:
                 yield from visit(inner)
 
     yield from visit(tree)
+
+
+def _module(path: Path, node: ast.ImportFrom) -> str:
+    """What stands after `from`, whole also where it is relative."""
+    package = path.relative_to(ROOT).parent.parts
+    above = package[: len(package) - node.level + 1] if node.level else ()
+    return ".".join([*above, *([node.module] if node.module else [])])
 
 
 def ours(name: str) -> str | None:

@@ -36,7 +36,7 @@ from prefect_raybatch.stages.blocks import (
     lost,
     tag,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.engine import CPU_ENV, EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.stepper import Completion, EngineDied
 
 SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
@@ -246,7 +246,7 @@ def test_every_sizing_argument_is_set_on_purpose():
     assert cpu["enforce_eager"] is True and "enforce_eager" not in gpu
     assert (cpu["max_num_batched_tokens"], gpu["max_num_batched_tokens"]) == (4096, 16384)
     assert gpu["max_model_len"] == 99
-    assert engine_spec(make_job(), dict(MODEL), "cpu").env == {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    assert engine_spec(make_job(), dict(MODEL), "cpu").env == CPU_ENV
 
 
 def test_what_the_job_says_beats_the_defaults():
@@ -265,7 +265,7 @@ def test_what_the_job_says_beats_the_defaults():
     assert spec.arguments["max_num_batched_tokens"] == 123
     assert spec.arguments["tensor_parallel_size"] == 2
     assert spec.arguments["dtype"] == "half"
-    assert spec.env == {"VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"}
+    assert spec.env == {**CPU_ENV, "VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"}
     assert spec.sampling == {
         "temperature": 0.0,
         "max_tokens": 3,

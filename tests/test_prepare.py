@@ -10,14 +10,16 @@ import pytest
 from helpers.small import MODEL
 
 from prefect_raybatch import demo
-from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import Prompt
 from prefect_raybatch.records import Unit
 from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.blocks import (
     ERROR,
+    FATAL,
+    LOST,
     PARAMS,
     POSITION,
+    SHARD,
     TIMES,
     TOKENS,
     is_lost,
@@ -152,9 +154,12 @@ def test_a_long_message_is_cut():
     assert len(row[ERROR]["message"]) <= 500
 
 
-def test_a_function_that_is_not_there_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"prompt\.function"):
-        run({"function": "helpers.functions:nowhere"}, {"Company": ["a"]})
+def test_a_function_that_is_not_there_loses_the_block_and_stops_the_run():
+    table = tag(pa.table({"Company": ["a", "b"]}), Unit(3, 5, 2))
+    made = Prepare(Prompt(function="helpers.functions:nowhere"), dict(MODEL), None)(table)
+    (row,) = made.to_pylist()
+    assert (row[SHARD], row[POSITION], row[FATAL]) == (3, 5, True)
+    assert row[LOST].startswith("ConfigError: prompt.function")
 
 
 # --- lengths ------------------------------------------------------------------------------------

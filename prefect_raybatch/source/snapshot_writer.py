@@ -7,10 +7,10 @@ from contextlib import suppress
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.part_files import PartFiles
 from prefect_raybatch.records import InputFile
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.find import input_file
-from prefect_raybatch.source.part_files import PartFiles
 from prefect_raybatch.storage import Store
 
 GROUP_ROWS = 16_384  # rows in a row group ...

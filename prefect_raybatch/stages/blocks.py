@@ -109,7 +109,7 @@ def _row(one: pa.Table) -> Any:
 
 
 @lru_cache(maxsize=4)
-def load_tokenizer(path: str, revision: str | None) -> Any:
+def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer, once a worker process."""
     if _tokenizer_class(path) == "PreTrainedTokenizerFast":
         # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
@@ -118,7 +118,9 @@ def load_tokenizer(path: str, revision: str | None) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, revision=revision)
+    return AutoTokenizer.from_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
 
 
 def _tokenizer_class(path: str) -> str | None:

@@ -174,8 +174,7 @@ class Finish:
         answers = table[ANSWERS].to_pylist()
         todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
         if todo:
-            path = models.local_path(self.model)
-            tokenizer = load_tokenizer(path, self.model.get("revision"))
+            tokenizer = load_tokenizer(*models.tokenizer_place(self.model))
             flat = [ids for i in todo for ids in answers[i]]
             texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=self.skip_special_tokens))
             for i in todo:

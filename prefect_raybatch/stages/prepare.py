@@ -55,10 +55,8 @@ class Prepare:
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        path = models.local_path(self.model)
-        revision = self.model.get("revision")
-        tokenizer = load_tokenizer(path, revision)
-        limit = self.max_model_len or models.context_length(path)
+        tokenizer = load_tokenizer(*models.tokenizer_place(self.model))
+        limit = self.max_model_len or models.context_length(models.local_path(self.model))
         requests = self._requests(table)
         texts = render(tokenizer, requests)
         tokens = encode(tokenizer, texts, limit)

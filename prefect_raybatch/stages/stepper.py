@@ -410,10 +410,12 @@ class SteppedEngine:
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
                 process.join(1)
-                self._fail(
-                    f"engine process {process.name} (pid {process.pid}) ended with exit "
-                    f"code {process.exitcode}"
-                )
+                # vLLM's own monitor waits for the same process; who comes second gets no code.
+                code = "" if process.exitcode is None else f" with exit code {process.exitcode}"
+                self._fail(f"engine process {process.name} (pid {process.pid}) ended{code}")
+                self._thread.join(2)
+                if self._thread.is_alive():  # in a step that will never return
+                    self._shutdown()
                 return
 
     def _fail(self, cause: str) -> None:
