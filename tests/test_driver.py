@@ -233,7 +233,8 @@ def test_whatever_rows_kill_and_fail_the_rest_is_kept(
 ):
     run = small_run(tmp_path_factory.mktemp("run"), rows=rows, per_shard=per_shard)
     places = [(s, p) for s in range(run.plan.shards) for p in range(run.shards[s].rows)]
-    poison = data.draw(st.sets(st.sampled_from(places), max_size=2), "poison")
+    # At least one row lives: where none does, the infrastructure is to blame (tested above).
+    poison = data.draw(st.sets(st.sampled_from(places), max_size=min(2, rows - 1)), "poison")
     failed = data.draw(st.sets(st.sampled_from(places), max_size=3), "failed") - poison
     passes = Passes(run, poison, failed, window=window)
     progress = drive(run, passes, suspects=suspects, limits={"max_failed": rows})
