@@ -222,7 +222,7 @@ def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
 
 @settings(max_examples=25)
 @given(
-    rows=st.integers(1, 60),
+    rows=st.integers(3, 60),  # more than can be poison: else it is the machine that is to blame
     per_shard=st.integers(1, 40),
     window=st.integers(1, 5),
     suspects=st.integers(1, 8),

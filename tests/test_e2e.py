@@ -105,7 +105,10 @@ def test_demo_runs_and_is_done_the_second_time(tmp_path: Path, env: dict[str, st
     assert (run / "_SUCCESS").exists() and not list((run / "_raybatch").glob("pieces/*"))
 
     artifacts = subprocess.run(
-        [str(BIN / "prefect"), "artifact", "ls"], env=env, capture_output=True, text=True
+        [str(BIN / "prefect"), "artifact", "ls"],
+        env={**env, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
     ).stdout
     for kind in ("progress", "stages", "report"):
         assert f"raybatch-demo-600-7-{kind}" in artifacts
