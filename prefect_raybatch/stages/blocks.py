@@ -8,6 +8,7 @@ would be retried blindly or swallowed, and its text lost.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -39,6 +40,12 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))
     return table.add_column(0, SHARD, pa.array(shards))
+
+
+def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
+    """The block with the seconds that `stage` took for it, since `began`."""
+    spent = np.full(table.num_rows, time.time() - began)
+    return table.append_column(f"{TIMES}_{stage}", pa.array(spent))
 
 
 def lost(unit: Unit, reason: str, fatal: bool = False) -> pa.Table:

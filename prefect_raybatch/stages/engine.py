@@ -32,6 +32,7 @@ from prefect_raybatch.stages.blocks import (
     Failure,
     lost_all,
     passes_by,
+    timed,
 )
 
 log = logging.getLogger(__name__)
@@ -177,10 +178,8 @@ class EngineStage:
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         for name, values in columns.items():
             table = table.append_column(name, pa.array(values, _TYPES[name]))
-        for name, value in (("began", began), ("engine", time.time() - began)):
-            spent = pa.array([value] * table.num_rows, pa.float64())
-            table = table.append_column(f"{TIMES}_{name}", spent)
-        return table
+        when = pa.array([began] * table.num_rows, pa.float64())
+        return timed(table.append_column(f"{TIMES}_began", when), "engine", began)
 
 
 _TYPES = {

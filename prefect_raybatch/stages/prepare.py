@@ -22,7 +22,6 @@ from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
-    TIMES,
     TOKENS,
     Failure,
     input_columns,
@@ -30,6 +29,7 @@ from prefect_raybatch.stages.blocks import (
     lost_all,
     passes_by,
     rows_of,
+    timed,
 )
 
 
@@ -71,8 +71,7 @@ class Prepare:
         )
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
-        spent = pa.array([time.time() - began] * len(tokens), pa.float64())
-        return table.append_column(f"{TIMES}_prepare", spent)
+        return timed(table, "prepare", began)
 
     def _requests(self, table: pa.Table) -> list[Request | Failure]:
         if self.prompt.function:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,7 +171,9 @@ def read_units(
         for unit, parts in zip(task.units, task.parts, strict=True):
             if done is not None and _is_done(done, unit.shard):
                 continue
-            yield _read_unit(unit, parts, files, schema)
+            began = time.time()
+            table = _read_unit(unit, parts, files, schema)
+            yield table if blocks.is_lost(table) else blocks.timed(table, "read", began)
 
 
 def _is_done(done: Done, shard: int) -> bool:

@@ -1,0 +1,168 @@
+"""The Prefect side against a real Prefect server: run keys, retries by class, artifacts, logs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from helpers.small import make_job
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.testing.utilities import prefect_test_harness
+
+from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, runs, tasks
+from prefect_raybatch.driver import Progress
+from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
+from prefect_raybatch.records import Commit, RunReport
+from prefect_raybatch.runs import Run
+
+RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+def report(key: str = "k") -> RunReport:
+    return RunReport(
+        run="/nowhere/k", run_key=key, job="j", state="completed", rows=100, good=99, failed=1,
+        skipped=0, shards=4, resumed_shards=0, seconds=1.0, rows_per_s=99.0, tokens={},
+        stages=(), failures={"engine|ValueError|no": 1}, model={"source": "demo"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """The plain functions behind the tasks, replaced by ones that note how they were called."""
+    made: dict[str, list[Any]] = {"plan": [], "infer": [], "finalize": []}
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        made["plan"].append(key)
+        return RUN
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
+        made["infer"].append(run)
+        progress = Progress(100, 4)
+        for shard in range(4):
+            stats = {"rows": 25, "started": time.time(), "ended": time.time()}
+            commit = Commit(shard, "a", "t", "h", ((0, 25),), (), (), (), stats, {}, {}, 0.0)
+            progress.add(commit, time.time())
+            observe(progress)
+        return progress
+
+    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+        made["finalize"].append(run)
+        return report()
+
+    for function in (plan_run, infer_run, finalize_run):
+        monkeypatch.setattr(runs, function.__name__, function)
+    return made
+
+
+def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[Any]]) -> None:
+    keys: list[str] = []
+
+    @flow
+    def nightly() -> None:
+        batch_inference(make_job(name="inner"))
+        keys.append(calls["plan"][-1])
+
+    before = datetime.now(UTC).replace(microsecond=0)
+    state = nightly(return_state=True)
+    assert state.is_completed()
+    with get_client(sync_client=True) as client:
+        parents = [r for r in client.read_flow_runs() if r.name and r.parent_task_run_id is None]
+    planned = {f"inner-{r.expected_start_time.astimezone(UTC):%Y%m%dT%H%M%SZ}" for r in parents}
+    assert keys[0] in planned
+    assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
+    assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(ConfigError("field x is wrong"), 1), (StoreUnavailable("away"), 4)]
+)
+def test_only_passing_faults_are_tried_again(
+    error: Exception, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        seen.append(key)
+        raise error
+
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+
+    @flow
+    def once() -> None:
+        plan_shards.with_options(retry_delay_seconds=0)(make_job(), "k")
+
+    state = once(return_state=True)
+    assert state.is_failed() and len(seen) == tries
+    with pytest.raises(type(error), match=str(error)):
+        state.result()
+
+
+def test_a_start_error_is_terminal_and_the_flow_is_failed(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
+        calls["infer"].append(run)
+        raise EngineStartError("no such model")
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    state = batch_inference(make_job(), "k", return_state=True)
+    assert state.is_failed() and "no such model" in (state.message or "")
+    assert len(calls["infer"]) == 1 and not calls["finalize"]
+
+
+def test_artifacts_and_logs_are_in_the_page(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "UPDATE_EVERY", 0.0)
+    key = "Night_1.a"
+
+    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+        return report(key)
+
+    def plan_run(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
+        return Run("/nowhere/k", key, "hash", 100, 4, False)
+
+    monkeypatch.setattr(runs, "finalize_run", finalize_run)
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+    state = batch_inference(make_job(), key, return_state=True)
+    assert state.is_completed()
+    with get_client(sync_client=True) as client:
+        found = {a.key: a for a in client.read_artifacts() if a.key}
+        run_id = state.state_details.flow_run_id
+        deadline, logs = time.time() + 30, []
+        while not any("100 of 100 rows" in text for text in logs) and time.time() < deadline:
+            time.sleep(0.5)
+            wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id]))
+            logs = [line.message for line in client.read_logs(wanted)]
+    base = "raybatch-night-1-a"
+    assert {f"{base}-{kind}" for kind in ("progress", "stages", "failures", "report")} <= set(found)
+    assert found[f"{base}-progress"].data == 100.0
+    assert "| Rows in quarantine | 1 (1.00%) |" in found[f"{base}-report"].data
+    assert any("100 of 100 rows" in text for text in logs)
+
+
+def test_a_page_that_is_away_stops_nothing(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(**_: Any) -> Any:
+        raise ConnectionError("no API")
+
+    monkeypatch.setattr(tasks, "create_progress_artifact", away)
+
+    @flow
+    def infer() -> int:
+        return infer_shards(make_job(), RUN).done
+
+    assert infer() == 100
