@@ -53,6 +53,7 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where data and result go.")] = Path("raybatch-demo"),
     seed: Annotated[int, typer.Option(help="Of the generated customers.")] = 7,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    as_json: Json = False,
 ) -> None:
     """Company name to industry over a generated CSV, with real vLLM."""
     from prefect_raybatch import demo as bundled
@@ -70,11 +71,15 @@ def demo(
         }
     )
     if not data.exists():
-        out.print(f"writing {rows:,} customers to {data}")
+        if not as_json:
+            err.print(f"writing {rows:,} customers to {data}", markup=False)
         folder.mkdir(parents=True, exist_ok=True)
         write_customers(data, rows, seed)
     tag = "" if model == "demo" else "-" + model.strip("./").replace("/", "-")
-    report, fresh = _run(job, f"demo-{rows}-{seed}{tag}", prefect, quiet=False)
+    report, fresh = _run(job, f"demo-{rows}-{seed}{tag}", prefect, quiet=as_json)
+    if as_json:
+        _print_json(report)
+        return
     _show_report(report, fresh)
     _show_sample(report, ["Index", "Company", "Country", "industry"])
 

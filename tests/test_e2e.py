@@ -114,6 +114,8 @@ def test_demo_runs_and_is_done_the_second_time(tmp_path: Path, env: dict[str, st
         assert f"raybatch-demo-600-7-{kind}" in artifacts
 
     sessions = set(Path("/tmp/ray").glob("session_2*"))
+    plain = call("demo", "--rows", "600", "--json", env=env, cwd=tmp_path)
+    assert json.loads(plain.stdout)["good"] == 600
     again = call("demo", "--rows", "600", env=env, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "finished already" in again.stdout

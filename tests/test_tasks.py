@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 from prefect import flow
+from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.testing.utilities import prefect_test_harness
+from pydantic import SecretStr
 
 from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, runs, tasks
 from prefect_raybatch.driver import Progress
@@ -151,6 +153,46 @@ def test_artifacts_and_logs_are_in_the_page(
     assert found[f"{base}-progress"].data == 100.0
     assert "| Rows in quarantine | 1 (1.00%) |" in found[f"{base}-report"].data
     assert any("100 of 100 rows" in text for text in logs)
+
+
+class KeysLikeAws(Block):
+    """The fields of prefect-aws's AwsCredentials that matter here."""
+
+    _block_type_slug = "keys-like-aws"
+
+    aws_access_key_id: str
+    aws_secret_access_key: SecretStr
+    aws_session_token: SecretStr | None = None
+    aws_client_parameters: dict = {}
+
+
+def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = KeysLikeAws(aws_access_key_id="id-1", aws_secret_access_key=SecretStr("hush-hush"))
+    block.save("night", overwrite=True)
+    seen: list[dict[str, Any]] = []
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        seen.append(job.output.options)
+        return RUN
+
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+    name = "keys-like-aws/night"
+    job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
+    state = batch_inference(job, "k", return_state=True)
+    assert state.is_completed()
+    assert seen == [{"key": "id-1", "secret": "hush-hush"}]
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(state.state_details.flow_run_id)
+    assert run.parameters and "hush-hush" not in str(run.parameters)
+
+
+@pytest.mark.parametrize("name", ["keys-like-aws/nobody", "no-such-type/x", "nonsense"])
+def test_a_block_that_cannot_be_loaded_is_a_config_error(name: str) -> None:
+    job = make_job(source={"uri": "in.parquet", "credentials_block": name})
+    with pytest.raises(ConfigError, match="credentials_block"):
+        tasks.with_blocks(job)
 
 
 def test_a_page_that_is_away_stops_nothing(
