@@ -7,7 +7,7 @@ every shard is committed: two finalizers write the same files, so it does not ma
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,6 @@ def finalize(
     row_number: str,
     file_bytes: int,
     compact: bool = True,
-    observe: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:
     """Writes data/ and quarantine/, or the manifest; proves each planned row exactly once.
 
@@ -75,14 +74,13 @@ def finalize(
         for kind, folder in FOLDERS.items()
     }
     manifest: list[dict[str, Any]] = []
-    for number, (commit, tables) in enumerate(_tables(ledger, plan, shards, compact)):
+    for commit, tables in _tables(ledger, plan, shards, compact):
         tally.add(commit)
         start = shards[commit.shard].start
         for piece in commit.pieces:
             manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
         for kind, table, size in tables:
             writers[kind].write(table, start, size)
-        observe(number + 1, plan.shards)
     if tally.rows != plan.rows:
         raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
     if not compact:

@@ -15,7 +15,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import Part, Plan, RunReport
+from prefect_raybatch.records import Part, Plan
 from prefect_raybatch.storage import Store
 
 MOST_NAMED = 20  # faults listed one by one
@@ -204,11 +204,3 @@ def _fault(found: Verdict, text: str) -> None:
         found.faults.append(text)
     elif len(found.faults) == MOST_NAMED:
         found.faults.append("... and more")
-
-
-def load_report(store: Store) -> RunReport | None:
-    """report.json of a run, or None."""
-    try:
-        return RunReport.from_bytes(store.read("_raybatch/report.json", 64 << 20))
-    except FileNotFoundError:
-        return None
