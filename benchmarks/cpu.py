@@ -118,7 +118,7 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
         plan = ledger.load_plan()
         if plan is None or report.good != rows:
             raise SystemExit(f"{report.good} of {rows} rows were answered")
-        ends = [c.stats["ended"] for c in ledger.commits(plan, range(plan.shards))]
+        ends = [c.stats["ended"] for c in ledger.commits(plan, ledger.listing(plan))]
     return {
         "rows_s": report.steady_rows_per_s,
         "first_row_s": min(ends) - START,

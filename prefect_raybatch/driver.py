@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from prefect_raybatch.checkpoints import Folder
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -105,6 +106,7 @@ class Driver:
         self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
         self.observe, self.suspects = observe, suspects
         self.coverage = Coverage(shards)
+        self.folder = Folder(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
         self._last = time.time()
@@ -112,8 +114,9 @@ class Driver:
 
     def resume(self) -> Progress:
         """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
-        self.done = self.ledger.committed(self.plan)
-        for commit in self.ledger.commits(self.plan, np.flatnonzero(self.done).tolist()):
+        listing = self.ledger.listing(self.plan)
+        self.done = listing.done
+        for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
@@ -158,6 +161,7 @@ class Driver:
                     self.plan.shards,
                     self.progress.passes,
                 )
+        self.folder.flush()
         return self.progress
 
     def _pass(self, units: Sequence[Unit], isolated: bool) -> None:
@@ -190,6 +194,7 @@ class Driver:
         # The first commit's work began with the engines, not with this loop's start.
         since = self._last if self.progress.recent else commit.stats.get("started", self._last)
         self.progress.add(commit, since)
+        self.folder.add(commit)
         self._last = now
         self.observe(self.progress)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.part_files import PartFiles
@@ -61,9 +62,9 @@ def finalize(
     are missing and `CorruptRun` naming the piece when coverage does not hold. Writes no _SUCCESS:
     the caller does, after its report.
     """
-    done = ledger.committed(plan)
-    if not done.all():
-        missing = np.flatnonzero(~done)
+    listing = ledger.listing(plan)
+    if not listing.done.all():
+        missing = np.flatnonzero(~listing.done)
         raise IncompleteRun(
             f"{len(missing)} of {plan.shards} shards are not committed (first: "
             f"{missing[0]}); run the same command again"
@@ -74,7 +75,7 @@ def finalize(
         for kind, folder in FOLDERS.items()
     }
     manifest: list[dict[str, Any]] = []
-    for commit, tables in _tables(ledger, plan, shards, compact):
+    for commit, tables in _tables(ledger, plan, shards, listing, compact):
         tally.add(commit)
         start = shards[commit.shard].start
         for piece in commit.pieces:
@@ -90,7 +91,7 @@ def finalize(
 
 
 def _tables(
-    ledger: Ledger, plan: Plan, shards: Shards, compact: bool
+    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, compact: bool
 ) -> Iterator[tuple[Commit, list[tuple[str, pa.Table, int]]]]:
     """Commits in shard order with their checked tables, pieces read a few shards ahead."""
 
@@ -100,7 +101,7 @@ def _tables(
             return commit, []
         return commit, list(read_pieces(ledger.store, commit))
 
-    return read_ahead(load, ledger.commits(plan, range(plan.shards)), AHEAD, AHEAD)
+    return read_ahead(load, ledger.commits(plan, listing), AHEAD, AHEAD)
 
 
 def check_commit(commit: Commit, rows: int) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from prefect_raybatch.checkpoints import Listing, folded
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.plan import Shards, check_same, read_files, read_shards
 from prefect_raybatch.records import (
@@ -98,15 +99,19 @@ class Ledger:
 
     # --- commits ----------------------------------------------------------------------------
 
-    def committed(self, plan: Plan) -> np.ndarray:
-        """bool[shards]: which have a commit record now, by a fresh listing."""
-        done = np.zeros(plan.shards, dtype=bool)
+    def listing(self, plan: Plan) -> Listing:
+        """Which shards have a commit record now, by a fresh listing."""
+        found = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
             match = _COMMIT.search(info.path)
             if match is None or int(match[1]) >= plan.shards:
                 raise CorruptRun(f"{info.path} is no commit of this plan")
-            done[int(match[1])] = True
-        return done
+            found.note(int(match[1]), info)
+        return found
+
+    def committed(self, plan: Plan) -> np.ndarray:
+        """bool[shards]: which have a commit record now, by a fresh listing."""
+        return self.listing(plan).done
 
     def is_committed(self, shard: int) -> bool:
         try:
@@ -115,23 +120,49 @@ class Ledger:
             return False
         return True
 
-    def commits(self, plan: Plan, shards: Iterable[int]) -> Iterator[Commit]:
-        """The commit records of `shards`, in that order, read ahead by a pool of threads."""
-        return read_ahead(partial(self.read_commit, plan), shards, READERS, 4 * READERS)
+    def commits(
+        self,
+        plan: Plan,
+        listing: Listing,
+        exact: bool = False,
+        on_read: Callable[[Commit], None] = lambda commit: None,
+        on_fault: Callable[[CorruptRun], None] | None = None,
+    ) -> Iterator[Commit]:
+        """The commits that `listing` shows, by shard: from checkpoints, the rest one by one.
+
+        `exact` takes nothing from a checkpoint without proof by checksum. `on_read` is called
+        with each commit that was not in a checkpoint. A record that is no commit of this plan
+        raises `CorruptRun`, or is given to `on_fault` and left out.
+        """
+        shards = np.flatnonzero(listing.done).tolist()
+        known = folded(self.store, plan.hash, listing, exact)
+        rest = [shard for shard in shards if shard not in known]
+        read = read_ahead(partial(self._try_read, plan), rest, READERS, 4 * READERS)
+        for shard in shards:
+            body = known.pop(shard, None)
+            commit = next(read) if body is None else _try(plan, shard, body)
+            if isinstance(commit, CorruptRun):
+                if on_fault is None:
+                    raise commit
+                on_fault(commit)
+                continue
+            if body is None:
+                on_read(commit)
+            yield commit
+
+    def _try_read(self, plan: Plan, shard: int) -> Commit | CorruptRun:
+        try:
+            return self.read_commit(plan, shard)
+        except CorruptRun as fault:
+            return fault
 
     def read_commit(self, plan: Plan, shard: int) -> Commit:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
         path = commit_path(shard)
         try:
-            commit = Commit.from_bytes(self.store.read(path, MAX_RECORD_BYTES), path)
+            return _commit_of(plan, shard, self.store.read(path, MAX_RECORD_BYTES))
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
-        if commit.shard != shard:
-            raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
-        # A commit under another plan's hash may count other rows: never mix the two.
-        if commit.plan_hash != plan.hash:
-            raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
-        return commit
 
     def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
         """Commits a shard of `rows` rows by one put-if-absent; None when another driver won.
@@ -215,6 +246,24 @@ class Coverage:
         """Forgets a shard that somebody else committed."""
         self._held.pop(shard, None)
         self._parts.pop(shard, None)
+
+
+def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
+    path = commit_path(shard)
+    commit = Commit.from_bytes(body, path)
+    if commit.shard != shard:
+        raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
+    # A commit under another plan's hash may count other rows: never mix the two.
+    if commit.plan_hash != plan.hash:
+        raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
+    return commit
+
+
+def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
+    try:
+        return _commit_of(plan, shard, body)
+    except CorruptRun as fault:
+        return fault
 
 
 def _whole(counts: Mapping[str, float]) -> dict[str, int]:

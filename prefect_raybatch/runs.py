@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
@@ -444,9 +442,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
-    done = ledger.committed(plan)
     tally = Tally()
-    for commit in ledger.commits(plan, np.flatnonzero(done).tolist()):
+    for commit in ledger.commits(plan, ledger.listing(plan)):
         tally.add(commit)
     finished = ledger.finished() is not None
     rate = 0.0 if finished else tally.recent_rate()

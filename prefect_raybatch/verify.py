@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
 from prefect_raybatch.ledger import Ledger
@@ -52,10 +53,10 @@ def verify(store: Store) -> Verdict:
     shards = ledger.shards(plan)
     summary = ledger.finished()
     found = Verdict(store.uri, summary is not None, plan.rows, shards=plan.shards)
-    done = ledger.committed(plan)
-    found.committed_shards = int(done.sum())
+    listing = ledger.listing(plan)
+    found.committed_shards = int(listing.done.sum())
     compact = bool(summary and summary.get("compact", True))
-    held = _skipped(ledger, plan, shards, np.flatnonzero(done), found, pieces=not compact)
+    held = _skipped(ledger, plan, shards, listing, found, pieces=not compact)
     if summary is None:
         missing = plan.shards - found.committed_shards
         found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
@@ -85,26 +86,30 @@ def _skipped(
     ledger: Ledger,
     plan: Plan,
     shards: Shards,
-    done: np.ndarray,
+    listing: Listing,
     found: Verdict,
     pieces: bool,
 ) -> list[Span]:
     """Checks each commit; rows left out on purpose are known from the commits alone."""
     starts, stops = [], []
-    for shard in done.tolist():
+
+    def fault(error: CorruptRun) -> None:
+        _fault(found, str(error))
+
+    for commit in ledger.commits(plan, listing, exact=True, on_fault=fault):
+        start = shards[commit.shard].start
         try:
-            commit = ledger.read_commit(plan, shard)
-            check_commit(commit, shards[shard].rows)
+            check_commit(commit, shards[commit.shard].rows)
             if pieces:
                 for kind, table, _ in read_pieces(ledger.store, commit):
                     _count(found, kind, table.num_rows)
-        except CorruptRun as fault:
-            _fault(found, str(fault))
+        except CorruptRun as error:
+            fault(error)
             continue
-        for start, stop in commit.skipped:
-            starts.append(shards[shard].start + start)
-            stops.append(shards[shard].start + stop)
-            found.skipped += stop - start
+        for first, stop in commit.skipped:
+            starts.append(start + first)
+            stops.append(start + stop)
+            found.skipped += stop - first
     return [(np.array(starts, np.int64), np.array(stops, np.int64), "the commits")]
 
 

@@ -34,9 +34,10 @@ MAY_IMPORT = {
     "source": {"job", "part_files", "storage", *VALUES},
     "plan": {"functions", "job", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
-    "ledger": {"plan", "storage", *VALUES},
+    "checkpoints": {"storage", *VALUES},
+    "ledger": {"checkpoints", "plan", "storage", *VALUES},
     "tally": {"records"},
-    "driver": {"job", "ledger", "plan", "tally", *VALUES},
+    "driver": {"checkpoints", "job", "ledger", "plan", "tally", *VALUES},
     "cluster": {"errors", "job"},
     "stages": set(),
     "stages.blocks": {"records"},
@@ -46,8 +47,8 @@ MAY_IMPORT = {
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
     "stages.engine": {"job", "model", "stages.blocks", "stages.stepper", "storage", *VALUES},
     "stages.finish": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
-    "finalize": {"ledger", "part_files", "plan", "storage", "tally", *VALUES},
-    "verify": {"finalize", "ledger", "plan", "storage", *VALUES},
+    "finalize": {"checkpoints", "ledger", "part_files", "plan", "storage", "tally", *VALUES},
+    "verify": {"checkpoints", "finalize", "ledger", "plan", "storage", *VALUES},
     "report": {"records", "tally"},
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}
