@@ -1,16 +1,20 @@
-"""Memory and speed of planning, committing and resuming, at the sizes of real runs.
+"""Seconds, requests and memory of the ledger by the number of shards, on S3 or a local disk.
 
-The package's own code on a local disk, without engines: an input of real Parquet files (hard
-links of one file of a single tiny column, so that all footers are read and no space is needed),
-the plan, a commit of every shard but a few by synthetic receipts, and what a driver does when it
-resumes, up to the read tasks it would hand to Ray. Each phase is a process of its own.
+The package's own code without engines: an input of real Parquet files (hard links of one file of a
+single tiny column, so that all footers are read and no space is needed), the plan, a commit of
+every shard but a few by synthetic receipts (rows left out on purpose, so that no pieces need to
+be made), what a driver does when it resumes, up to the read tasks it would hand to Ray, then the
+rest of the commits, finalize, status and verify. Each phase is a process of its own. The S3 server
+is Ceph radosgw on this machine, where it is installed.
 
-    python benchmarks/ledger.py
-    python benchmarks/ledger.py --rows 1_000_000_000 --shards 250_000 --files 1000 --writers 16
+    python benchmarks/ledger.py                            2,500, 25,000 and 250,000 shards
+    python benchmarks/ledger.py --shards 25_000
+    python benchmarks/ledger.py --shards 2_500 --store local --writers 1
 
-Prints one row a step: seconds, memory (RSS) before and after it, and the process's peak so far,
-in MB; the step "import" is what loading the code costs. Exit status 1 when a driver process (the
-phases plan, start, resume) peaks above --bar.
+Prints one row a step: seconds, requests to S3, memory (RSS) before and after it and the process's
+peak so far, in MB; the step "import" is what loading the code costs. A table over the sizes ends
+it. Exit status 1 when a driver process (plan, start, resume) peaks above --bar, or a resume takes
+longer than --resume-bar.
 """
 
 from __future__ import annotations
@@ -33,7 +37,11 @@ from typing import Any
 # started from, and "before" shall show what our own imports cost.
 
 DRIVER = ("plan", "start", "resume")
+SIZES = (2_500, 25_000, 250_000)
+ROWS = 4_000  # a shard, the most that a plan chooses by itself
 RUN_KEY = "ledger-benchmark"
+BUCKET = "ledger-benchmark"
+requests = 0
 
 
 class Steps:
@@ -48,12 +56,27 @@ class Steps:
         """Measures the block; counts set in the dict it gives are shown beside it."""
         row: dict[str, Any] = {"phase": self.phase, "step": name, "before_mb": _rss_mb()}
         counts: dict[str, Any] = {}
-        began = time.perf_counter()
+        began, before = time.perf_counter(), requests
         yield counts
+        row["requests"] = requests - before
         row["seconds"] = round(time.perf_counter() - began, 3)
         row["after_mb"] = _rss_mb()
         row["peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
         self.rows.append({**row, "counts": counts})
+
+
+def _count_requests() -> None:
+    """Counts what this process sends to S3 from now on, repeated calls too."""
+    from prefect_raybatch.storage.s3_client import Connection
+
+    run = Connection.run
+
+    def counting(connection: Any, fs: Any, send: Any) -> Any:
+        global requests
+        requests += 1
+        return run(connection, fs, send)
+
+    Connection.run = counting  # type: ignore[method-assign]
 
 
 def _rss_mb() -> float:
@@ -97,7 +120,11 @@ def plan(args: argparse.Namespace, steps: Steps) -> None:
 
 
 def commit(args: argparse.Namespace, steps: Steps) -> None:
+    """All but `pending` shards, the whole rest when those are there; folded as a driver folds."""
     with steps.step("import"):
+        import numpy as np
+
+        from prefect_raybatch.checkpoints import Folder
         from prefect_raybatch.ledger import Ledger
         from prefect_raybatch.storage import open_store, read_ahead
     ledger = Ledger(open_store(_run_folder(args)))
@@ -105,24 +132,29 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     assert plan is not None
     shards = ledger.shards(plan)
     receipt = _receipts()
+    todo = np.flatnonzero(~ledger.committed(plan)).tolist()
+    if len(todo) > args.pending:
+        todo = todo[: -args.pending]
 
-    def one(shard: int) -> None:
+    def one(shard: int) -> Any:
         rows = shards[shard].rows
-        if ledger.commit(plan, rows, [receipt(shard, rows)]) is None:
+        made = ledger.commit(plan, rows, [receipt(shard, rows)])
+        if made is None:
             raise SystemExit(f"shard {shard} was committed already")
+        return made
 
+    folder = Folder(ledger.store, plan.hash)
     with steps.step("commit") as counts:
-        done = range(plan.shards - args.pending)
-        for _ in read_ahead(one, done, args.writers, args.writers):
-            pass
-        counts["commits"], counts["writers"] = len(done), args.writers
+        for made in read_ahead(one, todo, args.writers, args.writers):
+            folder.add(made)
+        counts["commits"], counts["writers"] = len(todo), args.writers
 
 
 def _receipts() -> Callable[[int, int], Any]:
-    """A function (shard, rows) -> receipt of the size a real one has: one piece, one range."""
+    """A function (shard, rows) -> receipt of about the size a real one has."""
     import uuid
 
-    from prefect_raybatch.records import Piece, Receipt
+    from prefect_raybatch.records import Receipt
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
     names = ("prompt_tokens", "cached_tokens", "output_tokens", "cut_off")
@@ -130,13 +162,10 @@ def _receipts() -> Callable[[int, int], Any]:
     times = dict.fromkeys(("read_s", "prepare_s", "engine_s", "finish_s"), 3.1415)
 
     def receipt(shard: int, rows: int) -> Receipt:
-        held = ((0, rows),)
-        name = f"{shard:08d}-{uuid.uuid4()}.parquet"
         return Receipt(
             shard=shard,
             attempt=attempt,
-            good=held,
-            pieces=(Piece(name, "data", rows, 123_456, "0" * 64, held),),
+            skipped=((0, rows),),
             stats={**sums, **times, "rows": rows, "started": began, "ended": began + shard / 100},
             where={"node": "10.0.0.17", "pid": "4711"},
         )
@@ -201,6 +230,25 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
         counts["committed"], counts["pending"] = found["committed"], found["pending"]
 
 
+def finalize(args: argparse.Namespace, steps: Steps) -> None:
+    with steps.step("import"):
+        from prefect_raybatch import runs
+    job = _job(args)
+    with steps.step("finalize"):
+        runs.finalize_run(job, runs.plan_run(job, RUN_KEY))
+
+
+def verify(args: argparse.Namespace, steps: Steps) -> None:
+    with steps.step("import"):
+        from prefect_raybatch.storage import open_store
+        from prefect_raybatch.verify import verify as prove
+    with steps.step("raybatch verify") as counts:
+        found = prove(open_store(_run_folder(args)))
+        counts["rows"], counts["shards"] = found.skipped, found.committed_shards
+    if not found.ok or found.skipped != args.rows:
+        raise SystemExit(f"not proved: {found.faults}")
+
+
 PHASES: dict[str, Callable[[argparse.Namespace, Steps], None]] = {
     "input": make_input,
     "plan": plan,
@@ -208,6 +256,9 @@ PHASES: dict[str, Callable[[argparse.Namespace, Steps], None]] = {
     "commit": commit,
     "resume": drive,
     "status": status,
+    "rest": commit,
+    "finalize": finalize,
+    "verify": verify,
 }
 
 
@@ -222,13 +273,17 @@ def _job(args: argparse.Namespace) -> Any:
                 "rows_per_shard": -(-args.rows // args.shards),
             },
             "prompt": {"template": "Say {n}."},
-            "output": {"uri": f"{args.folder}/out"},
+            "output": {"uri": _output(args)},
         }
     )
 
 
+def _output(args: argparse.Namespace) -> str:
+    return f"s3://{BUCKET}/{args.shards}" if args.store == "s3" else f"{args.folder}/out"
+
+
 def _run_folder(args: argparse.Namespace) -> str:
-    return f"{args.folder}/out/{RUN_KEY}"
+    return f"{_output(args)}/{RUN_KEY}"
 
 
 # --- all of them ------------------------------------------------------------------------------
@@ -236,64 +291,129 @@ def _run_folder(args: argparse.Namespace) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the input")
-    parser.add_argument("--shards", type=int, default=2_500, help="shards of the plan")
+    parser.add_argument("--shards", type=int, help="of the plan; without it three sizes")
+    parser.add_argument("--rows", type=int, help="rows of the input; by default 4,000 a shard")
     parser.add_argument("--files", type=int, default=100, help="files of the input")
-    parser.add_argument("--pending", type=int, default=10, help="shards left uncommitted")
-    parser.add_argument("--writers", type=int, default=1, help="threads that commit; a run has 1")
-    parser.add_argument("--bar", type=float, default=600.0, help="MB a driver process may take")
+    parser.add_argument("--pending", type=int, default=10, help="shards left for the resume")
+    parser.add_argument("--writers", type=int, default=16, help="threads that commit; a run has 1")
+    parser.add_argument("--store", choices=("s3", "local"), default="s3", help="of the output")
+    parser.add_argument("--bar", type=float, default=1000.0, help="MB a driver process may take")
+    parser.add_argument("--resume-bar", type=float, default=60.0, help="seconds of a resume")
     parser.add_argument("--folder", help="where to work; by default a temporary folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.phase:
+        _count_requests()
         steps = Steps(args.phase)
         PHASES[args.phase](args, steps)
         print(json.dumps(steps.rows))
         return 0
-    if args.folder:
-        Path(args.folder).mkdir(parents=True)
-        return measure(args)
-    with tempfile.TemporaryDirectory(prefix="raybatch-ledger-") as args.folder:
-        return measure(args)
+    with (
+        tempfile.TemporaryDirectory(prefix="raybatch-ledger-", dir=args.folder) as folder,
+        _server(args, folder) as environment,
+    ):
+        return measure(args, folder, environment)
 
 
-def measure(args: argparse.Namespace) -> int:
-    """Runs all phases; 1 when a driver process went above the bar."""
+@contextmanager
+def _server(args: argparse.Namespace, folder: str) -> Iterator[dict[str, str]]:
+    """The environment of the phases, with an S3 server behind it where one is wanted."""
+    if args.store == "local":
+        yield dict(os.environ)
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from s3server import start_s3
+
+    with start_s3(Path(folder) / "s3") as server:
+        server.create_bucket(BUCKET)
+        if not args.json:
+            print(f"S3 server: {server.kind}")
+        yield {**os.environ, **server.env}
+
+
+def measure(args: argparse.Namespace, folder: str, environment: dict[str, str]) -> int:
+    """Runs all phases at each size; 1 when a bar was missed."""
+    sizes, rows_wanted = [args.shards] if args.shards else list(SIZES), args.rows
+    found: dict[int, list[dict[str, Any]]] = {}
+    for args.shards in sizes:
+        args.rows = rows_wanted or args.shards * ROWS
+        args.folder = f"{folder}/{args.shards}"
+        Path(args.folder).mkdir()
+        found[args.shards] = _size(args, environment)
+    missed = [text for shards, rows in found.items() for text in _missed(args, shards, rows)]
+    if args.json:
+        sized = [{"shards": shards, "steps": rows} for shards, rows in found.items()]
+        print(json.dumps({"store": args.store, "sizes": sized, "missed": missed}))
+    else:
+        _summary(found)
+        print("\n".join(missed) or "all within the bars")
+    return 1 if missed else 0
+
+
+def _size(args: argparse.Namespace, environment: dict[str, str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if not args.json:
-        print(f"{args.rows:,} rows, {args.files:,} files, {args.shards:,} shards\n")
-        titles = f"{'phase':8}{'step':26}{'seconds':>9}{'before':>9}{'after':>9}{'peak MB':>9}"
-        print(titles, flush=True)
+        print(f"\n{args.rows:,} rows, {args.files:,} files, {args.shards:,} shards\n")
+        titles = f"{'phase':9}{'step':24}{'seconds':>9}{'requests':>9}"
+        print(titles + f"{'before':>9}{'after':>9}{'peak MB':>9}", flush=True)
     for phase in PHASES:
-        for row in _run(phase, args):
+        for row in _run(phase, args, environment):
             rows.append(row)
             if not args.json:
                 print(_line(row), flush=True)
-    peak = max(row["peak_mb"] for row in rows if row["phase"] in DRIVER)
-    within = peak <= args.bar
-    if args.json:
-        size = {name: getattr(args, name) for name in ("rows", "files", "shards", "pending")}
-        print(json.dumps({**size, "driver_peak_mb": peak, "within_bar": within, "steps": rows}))
-    else:
-        print(f"\ndriver peak {peak:.0f} MB, {'within' if within else 'ABOVE'} {args.bar:.0f} MB")
-    return 0 if within else 1
+    return rows
 
 
-def _run(phase: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    given = [f"--{name}={getattr(args, name)}" for name in ("rows", "shards", "files", "pending")]
-    given += [f"--writers={args.writers}", f"--folder={args.folder}", f"--phase={phase}"]
+def _run(phase: str, args: argparse.Namespace, environment: dict[str, str]) -> list[dict[str, Any]]:
+    names = ("rows", "shards", "files", "pending", "writers", "store", "folder")
+    given = [f"--{name}={getattr(args, name)}" for name in names] + [f"--phase={phase}"]
     done = subprocess.run(
-        [sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, __file__, *given],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=environment,
     )
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
+def _total(rows: list[dict[str, Any]], phase: str) -> tuple[float, int, float]:
+    """Seconds and requests of a phase, without loading the code, and its peak in MB."""
+    steps = [row for row in rows if row["phase"] == phase]
+    work = [row for row in steps if not row["step"].startswith("import")]
+    return (
+        sum(row["seconds"] for row in work),
+        sum(row["requests"] for row in work),
+        max(row["peak_mb"] for row in steps),
+    )
+
+
+def _missed(args: argparse.Namespace, shards: int, rows: list[dict[str, Any]]) -> list[str]:
+    texts = []
+    for phase in DRIVER:
+        if (peak := _total(rows, phase)[2]) > args.bar:
+            texts.append(f"{shards:,} shards: {phase} took {peak:.0f} MB, over {args.bar:.0f}")
+    if (seconds := _total(rows, "resume")[0]) > args.resume_bar:
+        texts.append(f"{shards:,} shards: resume took {seconds:.0f} s, over {args.resume_bar:.0f}")
+    return texts
+
+
+def _summary(found: dict[int, list[dict[str, Any]]]) -> None:
+    phases = ("plan", "commit", "resume", "status", "finalize", "verify")
+    print("\n| shards | " + " | ".join(f"{phase}: s, requests, MB" for phase in phases) + " |")
+    print("| ---: |" + " ---: |" * len(phases))
+    for shards, rows in found.items():
+        cells = ("{:.1f}, {:,}, {:.0f}".format(*_total(rows, phase)) for phase in phases)
+        print(f"| {shards:,} | " + " | ".join(cells) + " |")
+
+
 def _line(row: dict[str, Any]) -> str:
     memory = "".join(f"{row[name]:>9.0f}" for name in ("before_mb", "after_mb", "peak_mb"))
     counts = ", ".join(f"{value:,} {name}" for name, value in row["counts"].items())
-    return f"{row['phase']:8}{row['step']:26}{row['seconds']:>9.2f}{memory}  {counts}"
+    head = f"{row['phase']:9}{row['step']:24}{row['seconds']:>9.2f}{row['requests']:>9,}"
+    return f"{head}{memory}  {counts}"
 
 
 if __name__ == "__main__":
