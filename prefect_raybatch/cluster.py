@@ -105,7 +105,7 @@ def device(job: BatchJob, gpus: float) -> str:
 def needs(job: BatchJob, gpus: float) -> Needs:
     """What the job takes on a cluster with `gpus` GPUs."""
     kind = device(job, gpus)
-    wanted = job.engine.replicas * job.engine.gpus_per_replica if kind == "gpu" else 0
+    wanted = job.engine.gpus if kind == "gpu" else 0
     return Needs(job.engine.replicas * job.engine.num_cpus + _stage_cpus(job), wanted, kind)
 
 
@@ -116,7 +116,8 @@ def check_fit(job: BatchJob, have: Capacity) -> Needs:
     if want.gpus > have.gpus:
         short.append(
             f"{want.gpus:g} GPUs ({job.engine.replicas} engines * "
-            f"{job.engine.gpus_per_replica}) of {have.gpus:g}; lower engine.replicas or "
+            f"{job.engine.gpus_per_replica}, {job.engine.engines_per_gpu} engines a GPU) of "
+            f"{have.gpus:g}; lower engine.replicas or "
             "tensor_parallel_size, or set engine.device: cpu"
         )
     elif want.gpus and job.engine.gpus_per_replica > have.node_gpus:

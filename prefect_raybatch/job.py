@@ -316,16 +316,36 @@ class Engine(Group):
     env: dict[str, str] = _field(
         14, {}, title="Environment", text="Environment variables for the engine's process."
     )
+    engines_per_gpu: int = _field(
+        15,
+        1,
+        title="Engines a GPU",
+        text="Engines that share a GPU, each with its part of the memory: one engine is held back "
+        "by Python on one core long before a small model fills the chip. `replicas` counts "
+        "engines.",
+        gt=0,
+        le=16,
+    )
 
     @model_validator(mode="after")
     def _known(self) -> Engine:
         extra = self.model_extra or {}
+        if self.engines_per_gpu > 1 and self.gpus_per_replica > 1:
+            raise ValueError(
+                "engines_per_gpu packs engines of one GPU each; set tensor_parallel_size and "
+                "pipeline_parallel_size to 1 or engines_per_gpu to 1"
+            )
         _refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
         return self
 
     @property
     def gpus_per_replica(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that all engines take."""
+        return -(-self.replicas * self.gpus_per_replica // self.engines_per_gpu)
 
 
 class Output(Group):

@@ -53,6 +53,16 @@ def local_path(model: dict[str, Any]) -> str:
     return _fetch(source, str(model["identity"])) if is_remote(source) else source
 
 
+def local_folder(model: dict[str, Any]) -> Path:
+    """The model's files on this node, fetched once where they are not here yet."""
+    path = Path(local_path(model))
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path), revision=model.get("revision")))
+
+
 def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
     """(path or name, revision, trust_remote_code) of the tokenizer the engine would take too."""
     trust = bool(model.get("trust_remote_code"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ class Pipeline:
             "max_task_retries": 0,
         }
         if self.device == "gpu":
-            resources["num_gpus"] = engine.gpus_per_replica
+            # Rounded down to what Ray counts in, so that all of them fit.
+            whole = engine.gpus_per_replica / engine.engines_per_gpu
+            resources["num_gpus"] = math.floor(whole * 1000) / 1000
             if engine.accelerator_type:
                 resources["accelerator_type"] = engine.accelerator_type
         return resources

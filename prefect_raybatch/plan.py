@@ -55,6 +55,7 @@ FREE = {
     "engine.replicas": "how many work",
     "engine.tensor_parallel_size": "how one engine is spread",
     "engine.pipeline_parallel_size": "how one engine is spread",
+    "engine.engines_per_gpu": "how many work on a GPU",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",

@@ -231,6 +231,7 @@ CHANGED: dict[str, Any] = {
     "engine.accelerator_type": "L4",
     "engine.num_cpus": 2,
     "engine.env": {"A": "b"},
+    "engine.engines_per_gpu": 2,
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
     "engine.gpu_memory_utilization": 0.5,

@@ -34,6 +34,7 @@ from prefect_raybatch.stages.blocks import (
     passes_by,
     timed,
 )
+from prefect_raybatch.stages.memory import packed
 
 log = logging.getLogger(__name__)
 STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
@@ -62,12 +63,14 @@ GPU_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model."""
+    """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
+    `engines_per_gpu` above 1 means that this one may take only its share of the GPU."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
     arguments: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
+    engines_per_gpu: int = 1
 
 
 def engine_spec(job: BatchJob, model: dict[str, Any], device: str) -> EngineSpec:
@@ -91,7 +94,8 @@ def engine_spec(job: BatchJob, model: dict[str, Any], device: str) -> EngineSpec
     }
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if device == "cpu" else {}
     env = {**ours, **engine.env}
-    return EngineSpec(model, sampling, arguments, env)
+    packed = engine.engines_per_gpu if device == "gpu" else 1
+    return EngineSpec(model, sampling, arguments, env, packed)
 
 
 class EngineStage:
@@ -121,14 +125,9 @@ class EngineStage:
     def _start(self) -> None:
         from prefect_raybatch.stages.stepper import SteppedEngine
 
-        arguments = {
-            **self.spec.arguments,
-            "model": models.local_path(self.spec.model),
-            "revision": self.spec.model.get("revision"),
-        }
         for attempt in range(STARTS):
             try:
-                self._engine = SteppedEngine(arguments)
+                self._engine = SteppedEngine(self._arguments())
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:
@@ -139,6 +138,17 @@ class EngineStage:
                 if not isinstance(error, RuntimeError) or attempt + 1 == STARTS:
                     return
                 time.sleep(PAUSE)
+
+    def _arguments(self) -> dict[str, Any]:
+        path = models.local_path(self.spec.model)
+        arguments = self.spec.arguments
+        if self.spec.engines_per_gpu > 1 and not arguments.get("kv_cache_memory_bytes"):
+            from vllm.platforms import current_platform
+
+            folder = models.local_folder(self.spec.model)
+            size = current_platform.get_device_total_memory()
+            arguments = packed(folder, arguments, size, self.spec.engines_per_gpu)
+        return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""

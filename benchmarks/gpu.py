@@ -1,0 +1,335 @@
+"""Peers and us side by side on GPUs, with random weights at real dimensions.
+
+    python benchmarks/gpu.py --sizes 8b,05b --rows 20000 --gpus 1 --out gpu.jsonl
+
+Work: a company's industry from its name, about 104 prompt tokens and a structured choice of nine
+labels, greedy. Weights are random (load_format="dummy") at the dimensions of a Llama of that size,
+so speed is real and answers are not. Each peer is a process of its own, one after the other.
+
+  vllm       the synchronous `LLM.chat` over the whole list
+  raydata    `ray.data.llm` as its guides configure it: all its stages on, no checkpoint
+  raydata3   the same with three engines on a GPU
+  ours       runs.plan_run, infer_run, finalize_run with commits on; `ours3`: three engines a GPU
+
+rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
+the 10th and the 90th percentile row. Ours: between the ends of the first and the last shard, so
+none counts engine start. first_row_s is from the start of the work to the first answer (ours: to
+the first committed shard), so it holds imports and engine start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+START = time.time()
+
+CHOICES = [
+    "Law Firm",
+    "Healthcare",
+    "Technology",
+    "Retail",
+    "Consulting",
+    "Manufacturing",
+    "Finance",
+    "Real Estate",
+    "Other",
+]
+SYSTEM = (
+    "You are a helpful assistant that infers company industries. Based on the company name "
+    f"provided, output only the industry category. Choose from: {', '.join(CHOICES)}."
+)
+ASK = "What industry is this company in: {Company}"
+DIMENSIONS = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "05b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+    },
+}
+WORDS = [
+    "Acme",
+    "Stone",
+    "River",
+    "Health",
+    "Legal",
+    "Tech",
+    "Steel",
+    "Green",
+    "Blue",
+    "North",
+    "Harbor",
+    "Prime",
+    "Data",
+    "Bio",
+    "Capital",
+    "Home",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model(size: str, root: Path) -> str:
+    """Writes a config and a tokenizer trained on torch's own Python files; no weights."""
+    folder = root / size
+    if (folder / "config.json").exists():
+        return str(folder)
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=32000,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train(sorted(str(p) for p in Path(torch.__file__).parent.glob("*.py")), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+        **DIMENSIONS[size],
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def companies(count: int) -> list[str]:
+    draw = random.Random(7)
+    return [
+        f"{draw.choice(WORDS)} {draw.choice(WORDS)} {draw.randint(1, 10**6)} "
+        f"{draw.choice(['LLC', 'Inc', 'Group', 'PLC'])}"
+        for _ in range(count)
+    ]
+
+
+def messages(company: str) -> list[dict[str, str]]:
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": ASK.format(Company=company)},
+    ]
+
+
+def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": 256,
+        "max_num_seqs": args.seqs,
+        "max_num_batched_tokens": args.batched_tokens,
+    }
+    if engines > 1:  # engines that share a GPU must not measure its free memory at the same time
+        return {**shared, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 12 << 30}
+    return {**shared, "gpu_memory_utilization": 0.6}
+
+
+def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = LLM(model=model, disable_log_stats=True, **engine_arguments(args))
+    params = SamplingParams(
+        temperature=0, max_tokens=16, structured_outputs=StructuredOutputsParams(choice=CHOICES)
+    )
+    talks = [messages(c) for c in companies(args.rows)]
+    llm.chat(talks[:512], params, use_tqdm=False)
+    first = time.time() - START
+    began = time.time()
+    llm.chat(talks, params, use_tqdm=False)
+    return {"rows_s": args.rows / (time.time() - began), "first_row_s": first}
+
+
+def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict[str, float]:
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    _init_ray()
+    rows = [{"id": i, "Company": c} for i, c in enumerate(companies(args.rows))]
+    share: dict[str, Any] = {}
+    if engines > 1:
+        bundle = {"GPU": round(1 / engines - 0.005, 2), "CPU": 1}
+        share = {"placement_group_config": {"bundle_per_worker": bundle}}
+    count = args.gpus * engines
+    config = vLLMEngineProcessorConfig(
+        model_source=model,
+        engine_kwargs={"disable_log_stats": True, **engine_arguments(args, engines)},
+        batch_size=256,
+        concurrency=(count, count),
+        log_engine_metrics=False,
+        **share,
+    )
+    sampling = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": CHOICES}}
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {"messages": messages(row["Company"]), "sampling_params": sampling},
+        postprocess=lambda row: {"at": time.time(), "prompt": row["num_input_tokens"]},
+    )
+    dataset = ray.data.from_items(rows).repartition(128)
+    at = sorted(row["at"] for row in processor(dataset).take_all())
+    if len(at) != args.rows:
+        raise SystemExit(f"{len(at)} of {args.rows} rows came back")
+    low, high = int(0.1 * len(at)), int(0.9 * len(at)) - 1
+    return {"rows_s": (high - low) / (at[high] - at[low]), "first_row_s": at[0] - START}
+
+
+def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[str, float]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from prefect_raybatch import BatchJob, runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        pq.write_table(pa.table({"Company": companies(args.rows)}), f"{folder}/in.parquet")
+        job = BatchJob.from_dict(
+            {
+                "name": "gpu-benchmark",
+                "source": {"uri": f"{folder}/in.parquet"},
+                "prompt": {"system": SYSTEM, "template": ASK},
+                "sampling": {"temperature": 0, "max_tokens": 16, "choice": CHOICES},
+                "engine": {
+                    "model": model,
+                    "replicas": args.gpus * engines,
+                    "engines_per_gpu": engines,
+                    **engine_arguments(args),
+                    **({"gpu_memory_utilization": 0.9 / engines} if engines > 1 else {}),
+                },
+                "output": {"uri": f"{folder}/out", "column": "industry"},
+            }
+        )
+        _init_ray()
+        run = runs.plan_run(job, "bench")
+        progress = runs.infer_run(job, run)
+        first = min(end for _, end, _ in progress.tally.ends) - START
+        began = time.time()
+        report = runs.finalize_run(job, run, progress)
+        if report.good != args.rows:
+            raise SystemExit(f"{report.good} of {args.rows} rows: {report.failures}")
+        sums = progress.tally.sums
+        return {
+            "rows_s": report.steady_rows_per_s,
+            "first_row_s": first,
+            "finalize_s": time.time() - began,
+            "shards": report.shards,
+            "engine_task_s": sums["engine_s"],
+            "prepare_task_s": sums["prepare_s"],
+            "finish_task_s": sums["finish_s"],
+            "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
+        }
+
+
+PEERS = {
+    "vllm": (peer_vllm, 1),
+    "raydata": (peer_raydata, 1),
+    "raydata3": (peer_raydata, 3),
+    "ours": (peer_ours, 1),
+    "ours2": (peer_ours, 2),
+    "ours3": (peer_ours, 3),
+    "ours4": (peer_ours, 4),
+    "ours5": (peer_ours, 5),
+    "ours6": (peer_ours, 6),
+}
+
+
+def _init_ray() -> None:
+    import ray
+
+    names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
+    passed = {name: os.environ[name] for name in names if name in os.environ}
+    ray.init(
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver=bool(os.environ.get("RAYBATCH_BENCH_LOG")),
+        runtime_env={"env_vars": passed},
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", default="8b,05b")
+    parser.add_argument("--peers", default="vllm,raydata,raydata3,ours,ours3")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--seqs", type=int, default=256)
+    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=240, help="seconds a peer may take")
+    parser.add_argument("--models", default="/tmp/raybatch-models")
+    parser.add_argument("--out", default="gpu.jsonl")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        run, engines = PEERS[args.peer]
+        model = make_model(args.sizes, Path(args.models))
+        more = (engines,) if engines > 1 else ()
+        print("RESULT", json.dumps(run(args, model, *more)), flush=True)  # type: ignore[operator]
+        return 0
+    failed = 0
+    for size in args.sizes.split(","):
+        for peer in args.peers.split(","):
+            row = {"size": size, "peer": peer, "rows": args.rows, "gpus": args.gpus}
+            row |= _run(args, size, peer)
+            failed += "error" in row
+            with open(args.out, "a") as out:
+                out.write(json.dumps(row) + "\n")
+            print(json.dumps(row)[:1500], flush=True)
+    return 1 if failed else 0
+
+
+def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
+    given = [f"--{n}={getattr(args, n)}" for n in ("rows", "seqs", "gpus", "models")]
+    given += [f"--batched-tokens={args.batched_tokens}", f"--sizes={size}", f"--peer={peer}"]
+    log = Path(args.out).with_name(f"{size}-{peer}.log")
+    with log.open("w") as stream:
+        try:
+            subprocess.run(
+                [sys.executable, __file__, *given],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=args.limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"took over {args.limit:.0f} s"}
+    text = log.read_text(errors="replace")
+    for line in text.splitlines():
+        if line.startswith("RESULT "):
+            found = json.loads(line.removeprefix("RESULT "))
+            return {name: round(value, 2) for name, value in found.items()}
+    return {"error": text[-1200:]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
