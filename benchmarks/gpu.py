@@ -12,8 +12,8 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   ours       runs.plan_run, infer_run, finalize_run with commits on; `ours3`: three engines a GPU
 
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
-the 10th and the 90th percentile row. Ours: between the ends of the first and the last shard, so
-none counts engine start. first_row_s is from the start of the work to the first answer (ours: to
+the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
+the last shard's end, head and tail included. So none counts engine start. first_row_s is from the start of the work to the first answer (ours: to
 the first committed shard), so it holds imports and engine start.
 """
 
@@ -239,7 +239,8 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
             raise SystemExit(f"{report.good} of {args.rows} rows: {report.failures}")
         sums = progress.tally.sums
         return {
-            "rows_s": report.steady_rows_per_s,
+            "rows_s": report.rows / progress.tally.busy_seconds,
+            "steady_rows_s": report.steady_rows_per_s,
             "first_row_s": first,
             "finalize_s": time.time() - began,
             "shards": report.shards,

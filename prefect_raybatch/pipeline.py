@@ -88,7 +88,9 @@ class Pipeline:
             ShardDatasource(self.reader, self._tasks(units))
             .dataset(**_resources(self.job.cluster.prepare))
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
-            .map_batches(
+            # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
+            # batch size it would wait until blocks of that many rows are there.
+            .map_batches_internal(
                 self.engine,
                 fn_constructor_args=[spec],
                 compute=self._pool(isolated),
