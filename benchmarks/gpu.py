@@ -1,9 +1,15 @@
 """Peers and us side by side on GPUs, with random weights at real dimensions.
 
-    python benchmarks/gpu.py --sizes 8b,05b --rows 20000 --gpus 1 --out gpu.jsonl
+    python benchmarks/gpu.py --sizes 8b,05b --rows 60000 --gpus 1 --out gpu.jsonl
+    python benchmarks/gpu.py --work varied --rows 2000 --peers vllm,ours,ours2 --out gpu.jsonl
 
-Work: a company's industry from its name, about 104 prompt tokens and a structured choice of nine
-labels, greedy. Weights are random (load_format="dummy") at the dimensions of a Llama of that size,
+Work, greedy in all cases:
+  company    a company's industry from its name: about 104 prompt tokens, one of nine choices
+  long       512 tokens out for each of short prompts, end tokens ignored
+  varied     the same with 128 to 512 tokens out, another number for each row
+  prefix     256 prefixes of about 512 tokens, shuffled, with a short ending; 128 tokens out
+
+Weights are random (load_format="dummy") at the dimensions of a Llama of that size,
 so speed is real and answers are not. Each peer is a process of its own, one after the other.
 
   vllm       the synchronous `LLM.chat` over the whole list
@@ -13,8 +19,9 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
 
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
 the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
-the last shard's end, head and tail included. So none counts engine start. first_row_s is from the start of the work to the first answer (ours: to
-the first committed shard), so it holds imports and engine start.
+the last shard's end, head and tail included. So none counts engine start. first_row_s is from the
+start of the work to the first answer (ours: to the first committed shard), so it holds imports and
+engine start.
 """
 
 from __future__ import annotations
@@ -68,6 +75,7 @@ DIMENSIONS = {
         "vocab_size": 32000,
     },
 }
+WORK = ("company", "long", "varied", "prefix")
 WORDS = [
     "Acme",
     "Stone",
@@ -128,26 +136,46 @@ def make_model(size: str, root: Path) -> str:
     return str(folder)
 
 
-def companies(count: int) -> list[str]:
+def make_rows(work: str, count: int) -> list[dict[str, Any]]:
+    """The input: `text` is the user message, `out` the tokens to generate (0: the choice)."""
     draw = random.Random(7)
-    return [
-        f"{draw.choice(WORDS)} {draw.choice(WORDS)} {draw.randint(1, 10**6)} "
-        f"{draw.choice(['LLC', 'Inc', 'Group', 'PLC'])}"
-        for _ in range(count)
-    ]
+
+    def words(many: int) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(many))
+
+    if work == "company":
+        kinds = ("LLC", "Inc", "Group", "PLC")
+        names = (f"{words(2)} {draw.randint(1, 10**6)} {draw.choice(kinds)}" for _ in range(count))
+        return [{"text": ASK.format(Company=name), "out": 0} for name in names]
+    if work == "prefix":
+        prefixes = [words(330) for _ in range(256)]  # the tokenizer makes about 512 tokens of it
+        return [
+            {"text": f"{draw.choice(prefixes)} {draw.randint(1, 10**9)} {words(8)}", "out": 128}
+            for _ in range(count)
+        ]
+    least = 128 if work == "varied" else 512
+    return [{"text": words(30), "out": draw.randint(least, 512)} for _ in range(count)]
 
 
-def messages(company: str) -> list[dict[str, str]]:
-    return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": ASK.format(Company=company)},
-    ]
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+
+def sampling_of(out: int) -> dict[str, Any]:
+    if not out:
+        return {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": CHOICES}}
+    return {"temperature": 0, "max_tokens": out, "ignore_eos": True}
+
+
+def ask(row: dict[str, Any]) -> dict[str, Any]:
+    """prompt.function of the kinds of work whose sampling differs by row."""
+    return {"messages": messages(row["text"]), "sampling": {"max_tokens": row["out"]}}
 
 
 def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "load_format": "dummy",
-        "max_model_len": 256,
+        "max_model_len": 256 if args.work == "company" else 1024,
         "max_num_seqs": args.seqs,
         "max_num_batched_tokens": args.batched_tokens,
     }
@@ -161,11 +189,17 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(model=model, disable_log_stats=True, **engine_arguments(args))
-    params = SamplingParams(
-        temperature=0, max_tokens=16, structured_outputs=StructuredOutputsParams(choice=CHOICES)
-    )
-    talks = [messages(c) for c in companies(args.rows)]
-    llm.chat(talks[:512], params, use_tqdm=False)
+    rows = make_rows(args.work, args.rows)
+    made: dict[int, Any] = {}
+    for out in {row["out"] for row in rows}:
+        fields = sampling_of(out)
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        made[out] = SamplingParams(**fields)
+    params = [made[row["out"]] for row in rows]
+    talks = [messages(row["text"]) for row in rows]
+    llm.chat(talks[:512], params[:512], use_tqdm=False)
+    llm.reset_prefix_cache()
     first = time.time() - START
     began = time.time()
     llm.chat(talks, params, use_tqdm=False)
@@ -177,7 +211,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     _init_ray()
-    rows = [{"id": i, "Company": c} for i, c in enumerate(companies(args.rows))]
+    rows = make_rows(args.work, args.rows)
     share: dict[str, Any] = {}
     if engines > 1:
         bundle = {"GPU": round(1 / engines - 0.005, 2), "CPU": 1}
@@ -191,10 +225,12 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
         log_engine_metrics=False,
         **share,
     )
-    sampling = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": CHOICES}}
     processor = build_processor(
         config,
-        preprocess=lambda row: {"messages": messages(row["Company"]), "sampling_params": sampling},
+        preprocess=lambda row: {
+            "messages": messages(row["text"]),
+            "sampling_params": sampling_of(row["out"]),
+        },
         postprocess=lambda row: {"at": time.time(), "prompt": row["num_input_tokens"]},
     )
     dataset = ray.data.from_items(rows).repartition(128)
@@ -212,13 +248,16 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
     from prefect_raybatch import BatchJob, runs
 
     with tempfile.TemporaryDirectory() as folder:
-        pq.write_table(pa.table({"Company": companies(args.rows)}), f"{folder}/in.parquet")
+        rows = make_rows(args.work, args.rows)
+        pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
+        own = args.work in ("long", "varied", "prefix")
+        prompt = {"function": "gpu:ask"} if own else {"system": SYSTEM, "template": "{text}"}
         job = BatchJob.from_dict(
             {
                 "name": "gpu-benchmark",
                 "source": {"uri": f"{folder}/in.parquet"},
-                "prompt": {"system": SYSTEM, "template": ASK},
-                "sampling": {"temperature": 0, "max_tokens": 16, "choice": CHOICES},
+                "prompt": prompt,
+                "sampling": sampling_of(512 if own else 0),
                 "engine": {
                     "model": model,
                     "replicas": args.gpus * engines,
@@ -226,7 +265,7 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
                     **engine_arguments(args),
                     **({"gpu_memory_utilization": 0.9 / engines} if engines > 1 else {}),
                 },
-                "output": {"uri": f"{folder}/out", "column": "industry"},
+                "output": {"uri": f"{folder}/out", "columns": []},
             }
         )
         _init_ray()
@@ -247,6 +286,8 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
             "engine_task_s": sums["engine_s"],
             "prepare_task_s": sums["prepare_s"],
             "finish_task_s": sums["finish_s"],
+            "prompt_tokens": sums["prompt_tokens"] / args.rows,
+            "output_tokens": sums["output_tokens"] / args.rows,
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
         }
 
@@ -282,6 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="8b,05b")
     parser.add_argument("--peers", default="vllm,raydata,raydata3,ours,ours3")
+    parser.add_argument("--work", choices=WORK, default="company")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--batched-tokens", type=int, default=16384)
@@ -300,7 +342,13 @@ def main() -> int:
     failed = 0
     for size in args.sizes.split(","):
         for peer in args.peers.split(","):
-            row = {"size": size, "peer": peer, "rows": args.rows, "gpus": args.gpus}
+            row = {
+                "work": args.work,
+                "size": size,
+                "peer": peer,
+                "rows": args.rows,
+                "gpus": args.gpus,
+            }
             row |= _run(args, size, peer)
             failed += "error" in row
             with open(args.out, "a") as out:
@@ -310,9 +358,9 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
-    given = [f"--{n}={getattr(args, n)}" for n in ("rows", "seqs", "gpus", "models")]
+    given = [f"--{n}={getattr(args, n)}" for n in ("work", "rows", "seqs", "gpus", "models")]
     given += [f"--batched-tokens={args.batched_tokens}", f"--sizes={size}", f"--peer={peer}"]
-    log = Path(args.out).with_name(f"{size}-{peer}.log")
+    log = Path(args.out).with_name(f"{args.work}-{size}-{peer}.log")
     with log.open("w") as stream:
         try:
             subprocess.run(
