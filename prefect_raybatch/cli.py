@@ -153,8 +153,40 @@ def verify(run_dir: RunDir, as_json: Json = False) -> None:
         out.print(f"[red]not proved[/]: {escape(run_dir)}")
         for fault in found.faults:
             out.print(f"  {fault}", markup=False)
+    if found.orphans and not as_json:
+        size = found.orphan_bytes / 2**20
+        out.print(f"{found.orphans:,} pieces that no commit names ({size:,.1f} MiB), such as")
+        for name in found.orphan_names[:3]:
+            out.print(f"  {name}", markup=False)
+        out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def reap(
+    run_dir: RunDir,
+    older_than: Annotated[str, typer.Option(help="Leave younger files: 90s, 15m, 2h, 3d.")] = "1h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what killed attempts left, and nothing that may still become part of the result."""
+    from prefect_raybatch import reap as reaping
+    from prefect_raybatch.storage import open_store
+
+    age = reaping.duration(older_than)
+    found = reaping.reap(open_store(run_dir), age, dry_run)
+    if as_json:
+        _print_json(found)
+        return
+    for kind, files in found.files.items():
+        size = found.bytes[kind] / 2**20
+        verb = "would remove" if dry_run else "removed"
+        out.print(f"{verb} {files:,} {reaping.KINDS[kind]} ({size:,.1f} MiB)")
+    if not found.files:
+        out.print(f"nothing older than {older_than} to remove")
+    if found.kept:
+        out.print(f"kept {found.kept:,} pieces that a live driver may still commit")
 
 
 def _job(path: str, overrides: list[str] | None) -> BatchJob:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from prefect_raybatch.records import (
     merge,
     to_ranges,
 )
+from prefect_raybatch.row_sums import encode, row_sums, sums_path
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.tally import Tally
 
@@ -81,7 +83,8 @@ def finalize(
         for piece in commit.pieces:
             manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
         for kind, table, size in tables:
-            writers[kind].write(table, start, size)
+            numbers = table[POSITION].to_numpy().astype(np.int64) + start
+            writers[kind].write(table, numbers, size)
     if tally.rows != plan.rows:
         raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
     if not compact:
@@ -149,12 +152,17 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     if len(data) != piece.bytes or digest(data) != piece.sha256:
         raise CorruptRun(
             f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
-            f"{piece.bytes}, or other contents"
+            f"{piece.bytes}, or other contents; it held positions {_spans(piece)}"
         )
     table = pq.read_table(io.BytesIO(data))
     if table.num_rows != piece.rows or POSITION not in table.column_names:
         raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
     return table
+
+
+def _spans(piece: Piece) -> str:
+    shown = ", ".join(f"{a} to {b - 1}" for a, b in piece.positions[:5])
+    return shown + (" and more" if len(piece.positions) > 5 else "")
 
 
 def to_ranges_or_none(positions: np.ndarray) -> Any:
@@ -170,42 +178,43 @@ class _Parts:
     def __init__(self, store: Store, folder: str, row_number: str, file_bytes: int):
         self.row_number, self.file_bytes = row_number, file_bytes
         self.files: list[Part] = []
+        self._store = store
         self._parts = PartFiles(store, folder)
         self._held = 0
         self._schema: pa.Schema | None = None
+        self._rows: list[np.ndarray] = []
+        self._sums: list[Future[np.ndarray]] = []
+        self._pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
-    def write(self, table: pa.Table, start: int, size: int) -> None:
+    def write(self, table: pa.Table, numbers: np.ndarray, size: int) -> None:
+        """Adds rows of these numbers (int64); `size` is that of their pieces."""
         if self._held and self._held + size > self.file_bytes:
             self._finish()
-        rows = pa.array(table[POSITION].to_numpy().astype(np.int64) + start)
-        table = table.drop_columns([POSITION]).append_column(self.row_number, rows)
+        table = table.drop_columns([POSITION])
         if self._schema is None:
             self._schema = table.schema
-        self._parts.write(table.cast(self._schema))
+        table = table.cast(self._schema)
+        if self._sums:
+            self._sums[-1].result()  # at most one table waits
+        self._rows.append(numbers)
+        self._sums.append(self._pool.submit(row_sums, table))
+        self._parts.write(table.append_column(self.row_number, pa.array(numbers)))
         self._held += size
 
     def close(self) -> list[Part]:
         self._finish()
+        self._pool.shutdown()
         return self.files
 
     def _finish(self) -> None:
         made = self._parts.finish()
         if made is not None:
-            self.files.append(made[0])
-        self._held = 0
-
-
-def remove_pieces(ledger: Ledger) -> int:
-    """Deletes all pieces of a finished run; returns how many.
-
-    Allowed only after _SUCCESS: before it, even a piece that looks abandoned may still be
-    committed by a driver that was stopped and wakes.
-    """
-    if ledger.finished() is None:
-        raise IncompleteRun("pieces may only be removed once _SUCCESS is there")
-    names = [f"{info.path}" for info in ledger.store.list(PIECES)]
-    ledger.store.delete(names)
-    return len(names)
+            part = made[0]
+            sums = encode(self._rows, [sums.result() for sums in self._sums])
+            self._store.put(sums_path(part.path), sums)
+            first, last = int(self._rows[0][0]), int(self._rows[-1][-1])
+            self.files.append(replace(part, first=first, last=last, sums=digest(sums)))
+        self._held, self._rows, self._sums = 0, [], []
 
 
 def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:

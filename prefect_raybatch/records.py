@@ -265,12 +265,19 @@ class Commit:
 
 @dataclass(frozen=True)
 class Part:
-    """A file of the result, path relative to the run directory."""
+    """A file of the result, path relative to the run directory.
+
+    `first` and `last` are its row numbers at both ends, `sums` the SHA-256 of its row checksums;
+    None in runs finished by a version that kept none.
+    """
 
     path: str
     rows: int
     bytes: int
     sha256: str
+    first: int | None = None
+    last: int | None = None
+    sums: str | None = None
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     # The layout is the plan's, so that any two finalizers write the same files.
     output = BatchJob.from_dict(plan.job, "plan.json").output
     if ledger.finished() is not None:
-        return _end(ledger, output.compact)
+        return _end(ledger, plan, output.compact)
     try:
         result = finalize(
             ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
@@ -387,7 +387,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     except CorruptRun:
         if ledger.finished() is None:
             raise
-        return _end(ledger, output.compact)  # another finalizer was done first and tidied up
+        return _end(ledger, plan, True)  # another finalizer was done first and tidied up
     made = reports.build(
         run.uri,
         plan,
@@ -412,15 +412,15 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             "finished": time.time(),
         }
     )
-    return _end(ledger, output.compact)
+    return _end(ledger, plan, True)
 
 
-def _end(ledger: Ledger, compact: bool) -> RunReport:
-    """The report of a finished run; removes pieces that a kill after _SUCCESS left behind."""
-    from prefect_raybatch.finalize import remove_pieces
+def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
+    """The report of a finished run; `tidy` removes the pieces that its result does not need."""
+    from prefect_raybatch.reap import orphans
 
-    if compact:
-        remove_pieces(ledger)
+    if tidy:
+        ledger.store.delete(info.path for info in orphans(ledger, plan))
     return load_report(ledger.store)
 
 

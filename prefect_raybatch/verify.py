@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
-from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import Part, Plan
+from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.storage import Store
+from prefect_raybatch.verify_files import check_folder, recorded
 
 MOST_NAMED = 20  # faults listed one by one
 
 
 @dataclass
 class Verdict:
-    """What was found. `ok` is True only for a finished run whose every row is there once."""
+    """What was found. `ok` is True only for a finished run whose every row is there once.
+
+    Orphans are pieces that no commit names: no fault, since nobody reads them. In a run that is
+    not finished a live driver may still commit them.
+    """
 
     run: str
     finished: bool
@@ -35,6 +38,9 @@ class Verdict:
     committed_shards: int = 0
     shards: int = 0
     faults: list[str] = field(default_factory=list)
+    orphans: int = 0
+    orphan_bytes: int = 0
+    orphan_names: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -56,8 +62,14 @@ def verify(store: Store) -> Verdict:
     listing = ledger.listing(plan)
     found.committed_shards = int(listing.done.sum())
     compact = bool(summary and summary.get("compact", True))
-    held = _skipped(ledger, plan, shards, listing, found, pieces=not compact)
+    # Listed after the commits: a piece is there before its commit is.
+    pieces = {info.path: info.size for info in store.list(PIECES)}
+    held = _commits(ledger, plan, shards, listing, found, None if compact else pieces)
+    if not compact:
+        _note_orphans(pieces, found)
     if summary is None:
+        if found.faults and ledger.finished() is not None:  # it ended, and tidied up, meanwhile
+            return verify(store)
         missing = plan.shards - found.committed_shards
         found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
         return found
@@ -65,32 +77,29 @@ def verify(store: Store) -> Verdict:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {plan.shards} shards are missing")
     if compact:
-        row_number = str(summary.get("row_number", "_row"))
+        row_number, parts = str(summary.get("row_number", "_row")), recorded(summary)
         for kind in FOLDERS:
-            held += _files(store, kind, _recorded(summary), row_number, found)
+            held += _files(store, kind, parts, row_number, found)
         _prove(held, plan.rows, found)
     return found
-
-
-def _recorded(summary: dict[str, Any]) -> dict[str, Part]:
-    try:
-        return {p["path"]: Part(**p) for p in summary["parts"]}
-    except (KeyError, TypeError) as error:
-        raise CorruptRun(f"_SUCCESS is malformed: {error}") from None
 
 
 Span = tuple[np.ndarray, np.ndarray, str]  # starts, stops (int64), the file that holds them
 
 
-def _skipped(
+def _commits(
     ledger: Ledger,
     plan: Plan,
     shards: Shards,
     listing: Listing,
     found: Verdict,
-    pieces: bool,
+    pieces: dict[str, int] | None,
 ) -> list[Span]:
-    """Checks each commit; rows left out on purpose are known from the commits alone."""
+    """Checks each commit; rows left out on purpose are known from the commits alone.
+
+    `pieces` (path to bytes) are those there, which are checked as well, and taken out of it as
+    commits name them; None where they have become the result.
+    """
     starts, stops = [], []
 
     def fault(error: CorruptRun) -> None:
@@ -100,9 +109,8 @@ def _skipped(
         start = shards[commit.shard].start
         try:
             check_commit(commit, shards[commit.shard].rows)
-            if pieces:
-                for kind, table, _ in read_pieces(ledger.store, commit):
-                    _count(found, kind, table.num_rows)
+            if pieces is not None:
+                _check_pieces(ledger.store, commit, start, pieces, found)
         except CorruptRun as error:
             fault(error)
             continue
@@ -113,53 +121,41 @@ def _skipped(
     return [(np.array(starts, np.int64), np.array(stops, np.int64), "the commits")]
 
 
+def _check_pieces(
+    store: Store, commit: Commit, start: int, pieces: dict[str, int], found: Verdict
+) -> None:
+    whole = True
+    for piece in commit.pieces:
+        path = f"{PIECES}/{piece.path}"
+        size = pieces.pop(path, None)
+        if size != piece.bytes:
+            whole = False
+            what = "is missing" if size is None else f"has {size} bytes, not {piece.bytes}"
+            spans = ", ".join(f"{start + a} to {start + b - 1}" for a, b in piece.positions[:5])
+            _fault(
+                found,
+                f"{path}, which shard {commit.shard} is committed with, {what}; it held rows "
+                f"{spans}{' and more' if len(piece.positions) > 5 else ''}",
+            )
+    if whole:
+        for kind, table, _ in read_pieces(store, commit):
+            _count(found, kind, table.num_rows)
+
+
+def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
+    found.orphans, found.orphan_bytes = len(pieces), sum(pieces.values())
+    found.orphan_names = sorted(pieces)[:MOST_NAMED]
+
+
 def _files(
-    store: Store, kind: str, recorded: dict[str, Part], row_number: str, found: Verdict
+    store: Store, kind: str, parts: dict[str, Part], row_number: str, found: Verdict
 ) -> list[Span]:
-    folder = FOLDERS[kind]
-    there = {info.path: info for info in store.list(folder)}
-    named = {path: part for path, part in recorded.items() if path.startswith(f"{folder}/")}
-    for path in sorted(set(named) - set(there)):
-        _fault(found, f"{path}: the file is missing ({named[path].rows:,} rows)")
-    for path in sorted(set(there) - set(named)):
-        _fault(found, f"{path}: _SUCCESS does not name this file")
     spans = []
-    for path in sorted(set(there) & set(named)):
-        rows = _rows_of(store, path, named[path], row_number, found)
-        if rows is None:
-            continue
+    files = check_folder(store, FOLDERS[kind], parts, row_number, partial(_fault, found))
+    for path, rows in files.items():
         _count(found, kind, len(rows))
-        ordered = np.sort(rows)
-        repeated = ordered[1:][np.diff(ordered) == 0]
-        if len(repeated):
-            _fault(found, f"{path}: row {repeated[0]} stands there more than once")
-        elif (ordered != rows).any():
-            _fault(found, f"{path}: rows are out of order near row {_first_disorder(rows)}")
         spans.append((*_to_spans(np.unique(rows)), path))
     return spans
-
-
-def _rows_of(
-    store: Store, path: str, part: Part, row_number: str, found: Verdict
-) -> np.ndarray | None:
-    with store.open(path) as stream:
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-        if checksum != part.sha256:
-            _fault(found, f"{path}: its contents are not what finalize wrote")
-        stream.seek(0)
-        try:
-            table = pq.read_table(stream, columns=[row_number])
-        except (pa.ArrowException, OSError, KeyError) as error:
-            _fault(found, f"{path}: is not readable Parquet: {error}")
-            return None
-    if (
-        table.num_columns != 1
-        or table[row_number].null_count
-        or not pa.types.is_integer(table.schema.field(row_number).type)
-    ):
-        _fault(found, f"{path}: has no whole column {row_number}")
-        return None
-    return table[row_number].to_numpy().astype(np.int64)
 
 
 def _prove(spans: Iterable[Span], rows: int, found: Verdict) -> None:
@@ -191,10 +187,6 @@ def _to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = rows[np.concatenate([[0], breaks + 1])]
     stops = rows[np.concatenate([breaks, [len(rows) - 1]])] + 1
     return starts, stops
-
-
-def _first_disorder(rows: np.ndarray) -> int:
-    return int(rows[1:][np.diff(rows) < 0][0])
 
 
 def _count(found: Verdict, kind: str, rows: int) -> None:

@@ -56,8 +56,20 @@ MAY_IMPORT = {
         *VALUES,
     },
     "stages.finish": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
-    "finalize": {"checkpoints", "ledger", "part_files", "plan", "storage", "tally", *VALUES},
-    "verify": {"checkpoints", "finalize", "ledger", "plan", "storage", *VALUES},
+    "row_sums": {*VALUES},
+    "finalize": {
+        "checkpoints",
+        "ledger",
+        "part_files",
+        "plan",
+        "row_sums",
+        "storage",
+        "tally",
+        *VALUES,
+    },
+    "verify_files": {"finalize", "row_sums", "storage", *VALUES},
+    "verify": {"checkpoints", "finalize", "ledger", "plan", "storage", "verify_files", *VALUES},
+    "reap": {"ledger", "storage", *VALUES},
     "report": {"records", "tally"},
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}

@@ -14,9 +14,11 @@ import pytest
 from helpers.small import SmallRun, read_json, small_run
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import finalize, remove_pieces
+from prefect_raybatch.finalize import finalize
 from prefect_raybatch.ledger import commit_path
+from prefect_raybatch.reap import orphans
 from prefect_raybatch.records import Part, digest
+from prefect_raybatch.row_sums import sums_path
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import MOST_NAMED, Verdict, verify
 
@@ -30,7 +32,7 @@ def run(tmp_path: Path) -> SmallRun:
     made.commit_all(FAILED)
     size = max(p.bytes for s in range(4) for p in made.ledger.read_commit(made.plan, s).pieces)
     close(made, finalize(made.ledger, made.plan, made.shards, "_row", 2 * size - 1).parts)
-    remove_pieces(made.ledger)
+    made.store.delete([info.path for info in orphans(made.ledger, made.plan)])
     return made
 
 
@@ -96,17 +98,109 @@ def test_a_truncated_file(run, size):
     assert any("are missing" in fault for fault in found.faults)
 
 
-def test_an_edited_answer(run):
-    """No row number changes, so only the checksum can tell."""
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_edited_answer(run, kept):
+    """No row number changes, so only the checksums can tell; those a row say which."""
+    first = pq.read_table(run.root / PARTS[0])["_row"][0].as_py()
 
     def change(table: pa.Table) -> pa.Table:
         answers = ["other", *table["response"].to_pylist()[1:]]
         return table.set_column(table.column_names.index("response"), "response", pa.array(answers))
 
     edit(run, PARTS[0], change, tell=False)
-    found = look(run)
-    assert found.faults == [f"{PARTS[0]}: its contents are not what finalize wrote"]
+    said = f"{PARTS[0]}: its contents are not what finalize wrote"
+    if not kept:  # lost, or of a version that kept none
+        (run.root / sums_path(PARTS[0])).unlink()
+        found = look(run)
+        assert found.faults[1] == said and "cannot be named" in found.faults[0]
+    else:
+        found = look(run)
+        assert found.faults == [f"{said}; changed: row {first}"]
     assert not found.ok
+
+
+def test_many_edited_rows_a_lost_one_and_a_strange_one(run):
+    def change(table: pa.Table) -> pa.Table:
+        answers = pa.array(["other"] * table.num_rows)
+        table = table.set_column(table.column_names.index("response"), "response", answers)
+        number = table.column_names.index("_row")
+        rows = table["_row"].to_pylist()
+        return table.set_column(number, "_row", pa.array([*rows[:-1], 77]))
+
+    rows = pq.read_table(run.root / PARTS[1])["_row"].to_pylist()
+    edit(run, PARTS[1], change, tell=False)
+    faults = look(run).faults
+    shown = ", ".join(str(row) for row in rows[:-1])
+    assert faults[0] == (
+        f"{PARTS[1]}: its contents are not what finalize wrote; changed: rows {shown}; gone: "
+        f"row {rows[-1]}; not from here: row 77"
+    )
+
+
+def test_a_file_written_anew_with_the_same_rows(run):
+    edit(run, PARTS[0], lambda table: table.replace_schema_metadata({"by": "hand"}), tell=False)
+    (fault,) = look(run).faults
+    assert fault.endswith("the rows are the same, the file was written anew")
+
+
+def test_a_run_of_a_version_without_row_checksums(run):
+    success = read_json(run.root / "_SUCCESS")
+    for part in success["parts"]:
+        for name in ("first", "last", "sums"):
+            del part[name]
+    (run.root / "_SUCCESS").write_text(json.dumps(success))
+    assert look(run).ok
+    edit(run, PARTS[0], lambda table: table.slice(0, 3), tell=False)
+    assert look(run).faults[0] == f"{PARTS[0]}: its contents are not what finalize wrote"
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "/etc/passwd", "data/../../x", "data/", "data/.x", 7]
+)
+def test_success_cannot_name_a_file_elsewhere(run, path):
+    success = read_json(run.root / "_SUCCESS")
+    success["parts"][0]["path"] = path
+    (run.root / "_SUCCESS").write_text(json.dumps(success))
+    with pytest.raises(CorruptRun, match="is no file of the result"):
+        look(run)
+
+
+# --- pieces of a run that is not finished -------------------------------------------------------
+
+
+def test_a_commit_that_names_a_missing_or_other_piece_names_its_rows(tmp_path):
+    run = small_run(tmp_path, rows=20, per_shard=5)
+    for shard in range(3):
+        run.commit(shard, failed=[2])
+    orphan = run.finish()(run.block(run.whole(3)))  # a piece and a receipt, and no commit
+    assert orphan.num_rows == 1
+    pieces = [
+        {p.kind: p.path for p in run.ledger.read_commit(run.plan, shard).pieces}
+        for shard in range(3)
+    ]
+    folder = tmp_path / "_raybatch/pieces"
+    found = look(run)
+    assert [f for f in found.faults if not f.startswith("not finished")] == []
+    assert (found.orphans, found.data, found.quarantined) == (1, 12, 3)
+    (name,) = found.orphan_names
+    assert name.startswith("_raybatch/pieces/00000003-") and found.orphan_bytes > 100
+
+    (folder / pieces[0]["data"]).unlink()
+    os.truncate(folder / pieces[1]["quarantine"], 10)
+    data = bytearray((folder / pieces[2]["data"]).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / pieces[2]["data"]).write_bytes(bytes(data))
+    faults = look(run).faults
+    assert any(
+        pieces[0]["data"] in f and "is missing" in f and "rows 0 to 1, 3 to 4" in f for f in faults
+    )
+    assert any(
+        pieces[1]["quarantine"] in f and "has 10 bytes" in f and "7 to 7" in f for f in faults
+    )
+    assert any(
+        pieces[2]["data"] in f and "is not what was committed" in f and "0 to 1, 3 to 4" in f
+        for f in faults
+    )
 
 
 def test_a_flipped_byte(run):
@@ -176,7 +270,8 @@ def test_rows_out_of_order_are_told(run):
 @pytest.mark.parametrize("name", ["data/part-99999.parquet", "data/x.txt", "quarantine/more"])
 def test_a_file_nobody_wrote_is_told(run, name):
     (run.root / name).write_bytes(b"x")
-    assert look(run).faults == [f"{name}: _SUCCESS does not name this file"]
+    (fault,) = look(run).faults
+    assert fault.startswith(f"{name}: _SUCCESS does not name this file")
 
 
 @pytest.mark.parametrize("how", ["dropped", "nulls", "text"])

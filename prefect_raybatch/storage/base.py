@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError, UnsafeStore
@@ -30,12 +30,14 @@ class FileInfo:
 
     `path` is relative to the store's root with "/" between parts, `size` is in bytes. S3 gives
     `etag` (no quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
+    `modified` is for people and for ages only: seconds since 1970, where a listing says it.
     """
 
     path: str
     size: int
     etag: str | None
     mtime_ns: int | None
+    modified: float | None = field(default=None, compare=False)
 
 
 class Store(ABC):
@@ -107,6 +109,18 @@ class Store(ABC):
         """A handle for random reads (close it, or use `with`). FileNotFoundError.
 
         On S3 each read is one GET tied to the etag seen here: SourceError if the object changes.
+        """
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that sets `FileInfo.modified`."""
+
+    @abstractmethod
+    def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
+        """Writes under the root that were cut off and are older than `before` (see `now`).
+
+        Temporary files of killed processes, uploads in parts that nobody completed: no reader
+        sees them, but they take space. Removed as well if `remove`.
         """
 
     @abstractmethod

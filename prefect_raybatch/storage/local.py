@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat as stat_module
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,6 +128,24 @@ class LocalStore(Store):
         with _os_errors(place):
             return open(place, "rb")
 
+    def now(self) -> float:
+        return time.time()
+
+    def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
+        found = []
+        for folder, _, names in os.walk(self.uri):
+            for name in names:
+                if not name.startswith(TEMPORARY):
+                    continue
+                path = os.path.relpath(os.path.join(folder, name), self.uri)
+                with suppress(FileNotFoundError):  # finished meanwhile
+                    info = _local_info(path, os.stat(os.path.join(folder, name)))
+                    if info.modified is not None and info.modified < before:
+                        found.append(info)
+        if remove:
+            self.delete(info.path for info in found)
+        return tuple(found)
+
     def _path(self, path: str) -> str:
         return os.path.join(self.uri, checked(path))
 
@@ -138,21 +157,27 @@ class LocalStore(Store):
         target = self._path(path)
         folder = os.path.dirname(target)
         with _os_errors(target, writing=size):
-            temporary, handle = _temporary_in(folder)
-            try:
-                with handle:
-                    handle.write(data)
-                    handle.flush()
-                    os.fsync(handle.fileno())
-                place(temporary, target)
-                _sync(folder)
-            finally:
-                with suppress(OSError):  # renamed away, or left for nobody to see
-                    os.unlink(temporary)
+            for attempt in range(RACE_TRIES):
+                temporary, handle = _temporary_in(folder)
+                try:
+                    with handle:
+                        handle.write(data)
+                        handle.flush()
+                        os.fsync(handle.fileno())
+                    place(temporary, target)
+                    _sync(folder)
+                    return
+                except FileNotFoundError:
+                    # Somebody tidied up while this process was stopped: write it again.
+                    if os.path.exists(temporary) or attempt + 1 == RACE_TRIES:
+                        raise
+                finally:
+                    with suppress(OSError):  # renamed away, or left for nobody to see
+                        os.unlink(temporary)
 
 
 def _local_info(path: str, found: os.stat_result) -> FileInfo:
-    return FileInfo(path, found.st_size, None, found.st_mtime_ns)
+    return FileInfo(path, found.st_size, None, found.st_mtime_ns, found.st_mtime)
 
 
 def _link(temporary: str, target: str) -> None:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from prefect_raybatch.errors import SourceError, StoreUnavailable
@@ -55,7 +56,8 @@ class S3Store(Store):
         for page in self._pages(folder, recursive):
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):  # what consoles write as a "folder"
-                    yield _s3_info(item["Key"][skip:], item["Size"], item["ETag"])
+                    when = item["LastModified"].timestamp()
+                    yield _s3_info(item["Key"][skip:], item["Size"], item["ETag"], when)
 
     def folders(self) -> Iterator[str]:
         for page in self._pages(self._prefix, recursive=False):
@@ -127,6 +129,33 @@ class S3Store(Store):
             raise SourceError(f"{join(self.uri, info.path)} changed while it was being read")
         return cast(bytes, found["Body"])
 
+    def now(self) -> float:
+        found = self._call("list_objects_v2", None, MaxKeys=1, Prefix=f"{self._prefix}/")
+        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+    def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        found = []
+        for begun in self._uploads():
+            key, when = begun["Key"], begun["Initiated"].timestamp()
+            if when >= before:
+                continue
+            found.append(FileInfo(key[skip:], 0, None, None, when))
+            if remove:  # 404: it was completed, or somebody else was here
+                self._call("abort_multipart_upload", key, accept=404, UploadId=begun["UploadId"])
+        return tuple(found)
+
+    def _uploads(self) -> Iterator[dict[str, Any]]:
+        asked: dict[str, Any] = {"Prefix": f"{self._prefix}/" if self._prefix else ""}
+        while True:
+            page = self._call("list_multipart_uploads", None, **asked)
+            yield from page.get("Uploads", ())
+            if not page.get("IsTruncated"):
+                return
+            asked["KeyMarker"] = page["NextKeyMarker"]
+            asked["UploadIdMarker"] = page["NextUploadIdMarker"]
+
     def _key(self, path: str) -> str:
         return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
 
@@ -185,8 +214,8 @@ class S3Store(Store):
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _s3_info(path: str, size: int, etag: str) -> FileInfo:
-    return FileInfo(path, size, etag.strip('"'), None)
+def _s3_info(path: str, size: int, etag: str, modified: float | None = None) -> FileInfo:
+    return FileInfo(path, size, etag.strip('"'), None, modified)
 
 
 class _RangeReader(io.RawIOBase):

@@ -1,0 +1,128 @@
+"""Removes what killed attempts left in a run directory, and nothing that may still count.
+
+Nobody can tell from outside whether a driver is dead or only stopped, so age alone never decides
+about a piece: it goes when its shard's commit names others, or when the run is finished. Then no
+driver, alive or woken years later, can make it part of the result. Snapshots and tables go when
+plan.json is there and names others: whoever is still making them finds that plan and adopts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.ledger import PIECES, TABLES, Ledger
+from prefect_raybatch.records import Plan
+from prefect_raybatch.storage import FileInfo, Store
+
+KINDS = {
+    "pieces": "pieces that no commit names",
+    "snapshots": "copies of the input that the plan does not name",
+    "tables": "tables that the plan does not name",
+    "probes": "probes of the store",
+    "unfinished": "writes that were cut off",
+}
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PIECE = re.compile(r"(\d{1,10})-[^/]+\.parquet\Z")
+_TABLE = re.compile(r"(shards|files|numbers)-[^/]+\.parquet\Z")
+_PROBE = re.compile(r"_probe-[^/]+/")
+
+
+@dataclass
+class Reaped:
+    """What was removed (or would be): files and bytes by kind, see `KINDS`. Bytes of uploads in
+    parts are not known and count as 0."""
+
+    run: str
+    dry_run: bool
+    files: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    kept: int = 0  # pieces of shards that are not committed: a live driver may commit them
+
+    def note(self, kind: str, info: FileInfo) -> None:
+        self.files[kind] = self.files.get(kind, 0) + 1
+        self.bytes[kind] = self.bytes.get(kind, 0) + info.size
+
+
+def duration(text: str) -> float:
+    """Seconds of `90s`, `15m`, `2h`, `3d`; `ConfigError` for anything else."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
+    """Removes leftovers older than `older_than` seconds by the store's clock.
+
+    Raises `CorruptRun` when `store` is no run directory, and the store's errors.
+    """
+    ledger = Ledger(store)
+    plan = ledger.load_plan()
+    if plan is None:
+        raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
+    before = store.now() - older_than
+    found = Reaped(store.uri, dry_run)
+
+    def take(kind: str, infos: Iterator[FileInfo]) -> None:
+        names = []
+        for info in infos:
+            if info.modified is None or info.modified < before:
+                found.note(kind, info)
+                names.append(info.path)
+        if not dry_run:
+            store.delete(names)
+
+    take("pieces", orphans(ledger, plan, on_kept=lambda info: _count(found)))
+    take("snapshots", _snapshots(ledger, plan))
+    take("tables", _tables(ledger, plan))
+    take("probes", (info for info in store.list() if _PROBE.match(info.path)))
+    for info in store.unfinished(before, remove=not dry_run):
+        found.note("unfinished", info)
+    return found
+
+
+def orphans(
+    ledger: Ledger,
+    plan: Plan,
+    on_kept: Callable[[FileInfo], None] = lambda info: None,
+) -> Iterator[FileInfo]:
+    """Pieces that can never become part of the result any more; `on_kept` gets those that may."""
+    summary = ledger.finished()
+    if summary is not None and summary.get("compact", True):
+        yield from ledger.store.list(PIECES)  # the result has all of them
+        return
+    # Pieces first: one that appears later is not looked at, and commits only ever grow.
+    pieces = list(ledger.store.list(PIECES))
+    listing = ledger.listing(plan)
+    named = {p.path for commit in ledger.commits(plan, listing) for p in commit.pieces}
+    for info in pieces:
+        name = info.path.rpartition("/")[2]
+        match = _PIECE.match(name)
+        if name in named or match is None:
+            continue
+        shard = int(match[1])
+        if summary is not None or (shard < plan.shards and listing.done[shard]):
+            yield info
+        else:
+            on_kept(info)
+
+
+def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    named = {file.uri for file in ledger.files(plan)} if plan.snapshot else set()
+    return (info for info in ledger.store.list(f"{TABLES}/input") if info.path not in named)
+
+
+def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    named: set[Any] = {plan.shards_table, plan.files_table}
+    for info in ledger.store.list(TABLES, recursive=False):
+        name = info.path.rpartition("/")[2]
+        if _TABLE.match(name) and name not in named:
+            yield info
+
+
+def _count(found: Reaped) -> None:
+    found.kept += 1

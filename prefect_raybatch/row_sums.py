@@ -1,0 +1,121 @@
+"""A checksum a row, kept beside each file of the result: tells which row of a changed file changed.
+
+The file's own SHA-256 proves it; these only find the place, so 4 bytes a row are enough (one
+change in 4 billion would be seen in the file and not in the row).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefect_raybatch.errors import CorruptRun
+
+FOLDER = "_raybatch/row_sums"
+ROW, SUM = "row", "sum"
+_NULL = np.uint64(0x9E3779B97F4A7C15)
+_PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/comp/fnv/
+
+
+def sums_path(part: str) -> str:
+    """Where the checksums of `data/part-00000.parquet` are."""
+    return f"{FOLDER}/{part.replace('/', '-')}"
+
+
+def row_sums(table: pa.Table) -> np.ndarray:
+    """uint32[rows]: depends on each row's values and the order and names of columns, not on how
+    the table is chunked or encoded."""
+    total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        seed = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
+        total = (total ^ (_column(column) + seed)) * _PRIME
+    return (total ^ (total >> np.uint64(32))).astype(np.uint32)
+
+
+def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
+    """Parquet of a part's row numbers (int64) and sums (uint32), in the part's order."""
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    columns = {
+        ROW: pa.array(np.concatenate(rows), pa.int64()),
+        SUM: pa.array(np.concatenate(sums), pa.uint32()),
+    }
+    pq.write_table(
+        pa.table(columns),
+        out,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding={ROW: "DELTA_BINARY_PACKED", SUM: "PLAIN"},
+    )
+    return out.getvalue()
+
+
+def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, sums) of a part of `rows` rows; `CorruptRun` when it is something else."""
+    import pyarrow.parquet as pq
+
+    try:
+        found = pq.ParquetFile(io.BytesIO(data))
+        if found.metadata.num_rows != rows:
+            raise CorruptRun(f"{name} holds {found.metadata.num_rows} rows, not {rows}")
+        table = found.read([ROW, SUM]).cast(pa.schema([(ROW, pa.int64()), (SUM, pa.uint32())]))
+        return table[ROW].to_numpy(), table[SUM].to_numpy()
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise CorruptRun(f"{name} is not readable: {error}") from None
+
+
+def _column(array: pa.Array) -> np.ndarray:
+    """uint64[rows] of one column; a null is unlike any value."""
+    from pandas.util import hash_array
+
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _column(array.dictionary_decode())
+    if isinstance(array, pa.ExtensionArray):
+        return _column(array.storage)
+    nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    if pa.types.is_struct(kind):
+        sums = np.full(len(array), 1, np.uint64)
+        for index in range(kind.num_fields):
+            sums = (sums ^ _column(pc.struct_field(array, index))) * _PRIME
+    elif pa.types.is_null(kind):
+        return np.full(len(array), _NULL)
+    else:
+        sums = hash_array(_flat(array), categorize=False)
+    if nulls is not None:
+        sums = np.where(nulls, _NULL, sums)
+    return sums
+
+
+def _flat(array: pa.Array) -> np.ndarray:
+    """The values as something pandas hashes the same way wherever it runs; nulls are anything."""
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        return array.fill_null(False).to_numpy(zero_copy_only=False).astype(np.int64)
+    if pa.types.is_integer(kind):
+        return array.fill_null(0).to_numpy(zero_copy_only=False)
+    if pa.types.is_floating(kind):
+        values = array.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
+        return np.where(np.isnan(values), np.nan, values)  # one kind of NaN
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        whole = array.cast(pa.int32()) if kind.bit_width == 32 else array
+        return whole.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return _objects(array.fill_null("").to_numpy(zero_copy_only=False))
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return _objects(array.fill_null(b"").to_numpy(zero_copy_only=False))
+    texts = [json.dumps(v, default=repr, sort_keys=True) for v in array.to_pylist()]
+    return _objects(texts)
+
+
+def _objects(values: Any) -> np.ndarray:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
