@@ -42,6 +42,8 @@ class S3Server:
     secret: str = field(repr=False)
     kind: str
     process: subprocess.Popen[str] = field(repr=False)
+    folder: Path = Path()
+    objects: str = "memstore"
 
     @property
     def options(self) -> dict[str, str]:
@@ -78,6 +80,31 @@ class S3Server:
         )
         fs.call_s3("create_bucket", Bucket=name)  # mkdir sends a region that radosgw refuses
 
+    def kill(self) -> None:
+        """SIGKILL to the server with all its daemons, as in a loss of power."""
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Starts a killed server again, on the same address and (bluestore) the same objects."""
+        log = self.folder / "server.out"
+        log.unlink()
+        self.process = _launch(self)
+        if not _wait_until_ready(self, log):
+            raise RuntimeError(f"{self.kind} did not come back:\n{log.read_text()[-1000:]}")
+
+    def add_key(self) -> tuple[str, str]:
+        """Another key pair for the same user (radosgw only)."""
+        key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
+        subprocess.run(
+            ["radosgw-admin", "key", "create", "--uid=test", "--key-type=s3"]
+            + [f"--access-key={key}", f"--secret-key={secret}"],
+            env={**os.environ, "CEPH_CONF": str(self.folder / "ceph.conf")},
+            check=True,
+            capture_output=True,
+        )
+        return key, secret
+
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -94,14 +121,17 @@ class S3Server:
         self.stop()
 
 
-def start_s3(tmpdir: str | os.PathLike[str]) -> S3Server:
-    """Start a server that keeps its files in `tmpdir`. RuntimeError, with its log, if it fails."""
+def start_s3(tmpdir: str | os.PathLike[str], objects: str = "memstore") -> S3Server:
+    """Start a server that keeps its files in `tmpdir`. RuntimeError, with its log, if it fails.
+
+    `objects` is where radosgw keeps them: "memstore", or "bluestore" for one to be killed.
+    """
     folder = Path(tmpdir)
     folder.mkdir(parents=True, exist_ok=True)
     kind = "radosgw" if all(map(shutil.which, RADOSGW)) else "moto"
     for attempt in range(3):  # another process can take a port between the look and the use
         place = folder / f"{kind}-{attempt}"
-        server = _start(kind, place)
+        server = _start(kind, place, objects)
         if _wait_until_ready(server, place / "server.out"):
             atexit.register(server.stop)
             return server
@@ -110,19 +140,26 @@ def start_s3(tmpdir: str | os.PathLike[str]) -> S3Server:
     raise RuntimeError(f"{kind} did not start:\n" + "\n".join(logs))
 
 
-def _start(kind: str, folder: Path) -> S3Server:
+def _start(kind: str, folder: Path, objects: str) -> S3Server:
     folder.mkdir()
-    port = _free_ports()
+    endpoint = f"http://127.0.0.1:{_free_ports()}"
     key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
-    if kind == "radosgw":
-        command = ["bash", str(SCRIPT), str(folder), str(port), key, secret]
+    server = S3Server(endpoint, key, secret, kind, None, folder, objects)  # type: ignore[arg-type]
+    server.process = _launch(server)
+    return server
+
+
+def _launch(server: S3Server) -> subprocess.Popen[str]:
+    port = str(urlsplit(server.endpoint).port)
+    if server.kind == "radosgw":
+        command = ["bash", str(SCRIPT), str(server.folder), port]
+        command += [server.key, server.secret, server.objects]
     else:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]
-    with open(folder / "server.out", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-    return S3Server(f"http://127.0.0.1:{port}", key, secret, kind, process)
+    with open(server.folder / "server.out", "w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def _free_ports() -> int:

@@ -1,0 +1,44 @@
+"""Inputs and jobs of the trials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.demo import LABELS, SYSTEM
+from prefect_raybatch.demo.customers import companies
+
+SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
+MOST = 1200  # rows of any trial with the real engine
+
+
+def texts() -> list[str]:
+    """The company names that trials ask about."""
+    return [name for name, _ in companies(MOST, 11, "all")]
+
+
+def rows(count: int, engine: str) -> list[dict[str, Any]]:
+    """`count` rows; the real engine gets company names, the fast one texts all different."""
+    names = texts()
+    if engine == "fast":
+        return [{"id": i, "text": f"{names[i % MOST]} ({i})"} for i in range(count)]
+    return [{"id": i, "text": names[i]} for i in range(count)]
+
+
+def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A job for the fast engine or the bundled model."""
+    fields: dict[str, Any] = {
+        "name": "chaos",
+        "prompt": {"template": "{text}"},
+        "sampling": {"temperature": 0, "max_tokens": 16},
+        "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 1},
+        "limits": {"max_failed": 0.0},
+        "cluster": {},
+    }
+    if which != "fast":
+        fields["prompt"] = {"system": SYSTEM, "template": "What industry is this company in: {text}"}
+        fields["sampling"]["choice"] = list(LABELS)
+    for group, given in groups.items():
+        fields[group] = {**fields.get(group, {}), **given}
+    return fields
