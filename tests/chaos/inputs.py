@@ -32,9 +32,9 @@ def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
         "name": "chaos",
         "prompt": {"template": "{text}"},
         "sampling": {"temperature": 0, "max_tokens": 16},
-        "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 1},
+        "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 0.5},
         "limits": {"max_failed": 0.0},
-        "cluster": {},
+        "cluster": {"prepare": {"num_cpus": 1}, "finish": {"num_cpus": 0.5}},
     }
     if which != "fast":
         fields["prompt"] = {"system": SYSTEM, "template": "What industry is this company in: {text}"}

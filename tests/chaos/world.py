@@ -13,7 +13,7 @@ from .cluster import RayCluster
 from .places import Bucket, Folder, Place, client_of
 
 BUCKET = "chaos"
-CPUS = 16  # logical: several drivers at once must find room
+CPUS = 5  # logical: each may cost a worker process, and several drivers must find room
 
 
 class World:
