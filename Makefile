@@ -7,7 +7,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 
-.PHONY: help demo test lint types unit e2e bench lock clean
+.PHONY: help demo test lint types unit e2e chaos bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -37,6 +37,10 @@ unit: .venv/.ready ## Tests without the real engine
 
 e2e: .venv/.ready ## Real vLLM, real Ray, a real Prefect server
 	$(BIN)/python -m pytest -q -m e2e $(ARGS)
+
+chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
+	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos
+	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

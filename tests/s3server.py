@@ -96,13 +96,10 @@ class S3Server:
     def add_key(self) -> tuple[str, str]:
         """Another key pair for the same user (radosgw only)."""
         key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
-        subprocess.run(
-            ["radosgw-admin", "key", "create", "--uid=test", "--key-type=s3"]
-            + [f"--access-key={key}", f"--secret-key={secret}"],
-            env={**os.environ, "CEPH_CONF": str(self.folder / "ceph.conf")},
-            check=True,
-            capture_output=True,
-        )
+        command = ["radosgw-admin", "key", "create", "--uid=test", "--key-type=s3"]
+        command += [f"--access-key={key}", f"--secret-key={secret}"]
+        env = {**os.environ, "CEPH_CONF": str(self.folder / "ceph.conf")}
+        subprocess.run(command, env=env, check=True, capture_output=True)
         return key, secret
 
     def stop(self) -> None:
@@ -202,7 +199,9 @@ class S3Proxy(ThreadingHTTPServer):
 
     "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
     drops it without forwarding; "503", "expired", "501" and "507" answer that without forwarding;
-    "strip" forwards without If-None-Match, signed anew. `seen` lists (method, path, decision).
+    "strip" forwards without If-None-Match, signed anew; "slow SECONDS" forwards after a pause;
+    "cut-up" drops the connection in the middle of the request's body, "cut-down" in the middle of
+    the answer's. `seen` lists (method, path, decision).
     """
 
     daemon_threads = True
@@ -237,6 +236,7 @@ def proxy(server: S3Server, decide: Decide) -> Iterator[S3Proxy]:
 
 
 _REFUSALS = {
+    "500": (500, "InternalError"),
     "503": (503, "SlowDown"),
     "expired": (400, "ExpiredToken"),
     "501": (501, "NotImplemented"),
@@ -249,20 +249,26 @@ class _ProxyHandler(BaseHTTPRequestHandler):
     server: S3Proxy
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
         with self.server.lock:
             decision = self.server.decide(self.command, self.path, dict(self.headers))
             self.server.seen.append((self.command, self.path, decision))
-        if decision == "reset":
+        body = self.rfile.read(size // 2 if decision == "cut-up" else size)
+        if decision in ("reset", "cut-up"):
             return self._drop()
+        if decision.startswith("slow "):
+            time.sleep(float(decision.split()[1]))
         if decision in _REFUSALS:
             status, code = _REFUSALS[decision]
             text = f"<Error><Code>{code}</Code><Message>as the test wants</Message></Error>"
             return self._reply(status, {"Content-Type": "application/xml"}, text.encode())
-        status, headers, answer = self._forward(body, strip=decision == "strip")
+        try:
+            status, headers, answer = self._forward(body, strip=decision == "strip")
+        except OSError:  # the server is down: nor does the client get an answer
+            return self._drop()
         if decision == "lose":
             return self._drop()
-        self._reply(status, headers, answer)
+        self._reply(status, headers, answer, cut=decision == "cut-down")
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
@@ -289,7 +295,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
         return {"Content-Length": str(len(body)), **dict(request.headers.items())}
 
-    def _reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    def _reply(
+        self, status: int, headers: Mapping[str, str], body: bytes, cut: bool = False
+    ) -> None:
         self.send_response_only(status)
         for name, value in headers.items():
             if name.lower() not in ("content-length", "connection", "transfer-encoding"):
@@ -299,7 +307,11 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length if empty else str(len(body)))
         self.end_headers()
         if not empty:
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.wfile.flush()
+            time.sleep(0.02)  # or the reset overtakes what was sent
+            self._drop()
 
     def _drop(self) -> None:
         """Close with a reset, as a broken network does."""

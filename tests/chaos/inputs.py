@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from prefect_raybatch.demo import LABELS, SYSTEM
 from prefect_raybatch.demo.customers import companies
@@ -26,6 +29,27 @@ def rows(count: int, engine: str) -> list[dict[str, Any]]:
     return [{"id": i, "text": names[i]} for i in range(count)]
 
 
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    """A Parquet file of rows; columns beyond id and text get the type of their values."""
+    more = [name for name in rows[0] if name not in SCHEMA.names]
+    columns = [pa.array([row[name] for row in rows]) for name in more]
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    for name, column in zip(more, columns, strict=True):
+        table = table.append_column(name, column)
+    sink = io.BytesIO()
+    pq.write_table(table, sink, row_group_size=200)
+    return sink.getvalue()
+
+
+def csv_text(rows: list[dict[str, Any]]) -> str:
+    lines = [f'{row["id"]},"{row["text"]}"' for row in rows]
+    return "\n".join(["id,text", *lines]) + "\n"
+
+
+def json_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
     """A job for the fast engine or the bundled model."""
     fields: dict[str, Any] = {
@@ -37,7 +61,10 @@ def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
         "cluster": {"prepare": {"num_cpus": 1}, "finish": {"num_cpus": 0.5}},
     }
     if which != "fast":
-        fields["prompt"] = {"system": SYSTEM, "template": "What industry is this company in: {text}"}
+        fields["prompt"] = {
+            "system": SYSTEM,
+            "template": "What industry is this company in: {text}",
+        }
         fields["sampling"]["choice"] = list(LABELS)
     for group, given in groups.items():
         fields[group] = {**fields.get(group, {}), **given}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
@@ -12,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from . import checker, inputs, processes
 from .cluster import base_env
@@ -85,6 +81,10 @@ class Trial:
         self.out = world.out(self.store, self.folder, f"{kind}-{number}")
         self.options = dict(world.options(self.store))
         self.job: dict[str, Any] = {}
+        self.env: dict[str, str] = {}
+        remote = store == "s3" and self.rng.random() < 0.5
+        self.in_uri = f"{self.out}-in" if remote else str(self.folder / "in")
+        self.in_place = world.place("s3" if remote else "local", self.in_uri, "")
 
     # --- set up ---------------------------------------------------------------------------------
 
@@ -96,11 +96,16 @@ class Trial:
             self.answer = self.world.truth.get
         if not self.rows:
             self.rows = inputs.rows(count, self.engine)
-        self.write_input(self.rows)
+        if not self.in_place.names(""):
+            self.write_input(self.rows)
         self.orders(sleep=self.rng.choice([0.002, 0.004, 0.006]))
         self.job = inputs.job(
             self.engine,
-            source={"uri": str(self.folder / "in"), "rows_per_shard": self.per_shard},
+            source={
+                "uri": self.in_uri,
+                "rows_per_shard": self.per_shard,
+                "options": self.options if self.in_uri.startswith("s3") else {},
+            },
             engine={
                 "replicas": REPLICAS if self.engine == "fast" else 1,
                 "max_concurrent_batches": BATCHES,
@@ -112,11 +117,8 @@ class Trial:
         for group, fields in groups.items():
             self.job[group] = {**self.job.get(group, {}), **fields}
 
-    def write_input(self, rows: list[dict[str, Any]], name: str = "a.parquet") -> Path:
-        path = self.folder / "in" / name
-        path.parent.mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows, inputs.SCHEMA), path, row_group_size=200)
-        return path
+    def write_input(self, rows: list[dict[str, Any]], name: str = "a.parquet") -> None:
+        self.in_place.write(name, inputs.parquet(rows))
 
     def orders(self, **orders: Any) -> None:
         """Tells the fast engines how to behave from their next block on."""
@@ -128,7 +130,7 @@ class Trial:
 
     # --- drive ----------------------------------------------------------------------------------
 
-    def start(self, *hooks: dict[str, Any], env: dict[str, str] | None = None) -> Driver:
+    def start(self, *hooks: dict[str, Any]) -> Driver:
         spec = {
             "job": self.job,
             "run_key": RUN_KEY,
@@ -138,7 +140,7 @@ class Trial:
         }
         mark = {"CHAOS_TRIAL": self.record.seed}
         name = f"driver-{len(self.drivers)}"
-        driver = Driver(self.folder, name, spec, {**base_env(), **mark, **(env or {})})
+        driver = Driver(self.folder, name, spec, {**base_env(), **mark, **self.env})
         self.drivers.append(driver)
         self.record.attempts += 1
         return driver
@@ -315,9 +317,3 @@ class Trial:
 
 def _short(status: dict[str, Any]) -> str:
     return f"{status.get('error', 'success')}: {str(status.get('text', ''))[:300]}"
-
-
-def parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, inputs.SCHEMA), sink)
-    return sink.getvalue()

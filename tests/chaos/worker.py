@@ -8,6 +8,7 @@ Exit status 0 when the run is complete, 1 with the error's class and text in STA
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from typing import Any
 
 
 def main(spec_path: str, status_path: str) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     spec: dict[str, Any] = json.loads(Path(spec_path).read_text())
     status: dict[str, Any] = {"began": time.time()}
     code = 1

@@ -57,10 +57,11 @@ class World:
 
     def place(self, store: str, out: str, run_key: str) -> Place:
         if store != "s3":
-            return Folder(Path(out) / run_key)
+            return Folder(Path(out) / run_key if run_key else Path(out))
         if self._client is None:
             self._client = client_of(self.s3.options)
-        return Bucket(self._client, BUCKET, f"{out.removeprefix(f's3://{BUCKET}/')}/{run_key}")
+        prefix = out.removeprefix(f"s3://{BUCKET}/")
+        return Bucket(self._client, BUCKET, f"{prefix}/{run_key}".rstrip("/"))
 
     @property
     def truth(self) -> dict[str, str]:

@@ -142,9 +142,7 @@ def _poison(t: Trial, how: str) -> None:
     driver = t.start()
     t.expect_success(driver)
     seen = "".join(path.read_text() for path in (t.folder / "seen").glob("*")).split("\n")
-    deaths = [
-        seen.count(f"{i // t.per_shard} {i % t.per_shard}") for i in sorted(t.quarantined)
-    ]
+    deaths = [seen.count(f"{i // t.per_shard} {i % t.per_shard}") for i in sorted(t.quarantined)]
     t.record.extra["deaths"] = deaths
     # Shared pass, alone as a shard, as a part of 2, then alone as a row, twice.
     if max(deaths) > 8:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from .. import inputs
 from ..trial import Bad, Trial
 from . import kind
 
 
-def hook(op: str, path: str, n: int = 1, when: str = "before", do: str = "kill", **more: Any) -> Any:
+def hook(
+    op: str, path: str, n: int = 1, when: str = "before", do: str = "kill", **more: Any
+) -> Any:
     return {"op": op, "path": path, "n": n, "when": when, "do": do, **more}
 
 
@@ -76,13 +79,10 @@ def killed_planning(t: Trial) -> None:
 
 @kind("driver killed while copying the snapshot")
 def killed_snapshot(t: Trial) -> None:
-    t.setup()
-    rows = t.rows
-    (t.folder / "in" / "a.parquet").unlink()
+    t.rows = inputs.rows(800, t.engine)
     for number in range(4):
-        part = rows[number * len(rows) // 4 : (number + 1) * len(rows) // 4]
-        lines = "".join(f"{row['id']},\"{row['text']}\"\n" for row in part)
-        (t.folder / "in" / f"{number}.csv").write_text("id,text\n" + lines)
+        t.in_place.write(f"{number}.csv", inputs.csv_text(t.rows[number * 200 :][:200]).encode())
+    t.setup()
     killed_itself(t, hook("put_file", "_raybatch/input/", 1, t.rng.choice(["before", "after"])))
 
 

@@ -1,0 +1,23 @@
+"""User functions of the trials, good and bad; the rows say what shall go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ask(row: dict[str, Any]) -> str:
+    if row["note"] == "raise":
+        raise LookupError("no such template")
+    return str(row["text"])
+
+
+def shape(row: dict[str, Any]) -> dict[str, Any] | None:
+    if row["note"] == "raise":
+        raise RuntimeError("postprocess cannot")
+    if row["note"] == "columns":
+        return {"response": row["response"], "more": 1}
+    if row["note"] == "type":
+        return {"response": ["a", "list"]}
+    if row["note"] == "skip":
+        return None
+    return {"response": row["response"]}
