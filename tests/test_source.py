@@ -513,3 +513,10 @@ def test_peek_guesses_without_writing(tmp_path):
     zipped.write_bytes(gzip.compress(lines(*[{"a": i} for i in range(10_000)]).encode()))
     assert 9000 < peek(Source(uri=str(zipped))).rows < 11_000
     assert peek(Source(uri=str(zipped), limit=5)).rows == 5
+
+
+def test_half_of_a_surrogate_pair_in_json_is_named_with_its_line(tmp_path):
+    lines = ['{"id": 0, "text": "a"}', r'{"id": 1, "text": "b \ud800 c"}', '{"id": 2, "text": "d"}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SourceError, match=r"in\.jsonl, line 2: holds \\ud800, half of a surrogate"):
+        snapshot(Source(uri=str(tmp_path / "in.jsonl")), open_store(str(tmp_path / "out")), "a")

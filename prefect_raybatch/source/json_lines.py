@@ -119,6 +119,11 @@ def _explain_json(file: File, block: bytes, line: int, error: Exception) -> str:
             return f"{place}: is not valid JSON ({one_line(wrong)}); write one object a line"
         if not isinstance(row, dict):
             return f"{place}: holds {_kind(row)}, not an object; write one object a line"
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as wrong:  # JSON can escape what no UTF-8 text can hold
+            half = f"\\u{ord(wrong.object[wrong.start]):04x}"
+            return f"{place}: holds {half}, half of a surrogate pair; write the whole character"
         for name, value in row.items():
             before, where = kinds.setdefault(name, (_kind(value), number))
             if before == "null":
