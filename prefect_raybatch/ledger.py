@@ -37,6 +37,7 @@ from prefect_raybatch.records import (
 from prefect_raybatch.storage import Store, read_ahead
 
 PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
+ATTEMPTS = "_raybatch/attempts"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
 MAX_TABLE_BYTES = 1 << 30
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
@@ -206,7 +207,11 @@ class Ledger:
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""
-        self.store.put(f"_raybatch/attempts/{attempt}.json", dump(dict(info)))
+        self.store.put(f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
+
+    def attempts(self) -> int:
+        """How many attempts were noted. Says nothing about which of them are alive."""
+        return sum(1 for _ in self.store.list(ATTEMPTS))
 
 
 class Coverage:

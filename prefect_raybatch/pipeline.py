@@ -25,6 +25,7 @@ from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.stages.window import limit_in_flight
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -50,12 +51,13 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
+        self._done = partial(_is_committed, self.store)
         self.reader = ShardReader(
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
             self.store if self.plan.snapshot else None,
             self.input_options,
-            done=partial(_is_committed, self.store),
+            done=self._done,
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
@@ -74,7 +76,8 @@ class Pipeline:
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
         """
-        with _context():
+        with _context() as context:
+            limit_in_flight(context, self.uncommitted)
             for batch in self._dataset(units, isolated).iter_batches(
                 batch_size=None, batch_format="pyarrow", prefetch_batches=0
             ):
@@ -83,7 +86,7 @@ class Pipeline:
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         prepare = Prepare(self.job.prompt, self.model, self.job.engine.max_model_len)
-        spec = engine_spec(self.job, dict(self.plan.model), self.device)
+        spec = engine_spec(self.job, dict(self.plan.model), self.device, self._done)
         return (
             ShardDatasource(self.reader, self._tasks(units))
             .dataset(**_resources(self.job.cluster.prepare))
@@ -104,6 +107,15 @@ class Pipeline:
     def in_flight(self) -> int:
         """Units an engine works on at once."""
         return concurrent_batches(self.job, self.plan.rows_per_shard)
+
+    @property
+    def uncommitted(self) -> int:
+        """Shards that may be in engines, or answered and not yet committed: what a crash costs.
+
+        Twice what engines hold and what waits at their doors, so that they need not wait for the
+        stage behind them.
+        """
+        return 2 * self.job.engine.replicas * (self.in_flight + 1)
 
     def quarantine(self, unit: Unit, reason: str) -> Receipt:
         """The receipt of a single row that keeps killing its engine, with its piece written."""
@@ -157,7 +169,7 @@ def _is_committed(store: Store, shard: int) -> bool:
 
 
 @contextlib.contextmanager
-def _context() -> Iterator[None]:
+def _context() -> Iterator[DataContext]:
     """Ray Data's settings for the block; the caller's own are put back."""
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
@@ -168,7 +180,7 @@ def _context() -> Iterator[None]:
     with DataContext.current(context), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
-        yield
+        yield context
 
 
 def _batches() -> dict[str, Any]:

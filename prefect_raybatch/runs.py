@@ -319,7 +319,9 @@ def infer_run(
             attempt,
             want.device,
             dict(job.source.options),
-            shuffle=attempt if progress.resumed_shards else None,
+            # Another attempt may be alive. Ours is noted before we look, so that of two that start
+            # at the same moment one at least sees the other.
+            shuffle=attempt if ledger.attempts() > 1 else None,
             **({"engine": engine} if engine else {}),
         )
         driver.suspects = job.engine.replicas * (1 + lazy.pipeline.in_flight)

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "stages.reaper": set(),
     "stages.stepper": {"stages.reaper"},
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
+    "stages.window": set(),
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
     "stages.memory": {*VALUES},
     "stages.engine": {
@@ -72,7 +73,7 @@ MAY_IMPORT = {
     "reap": {"ledger", "storage", *VALUES},
     "report": {"records", "tally"},
 }
-STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}
+STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
 MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
 ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
 # Above the pipeline everything below may be used.
@@ -80,7 +81,7 @@ FREE = {"runs", *ENDS}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster", "pipeline", "stages.read"},
+    "ray": {"cluster", "pipeline", "stages.read", "stages.window"},
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -259,7 +260,9 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
-    light = [m for m in MODULES if m not in {"pipeline", "stages.read", *ENDS}] + ["cli"]
+    light = [m for m in MODULES if m not in {"pipeline", "stages.read", "stages.window", *ENDS}] + [
+        "cli"
+    ]
     code = "".join(f"import prefect_raybatch.{m}\n" for m in light)
     assert python(code + LOADED) == []
 

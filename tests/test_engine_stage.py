@@ -13,6 +13,7 @@ from helpers.engines import Factory, completion
 from helpers.small import MODEL, input_rows, make_job
 
 from prefect_raybatch import demo
+from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.records import Unit
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import stepper
@@ -272,3 +273,23 @@ def test_what_the_job_says_beats_the_defaults():
         "choice": ["a", "b"],
         "top_p": 0.5,
     }
+
+
+def test_a_shard_that_another_driver_committed_meanwhile_is_not_inferred(started):
+    done = {3}
+    asked = EngineSpec(dict(MODEL), {}, {}, done=lambda shard: shard in done)
+    engine, factory = started(lambda requests: [completion("a") for _ in requests], spec=asked)
+    assert engine(block(Unit(3, 0, 4))).num_rows == 0
+    assert engine(block(Unit(4, 0, 4))).num_rows == 4
+    assert factory.plan == [] and list(lost(Unit(3, 0, 2), "why").to_pylist()) == list(
+        engine(lost(Unit(3, 0, 2), "why")).to_pylist()
+    )
+
+
+def test_a_store_that_does_not_say_whether_a_shard_is_committed_costs_no_rows(started):
+    def done(shard: int) -> bool:
+        raise StoreUnavailable("503")
+
+    asked = EngineSpec(dict(MODEL), {}, {}, done=done)
+    engine, _ = started(lambda requests: [completion("a") for _ in requests], spec=asked)
+    assert engine(block(Unit(0, 0, 4))).num_rows == 4

@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch import model as models
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
@@ -33,6 +35,7 @@ from prefect_raybatch.stages.blocks import (
     lost_all,
     passes_by,
     timed,
+    units_of,
 )
 from prefect_raybatch.stages.memory import packed
 
@@ -64,16 +67,23 @@ GPU_DEFAULTS: dict[str, Any] = {
 @dataclass(frozen=True)
 class EngineSpec:
     """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
-    `engines_per_gpu` above 1 means that this one may take only its share of the GPU."""
+    `engines_per_gpu` above 1 means that this one may take only its share of the GPU; `done` says
+    whether a shard (by id) is committed, and travels to the actor."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
     arguments: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     engines_per_gpu: int = 1
+    done: Callable[[int], bool] | None = None
 
 
-def engine_spec(job: BatchJob, model: dict[str, Any], device: str) -> EngineSpec:
+def engine_spec(
+    job: BatchJob,
+    model: dict[str, Any],
+    device: str,
+    done: Callable[[int], bool] | None = None,
+) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     engine = job.engine
     defaults = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
@@ -95,7 +105,7 @@ def engine_spec(job: BatchJob, model: dict[str, Any], device: str) -> EngineSpec
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if device == "cpu" else {}
     env = {**ours, **engine.env}
     packed = engine.engines_per_gpu if device == "gpu" else 1
-    return EngineSpec(model, sampling, arguments, env, packed)
+    return EngineSpec(model, sampling, arguments, env, packed, done)
 
 
 class EngineStage:
@@ -154,6 +164,7 @@ class EngineStage:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
         from prefect_raybatch.stages.stepper import EngineDied, Request
 
+        table = self.pending(table)
         if passes_by(table):
             return table
         began = time.time()
@@ -190,6 +201,20 @@ class EngineStage:
             table = table.append_column(name, pa.array(values, _TYPES[name]))
         when = pa.array([began] * table.num_rows, pa.float64())
         return timed(table.append_column(f"{TIMES}_began", when), "engine", began)
+
+    def pending(self, table: pa.Table) -> pa.Table:
+        """The block, or none of its rows when another driver committed its shard meanwhile.
+
+        Reading looks as well, but runs ahead: blocks can wait here for long.
+        """
+        if self.spec.done is None or passes_by(table):
+            return table
+        try:
+            if all(self.spec.done(unit.shard) for unit in units_of(table)):
+                return table.slice(0, 0)
+        except RayBatchError as error:  # only saves work: the commit itself decides in the end
+            log.info("whether the shard is committed cannot be told: %s", error)
+        return table
 
 
 _TYPES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         out.write_text("")
     done = {record["seed"] for record in records}
     print(f"seed {args.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters are cleaned up
     with tempfile.TemporaryDirectory(prefix="chaos-") as made:
         world = World(Path(args.work or made))
         try:

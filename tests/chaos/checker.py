@@ -23,7 +23,6 @@ from .places import Place
 
 ROW = "_row"
 MOST_NAMED = 10
-UNREADABLE = object()  # stands for a value that Python cannot hold: only its row's class is checked
 EXPECTED_FILES = re.compile(
     r"_SUCCESS|(data|quarantine)/part-\d{5}\.parquet"
     r"|_raybatch/(plan|report)\.json|_raybatch/report\.md|_raybatch/output_schema\.arrow"
@@ -96,7 +95,7 @@ def check(
             if ROW not in table.column_names:
                 found.fault(f"{name} has no column {ROW}")
                 continue
-            for row in table.to_pylist():
+            for row in to_rows(table):
                 number = row.pop(ROW)
                 if not isinstance(number, int) or not 0 <= number < len(rows):
                     found.wrong += 1
@@ -106,12 +105,13 @@ def check(
                 if number <= last:
                     found.fault(f"{name}: row {number} comes after row {last}")
                 last = number
-                wanted = shape({**rows[number], "response": answer(str(rows[number]["text"]))})
-                why = _data(row, wanted) if kind == "data" else _failed(row, rows[number], failed)
-                if kind == "data" and (number in failed or number in skipped):
+                if kind == "quarantine":
+                    why = _failed(row, rows[number]) or _class(row, failed.get(number))
+                elif number in failed or number in skipped:
                     why = "should not have been answered"
-                elif kind == "quarantine":
-                    why = why or _class(row, failed.get(number))
+                else:
+                    given = {**rows[number], "response": answer(str(rows[number]["text"]))}
+                    why = _data(row, shape(given))
                 if why:
                     found.wrong += 1
                     found.fault(f"{name}: row {number}: {why}")
@@ -125,6 +125,26 @@ def check(
     return found
 
 
+def to_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Like to_pylist, with bytes that are no UTF-8 as os.fsdecode gives them."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError:
+        columns = {name: _values(table[name].combine_chunks()) for name in table.column_names}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(column: pa.Array) -> list[Any]:
+    if pa.types.is_struct(column.type):
+        names = [field.name for field in column.type]
+        fields = [_values(column.field(i)) for i in range(len(names))]
+        return [dict(zip(names, row, strict=True)) for row in zip(*fields, strict=True)]
+    if not pa.types.is_string(column.type):
+        return column.to_pylist()
+    raw = column.cast(pa.binary()).to_pylist()
+    return [None if text is None else text.decode(errors="surrogateescape") for text in raw]
+
+
 def _data(row: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     if row == wanted:
         return None
@@ -133,8 +153,8 @@ def _data(row: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     return f"{name} is {str(row.get(name))[:60]!r}, not {str(wanted.get(name))[:60]!r}"
 
 
-def _failed(row: dict[str, Any], given: dict[str, Any], failed: Mapping[int, str]) -> str | None:
-    if given.get("text") is not UNREADABLE and row.get("input") != given:
+def _failed(row: dict[str, Any], given: dict[str, Any]) -> str | None:
+    if row.get("input") != given:
         return "the quarantined input is not the input's row"
     return None
 

@@ -62,6 +62,7 @@ class FastEngine(EngineStage):
         self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]))
 
     def __call__(self, table: pa.Table) -> pa.Table:
+        table = self.pending(table)
         if not passes_by(table):
             engine = self._ready()
             if engine is not None:
@@ -142,6 +143,7 @@ class RealEngine(EngineStage):
         folder = Path(self.spec.env["CHAOS_DIR"])
         (folder / "engines").mkdir(exist_ok=True)
         (folder / "engines" / str(os.getpid())).touch()
+        table = self.pending(table)
         if not passes_by(table):
             note_rows(folder, well_rows(table))
         return super().__call__(table)

@@ -276,8 +276,8 @@ class Trial:
 
     @property
     def in_flight(self) -> int:
-        """Shards in flight: those in the engines' hands and the next one waiting at each."""
-        return self.job["engine"]["replicas"] * (BATCHES + 1)
+        """Shards that may be in engines, or answered and not committed: `Pipeline.uncommitted`."""
+        return 2 * int(self.job["engine"]["replicas"]) * (BATCHES + 1)
 
     def _verify(self) -> list[str]:
         from prefect_raybatch.storage import open_store

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .. import checker, inputs
+from .. import inputs
 from ..trial import Trial
 from . import kind
 
@@ -147,7 +147,7 @@ def poison_utf8_parquet(t: Trial) -> None:
     texts = [row["text"].encode() for row in t.rows]
     for i in bad:
         texts[i] = b"latin \xe9\xff " + texts[i]
-        t.rows[i]["text"] = checker.UNREADABLE
+        t.rows[i]["text"] = texts[i].decode(errors="surrogateescape")
     raw = pa.array(texts, pa.binary())
     column = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
     table = pa.table({"id": [row["id"] for row in t.rows], "text": column})

@@ -1,0 +1,66 @@
+"""Engines may run ahead of the commits only so far, whatever the stage behind them does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext
+
+from prefect_raybatch.stages.window import limit_in_flight
+
+BLOCKS, LIMIT = 20, 3
+
+
+class Engine:
+    """Notes each block when it comes in."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        (self.folder / f"in-{table['id'][0]}").touch()
+        return table
+
+
+def slow(table: pa.Table, folder: str) -> pa.Table:
+    """Behind the engine: notes how many blocks the engine has been given that are not done."""
+    time.sleep(0.1)
+    place = Path(folder)
+    ahead = len(list(place.glob("in-*"))) - len(list(place.glob("out-*")))
+    (place / f"ahead-{ahead}").touch()
+    (place / f"out-{table['id'][0]}").touch()
+    return table
+
+
+def ahead(folder: Path, blocks: int | None) -> int:
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    if blocks is not None:
+        limit_in_flight(context, blocks)
+    one: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
+    with DataContext.current(context):
+        found = (
+            ray.data.range(BLOCKS, override_num_blocks=BLOCKS)
+            .map_batches(
+                Engine,
+                fn_constructor_args=[str(folder)],
+                compute=ActorPoolStrategy(size=1),
+                num_cpus=0.5,
+                **one,
+            )
+            .map_batches(slow, fn_args=[str(folder)], num_cpus=1, concurrency=1, **one)
+        )
+        assert sum(batch.num_rows for batch in found.iter_batches(**one)) == BLOCKS
+    return max(int(path.name.removeprefix("ahead-")) for path in folder.glob("ahead-*"))
+
+
+def test_engines_wait_for_the_stage_behind_them(local_ray: None, tmp_path: Path) -> None:
+    free, held = tmp_path / "free", tmp_path / "held"
+    free.mkdir()
+    held.mkdir()
+    assert ahead(free, None) > LIMIT  # what Ray does by itself
+    assert ahead(held, LIMIT) <= LIMIT
