@@ -148,7 +148,7 @@ def make_rows(work: str, count: int) -> list[dict[str, Any]]:
         names = (f"{words(2)} {draw.randint(1, 10**6)} {draw.choice(kinds)}" for _ in range(count))
         return [{"text": ASK.format(Company=name), "out": 0} for name in names]
     if work == "prefix":
-        prefixes = [words(330) for _ in range(256)]  # the tokenizer makes about 512 tokens of it
+        prefixes = [words(180) for _ in range(256)]  # the tokenizer makes about 512 tokens of it
         return [
             {"text": f"{draw.choice(prefixes)} {draw.randint(1, 10**9)} {words(8)}", "out": 128}
             for _ in range(count)

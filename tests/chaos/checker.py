@@ -28,7 +28,8 @@ EXPECTED_FILES = re.compile(
     r"|_raybatch/(plan|report)\.json|_raybatch/report\.md|_raybatch/output_schema\.arrow"
     r"|_raybatch/(shards|files)-[0-9a-f]+\.parquet"
     r"|_raybatch/commits/\d{8}\.json|_raybatch/attempts/[0-9a-f]{32}\.json"
-    r"|_raybatch/checkpoints?/.*|_raybatch/input/.*"
+    r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|quarantine)-part-\d{5}\.parquet"
+    r"|_raybatch/input/.*"
 )
 
 

@@ -56,7 +56,7 @@ def _killed(t: Trial, group: bool) -> None:
 @kind("driver killed, with the Ray cluster it had started")
 def driver_killed_own_cluster(t: Trial) -> None:
     t.address = None
-    t.setup(rows=600)
+    t.setup(rows=600, engine={"replicas": 1})  # a local cluster has this machine's CPUs
     driver = t.start()
     t.wait_commits(t.rng.randint(1, t.shards // 2), driver, 180)
     driver.kill()
