@@ -76,6 +76,7 @@ def finalize(
         kind: _Parts(ledger.store, folder, row_number, file_bytes)
         for kind, folder in FOLDERS.items()
     }
+    numbers = ledger.numbers(plan)
     manifest: list[dict[str, Any]] = []
     for commit, tables in _tables(ledger, plan, shards, listing, compact):
         tally.add(commit)
@@ -83,12 +84,13 @@ def finalize(
         for piece in commit.pieces:
             manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
         for kind, table, size in tables:
-            numbers = table[POSITION].to_numpy().astype(np.int64) + start
-            writers[kind].write(table, numbers, size)
+            positions = table[POSITION].to_numpy().astype(np.int64) + start
+            writers[kind].write(table, numbers.of(positions), size)
     if tally.rows != plan.rows:
         raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
     if not compact:
-        ledger.store.put(MANIFEST, dump({"pieces": manifest}))
+        named = {"numbers": plan.numbers_table} if plan.numbers_table else {}
+        ledger.store.put(MANIFEST, dump({"pieces": manifest, **named}))
     files = {kind: writer.close() for kind, writer in writers.items()}
     return Result(tally, [part for parts in files.values() for part in parts])
 

@@ -34,6 +34,7 @@ from prefect_raybatch.records import (
     merge,
     missing,
 )
+from prefect_raybatch.row_numbers import RowNumbers, read_numbers
 from prefect_raybatch.storage import Store, read_ahead
 
 PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
@@ -88,6 +89,12 @@ class Ledger:
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
         return read_files(self._table(plan.files_table))
+
+    def numbers(self, plan: Plan) -> RowNumbers:
+        """The row number of each row of the run's input."""
+        if plan.numbers_table is None:
+            return RowNumbers(plan.rows)
+        return read_numbers(self._table(plan.numbers_table), plan.rows)
 
     def _table(self, name: str) -> bytes:
         try:

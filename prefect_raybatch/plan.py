@@ -91,11 +91,16 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
 )
 
 
-def fingerprint(job: BatchJob, model: Mapping[str, Any] | None = None) -> tuple[str, dict]:
+def fingerprint(
+    job: BatchJob,
+    model: Mapping[str, Any] | None = None,
+    retry: Mapping[str, Any] | None = None,
+) -> tuple[str, dict]:
     """(SHA-256, what went into it) of whatever in the job changes an answer.
 
     The identity of a model in a local or s3:// folder counts; a Hugging Face name counts as it is
-    written, since the plan pins the commit it meant when the run began.
+    written, since the plan pins the commit it meant when the run began. `retry` says which failed
+    rows of which run are the input ({parent, errors}), and takes the source's place.
     """
     engine = job.engine.model_extra or {}
     parts: dict[str, Any] = {
@@ -124,6 +129,9 @@ def fingerprint(job: BatchJob, model: Mapping[str, Any] | None = None) -> tuple[
         )
     if model is not None and "@" not in str(model["identity"]):
         parts["model.identity"] = model["identity"]
+    if retry is not None:
+        parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
+        parts["retry"] = dict(retry)
     return digest(dump(parts)), parts
 
 
@@ -256,7 +264,7 @@ def shards_table(starts: np.ndarray) -> bytes:
     """Parquet bytes of the shard table (columns shard int32, start int64, rows int32)."""
     import pyarrow as pa
 
-    return _parquet(
+    return to_parquet(
         pa.table(
             {
                 "shard": pa.array(np.arange(len(starts) - 1, dtype=np.int32)),
@@ -268,7 +276,7 @@ def shards_table(starts: np.ndarray) -> bytes:
 
 
 def read_shards(data: bytes) -> Shards:
-    table = _read_parquet(data, "shard table", ["shard", "start", "rows"])
+    table = from_parquet(data, "shard table", ["shard", "start", "rows"])
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
     if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
@@ -292,12 +300,12 @@ def files_table(files: Sequence[InputFile]) -> bytes:
             ("rows", pa.int64()),
         ]
     )
-    return _parquet(pa.Table.from_pylist([asdict(f) for f in files], schema))
+    return to_parquet(pa.Table.from_pylist([asdict(f) for f in files], schema))
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
     names = ["uri", "size", "etag", "mtime_ns", "rows"]
-    table = _read_parquet(data, "file table", names)
+    table = from_parquet(data, "file table", names)
     return tuple(InputFile(**row) for row in table.select(names).to_pylist())
 
 
@@ -374,14 +382,24 @@ def make_plan(
     row_bytes: float,
     model: Mapping[str, Any],
     snapshot: bool,
+    retry: Mapping[str, Any] | None = None,
+    numbers: bytes | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it."""
+    """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
+
+    `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's.
+    """
     rows = sum(file.rows for file in files)
     size = choose_rows_per_shard(rows, row_bytes, job)[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)
-    names = (f"shards-{digest(shards)[:16]}.parquet", f"files-{digest(listing)[:16]}.parquet")
-    found, parts = fingerprint(job, model)
+    tables = {
+        f"{kind}-{digest(data)[:16]}.parquet": data
+        for kind, data in (("shards", shards), ("files", listing), ("numbers", numbers))
+        if data is not None
+    }
+    names = [*tables, None]
+    found, parts = fingerprint(job, model, retry)
     plan = Plan(
         run_key=run_key,
         job_name=job.name,
@@ -393,12 +411,14 @@ def make_plan(
         parts=parts,
         model=dict(model),
         input_schema=encode_schema(schema),
-        shards_table=names[0],
-        files_table=names[1],
+        shards_table=str(names[0]),
+        files_table=str(names[1]),
         snapshot=snapshot,
         job=public_job(job),
+        parent=retry["parent"] if retry else None,
+        numbers_table=names[2],
     )
-    return plan, dict(zip(names, (shards, listing), strict=True))
+    return plan, tables
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -416,7 +436,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
 
 
-def _parquet(table: pa.Table) -> bytes:
+def to_parquet(table: pa.Table) -> bytes:
+    """A small table as the bytes of a Parquet file."""
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
@@ -424,7 +445,8 @@ def _parquet(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
-def _read_parquet(data: bytes, what: str, names: list[str]) -> pa.Table:
+def from_parquet(data: bytes, what: str, names: list[str]) -> pa.Table:
+    """Columns `names` of such bytes; `CorruptRun` says that `what` is not readable."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

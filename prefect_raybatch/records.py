@@ -133,7 +133,8 @@ class Plan:
 
     `shards_table` and `files_table` name Parquet files under `_raybatch/` that carry their own
     hash in their name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of
-    the record's bytes and stands in every commit.
+    the record's bytes and stands in every commit. A run that retries failed rows has the run key
+    of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
     """
 
     run_key: str
@@ -152,9 +153,13 @@ class Plan:
     job: Mapping[str, Any]
     parent: str | None = None
     format: int = FORMAT
+    numbers_table: str | None = None
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        if self.numbers_table is None:  # plans from before this field keep their bytes and hash
+            del value["numbers_table"]
+        return dump(value)
 
     @cached_property  # every commit is compared with it
     def hash(self) -> str:
@@ -172,10 +177,14 @@ class Plan:
         for name in ("rows", "rows_per_shard", "shards"):
             if not isinstance(getattr(plan, name), int) or getattr(plan, name) < 0:
                 raise CorruptRun(f"plan.json: {name} is {getattr(plan, name)!r}, not a count")
-        for name in ("shards_table", "files_table"):
+        for name in ("shards_table", "files_table", "numbers_table"):
             table = getattr(plan, name)
+            if name == "numbers_table" and table is None:
+                continue
             if not isinstance(table, str) or "/" in table or not table.endswith(".parquet"):
                 raise CorruptRun(f"plan.json: {name} is {table!r}, not a table name")
+        if plan.parent is not None and (not isinstance(plan.parent, str) or "/" in plan.parent):
+            raise CorruptRun(f"plan.json: parent is {plan.parent!r}, not a run key")
         return plan
 
 

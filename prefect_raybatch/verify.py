@@ -15,6 +15,7 @@ from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Commit, Part, Plan
+from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.verify_files import check_folder, recorded
 
@@ -56,7 +57,7 @@ def verify(store: Store) -> Verdict:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
-    shards = ledger.shards(plan)
+    shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     summary = ledger.finished()
     found = Verdict(store.uri, summary is not None, plan.rows, shards=plan.shards)
     listing = ledger.listing(plan)
@@ -64,7 +65,7 @@ def verify(store: Store) -> Verdict:
     compact = bool(summary and summary.get("compact", True))
     # Listed after the commits: a piece is there before its commit is.
     pieces = {info.path: info.size for info in store.list(PIECES)}
-    held = _commits(ledger, plan, shards, listing, found, None if compact else pieces)
+    held = _commits(ledger, plan, shards, numbers, listing, found, None if compact else pieces)
     if not compact:
         _note_orphans(pieces, found)
     if summary is None:
@@ -79,8 +80,8 @@ def verify(store: Store) -> Verdict:
     if compact:
         row_number, parts = str(summary.get("row_number", "_row")), recorded(summary)
         for kind in FOLDERS:
-            held += _files(store, kind, parts, row_number, found)
-        _prove(held, plan.rows, found)
+            held += _files(store, kind, parts, row_number, numbers, found)
+        _prove(held, numbers, found)
     return found
 
 
@@ -91,6 +92,7 @@ def _commits(
     ledger: Ledger,
     plan: Plan,
     shards: Shards,
+    numbers: RowNumbers,
     listing: Listing,
     found: Verdict,
     pieces: dict[str, int] | None,
@@ -110,7 +112,7 @@ def _commits(
         try:
             check_commit(commit, shards[commit.shard].rows)
             if pieces is not None:
-                _check_pieces(ledger.store, commit, start, pieces, found)
+                _check_pieces(ledger.store, commit, start, numbers, pieces, found)
         except CorruptRun as error:
             fault(error)
             continue
@@ -122,7 +124,12 @@ def _commits(
 
 
 def _check_pieces(
-    store: Store, commit: Commit, start: int, pieces: dict[str, int], found: Verdict
+    store: Store,
+    commit: Commit,
+    start: int,
+    numbers: RowNumbers,
+    pieces: dict[str, int],
+    found: Verdict,
 ) -> None:
     whole = True
     for piece in commit.pieces:
@@ -131,11 +138,11 @@ def _check_pieces(
         if size != piece.bytes:
             whole = False
             what = "is missing" if size is None else f"has {size} bytes, not {piece.bytes}"
-            spans = ", ".join(f"{start + a} to {start + b - 1}" for a, b in piece.positions[:5])
+            spans = [numbers.name(start + a, start + b) for a, b in piece.positions[:5]]
             _fault(
                 found,
-                f"{path}, which shard {commit.shard} is committed with, {what}; it held rows "
-                f"{spans}{' and more' if len(piece.positions) > 5 else ''}",
+                f"{path}, which shard {commit.shard} is committed with, {what}; it held "
+                f"{', '.join(spans)}{' and more' if len(piece.positions) > 5 else ''}",
             )
     if whole:
         for kind, table, _ in read_pieces(store, commit):
@@ -148,18 +155,27 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
 
 
 def _files(
-    store: Store, kind: str, parts: dict[str, Part], row_number: str, found: Verdict
+    store: Store,
+    kind: str,
+    parts: dict[str, Part],
+    row_number: str,
+    numbers: RowNumbers,
+    found: Verdict,
 ) -> list[Span]:
     spans = []
     files = check_folder(store, FOLDERS[kind], parts, row_number, partial(_fault, found))
     for path, rows in files.items():
         _count(found, kind, len(rows))
-        spans.append((*_to_spans(np.unique(rows)), path))
+        positions, unknown = numbers.positions(np.unique(rows))
+        if len(unknown):
+            _fault(found, f"{path}: row {unknown[0]} is none of the rows this run retries")
+        spans.append((*_to_spans(positions), path))
     return spans
 
 
-def _prove(spans: Iterable[Span], rows: int, found: Verdict) -> None:
-    """Whether the spans are a partition of [0, rows); names the first rows that are not."""
+def _prove(spans: Iterable[Span], numbers: RowNumbers, found: Verdict) -> None:
+    """Whether the spans are a partition of all positions; names the first rows that are not."""
+    rows = numbers.rows
     spans = [s for s in spans if len(s[0])]
     starts = np.concatenate([s[0] for s in spans] or [np.zeros(0, np.int64)])
     stops = np.concatenate([s[1] for s in spans] or [np.zeros(0, np.int64)])
@@ -169,13 +185,14 @@ def _prove(spans: Iterable[Span], rows: int, found: Verdict) -> None:
     for i in order.tolist():
         start, stop = int(starts[i]), int(stops[i])
         if start > reached:
-            _fault(found, f"rows {reached} to {start - 1} are missing")
+            _fault(found, f"{numbers.name(reached, start)} are missing")
         elif start < reached:
-            _fault(found, f"row {start} is in both {last} and {names[i]}")
+            row = numbers.of(starts[i])
+            _fault(found, f"row {row} is in both {last} and {names[i]}")
         if stop > reached:
             reached, last = stop, names[i]
     if reached < rows:
-        _fault(found, f"rows {reached} to {rows - 1} are missing")
+        _fault(found, f"{numbers.name(reached, rows)} are missing")
     elif reached > rows:
         _fault(found, f"{last}: row {reached - 1} is beyond the planned {rows} rows")
 

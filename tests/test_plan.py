@@ -74,7 +74,7 @@ def test_a_table_that_is_no_partition_is_corrupt(starts):
 
 
 def table_bytes(**columns: Any) -> bytes:
-    return planning._parquet(pa.table(columns))
+    return planning.to_parquet(pa.table(columns))
 
 
 @pytest.mark.parametrize(
