@@ -1,6 +1,6 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
-`from prefect_raybatch import BatchJob, batch_inference` and the tasks `plan_shards`,
+`from prefect_raybatch import BatchJob, batch_inference, retry_failed` and the tasks `plan_shards`,
 `infer_shards`, `finalize_run` are the whole of the Python interface; the rest may move.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
-    from prefect_raybatch.flow import batch_inference
+    from prefect_raybatch.flow import batch_inference, retry_failed
     from prefect_raybatch.job import BatchJob
     from prefect_raybatch.records import RunReport
     from prefect_raybatch.runs import Run
@@ -29,6 +29,7 @@ _HOMES = {
     "finalize_run": "tasks",
     "infer_shards": "tasks",
     "plan_shards": "tasks",
+    "retry_failed": "flow",
 }
 __all__ = [
     "BatchJob",
@@ -39,6 +40,7 @@ __all__ = [
     "finalize_run",
     "infer_shards",
     "plan_shards",
+    "retry_failed",
 ]
 
 

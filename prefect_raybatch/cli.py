@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from rich.table import Table
 
 from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
 
 app = typer.Typer(
@@ -136,11 +138,49 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(run_dir: RunDir, as_json: Json = False) -> None:
+def retry_failed(
+    run_dir: RunDir,
+    error: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLASS", help="Only rows of this error class; may be repeated."),
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Job file to use in place of the run's own.")
+    ] = None,
+    set_: Set = None,
+    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Ask again about the failed rows of a finished run, in a run of their own beside it."""
+    from prefect_raybatch import retry
+
+    wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
+    # What is wrong is said, and that nothing is to be done, before Prefect starts.
+    asked = retry.request(*wanted, keys=_with_keys)
+    made: Any = asked if isinstance(asked, retry.Nothing) else _retry(wanted, prefect, as_json)
+    if as_json:
+        _print_json(made)
+    elif isinstance(made, retry.Nothing):
+        out.print(f"{made.message}; nothing was started", markup=False)
+    else:
+        _show_report(made, True)
+
+
+@app.command()
+def verify(
+    run_dir: RunDir,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="With all runs that retry its failed rows.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Prove coverage from the files: every planned row once, in data or in quarantine."""
     from prefect_raybatch import verify as verifying
     from prefect_raybatch.storage import open_store
 
+    if chain:
+        _verify_chain(run_dir, as_json)
+        return
     found = verifying.verify(open_store(run_dir))
     if as_json:
         _print_json(found.to_dict())
@@ -189,28 +229,60 @@ def reap(
         out.print(f"kept {found.kept:,} pieces that a live driver may still commit")
 
 
-def _job(path: str, overrides: list[str] | None) -> BatchJob:
-    import yaml
+def _verify_chain(run_dir: str, as_json: bool) -> None:
+    from prefect_raybatch.chain import verify_chain
+    from prefect_raybatch.family import place
 
+    found = verify_chain(*place(run_dir))
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _show_chain(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _show_chain(found: Any) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run")
+    for name in ("rows", "data", "quarantine", "left out", "retried"):
+        table.add_column(name, justify="right")
+    for link in found.runs:
+        counts = (link.rows, link.data, link.quarantined, link.skipped, link.retried)
+        table.add_row(escape(link.run_key), *(f"{count:,}" for count in counts))
+    out.print(table)
+    if found.ok:
+        out.print(
+            f"[green]proved[/]: {found.rows:,} rows of {len(found.runs)} runs = {found.data:,} in "
+            f"data/ + {found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+        )
+        return
+    out.print(f"[red]not proved[/]: {escape(found.run)}")
+    for fault in found.faults:
+        out.print(f"  {fault}", markup=False)
+
+
+def _job(path: str, overrides: list[str] | None) -> BatchJob:
     job = BatchJob.from_yaml(path)
     if not overrides:
         return job
-    value = job.to_dict()
-    for text in overrides:
+    return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
+
+
+def _changes(overrides: list[str] | None) -> dict[str, Any]:
+    """What `--set FIELD=VALUE` says, {field: value}; values are YAML."""
+    import yaml
+
+    changes = {}
+    for text in overrides or ():
         field, equals, new = text.partition("=")
-        if not equals:
+        if not equals or not field:
             raise ConfigError(f"--set {text!r}: write FIELD=VALUE, such as source.limit=100")
-        at = value
-        *groups, last = field.split(".")
-        for group in groups:
-            at = at.setdefault(group, {})
-            if not isinstance(at, dict):
-                raise ConfigError(f"--set {text!r}: {group} is no group of fields")
         try:
-            at[last] = yaml.safe_load(new)
+            changes[field] = yaml.safe_load(new)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
-    return BatchJob.from_dict(value, f"{path} with --set")
+    return changes
 
 
 def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool]:
@@ -224,20 +296,33 @@ def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool
         done = runs.plan_run(known, key)
         return runs.finalize_run(known, done), False
     runs.precheck(known, store)
-    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    show = _Show(quiet)
-    try:
-        if not prefect:
-            planned = runs.plan_run(known, key)
-            show.begin(planned.uri)
-            progress = runs.infer_run(known, planned, show)
-            show.close()
-            return runs.finalize_run(known, planned, progress), True
-        show.begin(store.uri)
-        return _run_flow(job, key, show), True
-    finally:
-        show.close()
+    with _shown(quiet) as show:
+        if prefect:
+            show.begin(store.uri)
+            return _run_flow("batch_inference", (job, key), show), True
+        return _run_here(known, runs.plan_run(known, key), show), True
+
+
+def _run_here(known: BatchJob, planned: runs.Run, show: _Show) -> Any:
+    """Drives a planned run without Prefect; returns its report."""
+    show.begin(planned.uri)
+    progress = runs.infer_run(known, planned, show)
+    show.close()
+    return runs.finalize_run(known, planned, progress)
+
+
+def _retry(wanted: tuple[Any, ...], prefect: bool, quiet: bool) -> Any:
+    """The report of the run that retries, or `Nothing` when no row was free."""
+    from prefect_raybatch import retry
+
+    with _shown(quiet) as show:
+        if prefect:
+            report = _run_flow("retry_failed", wanted, show)
+            return report or retry.Nothing(wanted[0], "no failed row is free any more")
+        made = retry.plan_retry(*wanted, keys=_with_keys)
+        if isinstance(made, retry.Nothing):
+            return made
+        return _run_here(_with_keys(made.job), made.run, show)
 
 
 def _with_keys(job: BatchJob) -> BatchJob:
@@ -250,21 +335,32 @@ def _with_keys(job: BatchJob) -> BatchJob:
     return with_blocks(job)
 
 
-def _run_flow(job: BatchJob, key: str, show: _Show) -> Any:
+def _run_flow(name: str, arguments: tuple[Any, ...], show: _Show) -> Any:
     # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     show.say("starting Prefect")
-    from prefect_raybatch import tasks
-    from prefect_raybatch.flow import batch_inference
+    from prefect_raybatch import flow, tasks
 
     tasks.OBSERVERS.append(show)
     try:
-        return batch_inference(job, key)
+        return getattr(flow, name)(*arguments)
     finally:
         tasks.OBSERVERS.remove(show)
+
+
+@contextmanager
+def _shown(quiet: bool) -> Iterator[_Show]:
+    """Progress in the terminal while a run is driven."""
+    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    show = _Show(quiet)
+    try:
+        yield show
+    finally:
+        show.close()
 
 
 class _Show:

@@ -1,18 +1,27 @@
-"""The flow `batch_inference`: plan, infer, finalize."""
+"""The flows `batch_inference` and `retry_failed`: plan, infer, finalize."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any, cast
 from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
+from prefect.states import Completed
 
 from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import RunReport
-from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards, with_blocks
+from prefect_raybatch.retry import Nothing
+from prefect_raybatch.tasks import (
+    finalize_run,
+    infer_shards,
+    plan_retry,
+    plan_shards,
+    with_blocks,
+)
 
 
 @flow(name="batch_inference", flow_run_name="{job.name}", persist_result=False)
@@ -28,6 +37,32 @@ def batch_inference(job: BatchJob, run_key: str | None = None) -> RunReport:
     run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return finalize_run(job, run, progress)
+
+
+@flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
+def retry_failed(
+    run_dir: str,
+    errors: list[str] | None = None,
+    overrides: dict[str, Any] | None = None,
+    job: BatchJob | None = None,
+) -> RunReport | None:
+    """Asks again about the failed rows of a finished run, in a run of their own beside it.
+
+    Again with the same arguments, an unfinished retry is continued. Without
+    rows to retry the flow run is completed, says why, and its result is None.
+
+    Args:
+        run_dir: The finished run, a local folder or s3://.
+        errors: Only rows of these error classes, such as EngineDied; by default all failed rows.
+        overrides: Fields of the job to change, such as {"engine.max_model_len": 4096}.
+        job: A whole job in place of the run's own; its input and output.uri do not count.
+    """
+    planned = plan_retry(run_dir, errors, overrides, job)
+    if isinstance(planned, Nothing):
+        state: Any = Completed(message=planned.message)
+        return cast(None, state)
+    progress = infer_shards(planned.job, planned.run)
+    return finalize_run(planned.job, planned.run, progress)
 
 
 def scheduled_start() -> datetime | None:

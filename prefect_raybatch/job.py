@@ -7,6 +7,7 @@ can be checked without reading the input is checked here; `plan` checks the rest
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import string
@@ -537,6 +538,23 @@ class BatchJob(Group):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
+def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A job as plain values with `changes` ({"sampling.max_tokens": 99}) made in a copy of it.
+
+    Groups that are not there are made; `ConfigError` where a field is taken for a group.
+    """
+    made = copy.deepcopy(dict(value))
+    for field, new in changes.items():
+        at = made
+        *groups, last = field.split(".")
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{field}: {group} is no group of fields")
+        at[last] = new
+    return made
 
 
 def check_run_key(key: str) -> str:

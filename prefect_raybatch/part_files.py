@@ -33,7 +33,7 @@ class PartFiles:
         """Add `table` to the part as one row group."""
         import pyarrow.parquet as pq
 
-        with _local_disk():
+        with local_disk():
             if self._local is None:
                 self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
                 self._writer = pq.ParquetWriter(self._path, table.schema, compression="zstd")
@@ -48,7 +48,7 @@ class PartFiles:
         """Store the part; None when nothing was written since the last one."""
         if self._local is None:
             return None
-        with _local_disk():
+        with local_disk():
             self._writer.close()
             with open(self._path, "rb") as stream:
                 checksum = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -71,7 +71,8 @@ class PartFiles:
 
 
 @contextmanager
-def _local_disk() -> Iterator[None]:
+def local_disk() -> Iterator[None]:
+    """Turns what writing to TMPDIR raises into a StoreError that names it."""
     try:
         yield
     except OSError as error:

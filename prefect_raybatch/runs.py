@@ -101,7 +101,7 @@ def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
     that running again after a crash continues, else a new key of this second."""
     if scheduled is not None:
         return f"{job.name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
-    wanted = planning.fingerprint(job, _model_identity(job))[0]
+    wanted = planning.fingerprint(job, model_identity(job))[0]
     root = open_store(job.output.uri, job.output.options or None)
     unfinished = []
     for key in run_keys(root):
@@ -146,17 +146,17 @@ def plan_run(
     check_places(job)
     store = run_store(job, run_key)
     ledger = Ledger(store)
-    model = _model_identity(job)
+    model = model_identity(job)
     plan = ledger.load_plan()
     if plan is not None:
-        planning.check_same(plan, *planning.fingerprint(job, model), store.uri)
-        return _run(store, plan, ledger)
+        _check_same(plan, job, model, store.uri)
+        return run_of(store, plan, ledger)
     if probe:
         store.probe()
     planning.fingerprint(job, model)  # imports the user's functions: a wrong name fails here
     check_schema_names(job)
     plan = _new_plan(job, run_key, ledger, model, dataset)
-    return _run(store, plan, ledger)
+    return run_of(store, plan, ledger)
 
 
 def precheck(job: BatchJob, store: Store) -> None:
@@ -168,11 +168,11 @@ def precheck(job: BatchJob, store: Store) -> None:
 
     check_places(job)
     check_schema_names(job)
-    model = _model_identity(job)
-    found = planning.fingerprint(job, model)
+    model = model_identity(job)
+    planning.fingerprint(job, model)
     plan = Ledger(store).load_plan()
     if plan is not None:
-        planning.check_same(plan, *found, store.uri)
+        _check_same(plan, job, model, store.uri)
     elif source.needs_snapshot(job.source):
         planning.check_against_schema(job, source.peek(job.source).schema)
     else:  # the first file with rows is enough here; the plan reads every footer
@@ -189,6 +189,12 @@ def check_schema_names(job: BatchJob) -> None:
             declared(job.output.output_schema)
         except ValueError as error:
             raise ConfigError(f"output.schema: {error}") from None
+
+
+def _check_same(plan: Plan, job: BatchJob, model: dict[str, Any] | None, where: str) -> None:
+    """`PlanMismatch` unless the plan is this job's. The input of a run that retries failed rows
+    is what it took, whatever the job reads."""
+    planning.check_same(plan, *planning.fingerprint(job, model, plan.parts.get("retry")), where)
 
 
 def _new_plan(
@@ -220,7 +226,7 @@ def _new_plan(
     return ledger.create_plan(plan, tables)
 
 
-def _model_identity(job: BatchJob) -> dict[str, Any] | None:
+def model_identity(job: BatchJob) -> dict[str, Any] | None:
     """The model's identity where it can be told without the network: a folder's contents."""
     if job.engine.model == models.DEMO or not _is_hub_name(job.engine.model):
         return models.resolve(job.engine)
@@ -231,7 +237,8 @@ def _is_hub_name(model: str) -> bool:
     return not is_remote(model) and not os.path.exists(model)
 
 
-def _run(store: Store, plan: Plan, ledger: Ledger) -> Run:
+def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
+    """The run that a plan stands for, as tasks hand it on."""
     return Run(
         store.uri,
         plan.run_key,
@@ -397,7 +404,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=planning.sizing(job, plan.rows, 1.0, plan.rows_per_shard).notes,
+        notes=(*planning.sizing(job, plan.rows, 1.0, plan.rows_per_shard).notes, *_of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
     )
     store.put(REPORT, made.to_bytes())
@@ -415,6 +422,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         }
     )
     return _end(ledger, plan, True)
+
+
+def _of_whom(plan: Plan) -> list[str]:
+    if plan.parent is None:
+        return []
+    return [f"these are failed rows of run {plan.parent}, under the row numbers they have there"]
 
 
 def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:

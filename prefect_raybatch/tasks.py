@@ -22,7 +22,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
 from prefect_raybatch import report as reports
-from prefect_raybatch import runs
+from prefect_raybatch import retry, runs
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, is_transient
 from prefect_raybatch.job import BatchJob
@@ -67,6 +67,28 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
             "run %s: %s rows in %s shards at %s", run_key, f"{run.rows:,}", run.shards, run.uri
         )
         return run
+
+
+@task(name="plan_retry", **RETRY)
+def plan_retry(
+    run_dir: str,
+    errors: list[str] | None = None,
+    overrides: dict[str, Any] | None = None,
+    job: BatchJob | None = None,
+) -> retry.Retry | retry.Nothing:
+    """Makes or adopts the run that retries failed rows of the finished run at `run_dir`.
+
+    Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
+    """
+    with logs_in_page():
+        made = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
+        log = get_run_logger()
+        if isinstance(made, retry.Nothing):
+            log.info("%s", made.message)
+        else:
+            rows, uri = f"{made.run.rows:,}", made.run.uri
+            log.info("run %s: %s failed rows of %s at %s", made.run.run_key, rows, made.parent, uri)
+        return made
 
 
 @task(name="infer_shards", **RETRY)

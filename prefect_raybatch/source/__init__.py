@@ -1,7 +1,7 @@
 """The input as the plan sees it: Parquet in place, anything else as a Parquet snapshot.
 
-Runs on the driver. `inventory` reads footers only; `snapshot` and `snapshot_dataset` stream, so
-that neither needs memory in proportion to the input.
+Runs on the driver. `inventory` reads footers only; the snapshots stream, so
+that none needs memory in proportion to the input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from __future__ import annotations
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot
 from prefect_raybatch.source.parquet import inventory
-from prefect_raybatch.source.snapshots import peek, snapshot, snapshot_dataset
+from prefect_raybatch.source.snapshots import (
+    peek,
+    snapshot,
+    snapshot_dataset,
+    snapshot_tables,
+)
 
 __all__ = [
     "Inventory",
@@ -20,4 +25,5 @@ __all__ = [
     "peek",
     "snapshot",
     "snapshot_dataset",
+    "snapshot_tables",
 ]

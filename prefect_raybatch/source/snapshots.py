@@ -173,6 +173,16 @@ def snapshot_dataset(
     return made
 
 
+def snapshot_tables(
+    tables: Callable[[], Blocks], run_store: Store, attempt: str, kind: str = "parquet"
+) -> Inventory:
+    """Copy tables of one schema to Parquet, as `snapshot` does; without rows it has no files.
+
+    `tables` gives (where from, rows) from the start each time it is called.
+    """
+    return _copy(tables, Shape(), run_store, attempt, None, kind)
+
+
 def _copy(
     blocks: Callable[[], Blocks],
     shape: Shape,
