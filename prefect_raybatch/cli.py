@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
+Wanted = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -311,7 +312,7 @@ def _run_here(known: BatchJob, planned: runs.Run, show: _Show) -> Any:
     return runs.finalize_run(known, planned, progress)
 
 
-def _retry(wanted: tuple[Any, ...], prefect: bool, quiet: bool) -> Any:
+def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
     """The report of the run that retries, or `Nothing` when no row was free."""
     from prefect_raybatch import retry
 

@@ -185,6 +185,8 @@ class Plan:
                 raise CorruptRun(f"plan.json: {name} is {table!r}, not a table name")
         if plan.parent is not None and (not isinstance(plan.parent, str) or "/" in plan.parent):
             raise CorruptRun(f"plan.json: parent is {plan.parent!r}, not a run key")
+        if (plan.parent is None) != (plan.numbers_table is None):
+            raise CorruptRun("plan.json: parent and numbers_table go together; one is missing")
         return plan
 
 
