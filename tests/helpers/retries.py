@@ -38,10 +38,10 @@ def first_run(
 ) -> SmallRun:
     """A finished run of 20 rows in 4 shards at ROOT/KEY, in which rows fail with these classes."""
     groups["output"] = {"uri": str(root), **groups.get("output", {})}
-    run = small_run(Path(root, key), **groups)
+    run = small_run(Path(root, key), key=key, **groups)
     for shard in range(run.plan.shards):
-        table = pa.concat_tables([run.block(run.whole(shard))])
-        commit(run.ledger, run.job, shard, table.select(["id", "Company", "tags"]), failed)
+        rows = run.block(run.whole(shard)).select(["id", "Company", "tags"])
+        commit(run.ledger, run.job, shard, rows, failed)
     if finish:
         end(run.job, run.store.uri)
     return run

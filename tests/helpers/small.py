@@ -97,13 +97,15 @@ def receipts(table: pa.Table) -> list[Receipt]:
     return [Receipt.from_json(text) for text in table[RECEIPT].to_pylist()]
 
 
-def small_run(root: Path, rows: int = 20, per_shard: int = 5, **groups: Any) -> SmallRun:
+def small_run(
+    root: Path, rows: int = 20, per_shard: int = 5, key: str = "key", **groups: Any
+) -> SmallRun:
     """A plan over `rows` rows with its tables in a store at `root`."""
     groups.setdefault("source", {"uri": "data/in.parquet", "rows_per_shard": per_shard})
     job = make_job(**groups)
     files = [InputFile("data/in.parquet", 1000, None, 1, rows)]
     schema = input_rows(0, 1).schema
-    plan, tables = make_plan(job, "key", files, schema, 50.0, MODEL, snapshot=False)
+    plan, tables = make_plan(job, key, files, schema, 50.0, MODEL, snapshot=False)
     store = open_store(str(root))
     ledger = Ledger(store)
     plan = ledger.create_plan(plan, tables)
