@@ -117,7 +117,7 @@ def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    named: set[Any] = {plan.shards_table, plan.files_table}
+    named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
         if _TABLE.match(name) and name not in named:

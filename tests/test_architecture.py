@@ -230,6 +230,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "finalize_run",
         "infer_shards",
         "plan_shards",
+        "retry_failed",
     ]
     for name in prefect_raybatch.__all__:
         assert getattr(prefect_raybatch, name) is not None

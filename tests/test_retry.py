@@ -27,6 +27,7 @@ from prefect_raybatch.family import load_family, place
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import make_plan
+from prefect_raybatch.reap import reap
 from prefect_raybatch.records import Plan, digest
 from prefect_raybatch.retry import Nothing, Retry, plan_retry
 from prefect_raybatch.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
@@ -354,6 +355,18 @@ def test_a_changed_quarantine_is_not_retried(tmp_path):
     path.unlink()
     with pytest.raises(CorruptRun, match="is missing"):
         plan_retry(run.store.uri)
+
+
+def test_reap_leaves_what_a_child_needs(tmp_path):
+    run = first_run(tmp_path)
+    made = planned(run.store.uri)
+    (tmp_path / "key.r1/_raybatch/numbers-0000.parquet").write_bytes(b"of a loser")
+    found = reap(open_store(made.run.uri), 0)
+    assert found.files == {"tables": 1}
+    work(made, made.job)
+    runs.finalize_run(made.job, made.run)
+    reap(open_store(made.run.uri), 0)
+    assert chain(run.store.uri).ok
 
 
 # --- the chain ----------------------------------------------------------------------------------
