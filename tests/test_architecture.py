@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "plan": {"functions", "job", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
     "checkpoints": {"storage", *VALUES},
-    "ledger": {"checkpoints", "plan", "storage", *VALUES},
+    "row_numbers": {"plan", *VALUES},
+    "ledger": {"checkpoints", "plan", "row_numbers", "storage", *VALUES},
     "tally": {"records"},
     "driver": {"checkpoints", "job", "ledger", "plan", "tally", *VALUES},
     "cluster": {"errors", "job"},
@@ -69,13 +70,38 @@ MAY_IMPORT = {
         *VALUES,
     },
     "verify_files": {"finalize", "row_sums", "storage", *VALUES},
-    "verify": {"checkpoints", "finalize", "ledger", "plan", "storage", "verify_files", *VALUES},
+    "verify": {
+        "checkpoints",
+        "finalize",
+        "ledger",
+        "plan",
+        "row_numbers",
+        "storage",
+        "verify_files",
+        *VALUES,
+    },
+    "family": {"job", "ledger", "storage", *VALUES},
+    "results": {"family", "finalize", "ledger", "part_files", "row_numbers", *VALUES},
+    "chain": {"family", "results", "row_numbers", "storage", "verify", *VALUES},
     "reap": {"ledger", "storage", *VALUES},
     "report": {"records", "tally"},
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
 MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
 ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
+MAY_IMPORT["retry"] = {
+    "family",
+    "job",
+    "ledger",
+    "model",
+    "plan",
+    "results",
+    "row_numbers",
+    "runs",
+    "source",
+    "stages.finish",
+    *VALUES,
+}
 # Above the pipeline everything below may be used.
 FREE = {"runs", *ENDS}
 

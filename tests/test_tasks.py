@@ -6,9 +6,11 @@ import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.retries import first_run, numbers, work
 from helpers.small import make_job
 from prefect import flow
 from prefect.blocks.core import Block
@@ -17,7 +19,15 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr
 
-from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, runs, tasks
+from prefect_raybatch import (
+    BatchJob,
+    batch_inference,
+    infer_shards,
+    plan_shards,
+    retry_failed,
+    runs,
+    tasks,
+)
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.records import Commit, RunReport
@@ -208,3 +218,25 @@ def test_a_page_that_is_away_stops_nothing(
         return infer_shards(make_job(), RUN).done
 
     assert infer() == 100
+
+
+def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states tell the truth: completed with a report, completed with nothing to do, failed."""
+
+    def infer_run(job: BatchJob, run: Run, observe: Any = None) -> None:
+        work(run, job, {7: "Again"})
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    uri = first_run(tmp_path).store.uri
+    report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
+    assert report is not None
+    assert (report.run_key, report.good, report.failed) == ("key.r1", 2, 1)
+    assert numbers(report.run) == [4, 11]
+    state = retry_failed(uri, ["ValueError"], return_state=True)
+    assert state.is_failed()
+    with pytest.raises(ConfigError, match=r"retry-failed .*key\.r1"):
+        state.result()
+    empty = first_run(tmp_path, failed={}, key="good").store.uri
+    state = retry_failed(empty, return_state=True)
+    assert state.is_completed() and "no row of good failed" in str(state.message)
+    assert retry_failed(empty) is None
