@@ -15,7 +15,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.family import Family, Member, load_family
 from prefect_raybatch.results import rows_of
-from prefect_raybatch.row_numbers import name_rows
+from prefect_raybatch.row_numbers import among, name_rows
 from prefect_raybatch.storage import Store
 from prefect_raybatch.verify import MOST_NAMED, Verdict, verify
 
@@ -156,19 +156,19 @@ def _member(
         for kind, path, numbers in rows_of(member):
             if kind == "quarantine":
                 failed.append(numbers)
-                numbers = numbers[~np.isin(numbers, every)]
+                numbers = numbers[~among(every, numbers)]
             where.note(f"{member.key}/{path}", numbers)
     except CorruptRun as fault:
         found.fault(f"{member.key}: {fault}")
         return 0
-    in_quarantine = np.concatenate(failed)
+    in_quarantine = np.sort(np.concatenate(failed))
     for key in children:
-        odd = taken[key][~np.isin(taken[key], in_quarantine)]
+        odd = taken[key][~among(in_quarantine, taken[key])]
         if len(odd):
             found.fault(
                 f"{key} retries {name_rows(odd)}, which are not in the quarantine of {member.key}"
             )
-    return int(np.isin(in_quarantine, every).sum())
+    return int(among(every, in_quarantine).sum())
 
 
 class _Where:

@@ -26,7 +26,7 @@ from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.records import Plan
 from prefect_raybatch.results import quarantine_of
-from prefect_raybatch.row_numbers import numbers_table
+from prefect_raybatch.row_numbers import among, numbers_table
 from prefect_raybatch.runs import Run
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
@@ -147,6 +147,8 @@ def _options(
     value = job.to_dict().get("output", {}) if job is not None else {}
     given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
     output = with_fields({"output": value}, given)["output"]
+    if not isinstance(output, dict):
+        raise ConfigError(f"output: {output!r} is no group of fields")
     reach = {name: output[name] for name in ("options", "credentials_block") if name in output}
     stub = {"name": "retry", "source": {"uri": "-"}, "prompt": {"template": "-"}}
     whole = BatchJob.from_dict({**stub, "output": {**reach, "uri": run_dir}}, "the job's output")
@@ -154,14 +156,18 @@ def _options(
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
-    """The child's job. Keys come only from what the caller gives: a plan holds none."""
+    """The child's job. Store options come only from the caller: a plan holds none, and one that
+    somebody put there must not say where the keys of this machine are sent."""
     for name in overrides:
-        if name in ("source", "output.uri") or (
+        if name in ("source", "output", "output.uri") or (
             name.startswith("source.") and name != "source.rows_per_shard"
         ):
             raise ConfigError(f"{name} cannot be set for a retry: {OURS}")
-    value = job.to_dict() if job is not None else dict(parent.plan.job)
     told = f"the job of {parent.key}" if job is None else "the job given"
+    if job is None:
+        value = planning.public_job(BatchJob.from_dict(parent.plan.job, told))
+    else:
+        value = job.to_dict()
     made = BatchJob.from_dict(with_fields(value, overrides), told)
     source = {
         "uri": f"{parent.ledger.store.uri}/quarantine",
@@ -232,6 +238,8 @@ class _FailedRows:
         self._begin()
         last = -1
         for where, numbers, table in quarantine_of(self.parent, ["error", "input"]):
+            if not len(numbers):
+                continue
             if numbers[0] <= last or (np.diff(numbers) <= 0).any():
                 raise CorruptRun(f"{where}: failed rows are not in the order of their numbers")
             last = int(numbers[-1])
@@ -242,7 +250,7 @@ class _FailedRows:
             if self.errors is not None:
                 mask = pc.is_in(kinds, pa.array(self.errors)).to_numpy()
             self.asked.append(numbers[mask])
-            mask &= ~np.isin(numbers, self.all_taken)
+            mask &= ~among(self.all_taken, numbers)
             if mask.any():
                 self.free.append(numbers[mask])
                 rows = pa.Table.from_struct_array(table["input"].filter(pa.array(mask)))
@@ -261,7 +269,7 @@ class _FailedRows:
     def takers(self) -> list[Member]:
         """The children that have taken rows that were asked for."""
         asked = np.concatenate([np.zeros(0, np.int64), *self.asked])
-        return [self.children[k] for k, rows in self.taken.items() if np.isin(asked, rows).any()]
+        return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
 
 
 def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothing:

@@ -36,15 +36,22 @@ class RowNumbers:
         """(positions of those of `numbers` that the run has, those it has not)."""
         if self.table is None:
             return numbers, numbers[:0]
-        at = np.searchsorted(self.table, numbers)
-        known = self.table[np.minimum(at, self.rows - 1)] == numbers
-        return at[known], numbers[~known]
+        known = among(self.table, numbers)
+        return np.searchsorted(self.table, numbers[known]), numbers[~known]
 
     def name(self, start: int, stop: int) -> str:
         """The rows at positions [start, stop), for people: `rows 4 to 9`, `rows 4, 7, 20`."""
         if self.table is None:
             return f"rows {start} to {stop - 1}"
         return name_rows(self.table[start:stop])
+
+
+def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """bool for each of `numbers`: whether it is in `table`, which is ascending."""
+    if not len(table):
+        return np.zeros(len(numbers), bool)
+    at = np.searchsorted(table, numbers)
+    return table[np.minimum(at, len(table) - 1)] == numbers
 
 
 def name_rows(numbers: np.ndarray) -> str:

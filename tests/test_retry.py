@@ -29,7 +29,7 @@ from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import make_plan
 from prefect_raybatch.reap import reap
 from prefect_raybatch.records import Plan, digest
-from prefect_raybatch.retry import Nothing, Retry, plan_retry
+from prefect_raybatch.retry import Nothing, Request, Retry, plan_retry, request
 from prefect_raybatch.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify
@@ -61,6 +61,25 @@ def chain(uri: str | Path) -> ChainVerdict:
 
 def test_a_plan_without_numbers_keeps_the_bytes_and_hash_it_had(tmp_path):
     """Commits hold the plan's hash: runs begun by an earlier version must go on."""
+    old = Plan(
+        run_key="key",
+        job_name="nightly",
+        created="2026-03-01T02:00:00+00:00",
+        rows=20,
+        rows_per_shard=5,
+        shards=4,
+        fingerprint="f",
+        parts={"name": "nightly"},
+        model={"source": "demo"},
+        input_schema="",
+        shards_table="shards-0.parquet",
+        files_table="files-0.parquet",
+        snapshot=False,
+        job={"name": "nightly"},
+    )
+    assert (
+        old.hash == "5e8ae86c686dcdadc9a90a2c7ea16e96146c72d2e95fb0a8b9f4acc001df3c91"
+    )  # by the version without the field
     run = small_run(tmp_path)
     raw = (tmp_path / "_raybatch/plan.json").read_bytes()
     assert b"numbers" not in raw and b'"parent":null' in raw
@@ -254,6 +273,8 @@ def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
         ({"prompt.template": "{Compny}"}, "did you mean 'Company'"),
         ({"sampling.max_tokens": "many"}, "sampling.max_tokens"),
         ({"name.x": 1}, "name is no group"),
+        ({"output": 3}, "output: 3 is no group"),
+        ({"output": {"uri": "x"}}, "output cannot be set"),
     ],
 )
 def test_a_wrong_change_is_named_and_nothing_is_written(tmp_path, change, said):
@@ -261,6 +282,19 @@ def test_a_wrong_change_is_named_and_nothing_is_written(tmp_path, change, said):
     with pytest.raises(ConfigError, match=said):
         plan_retry(run.store.uri, None, change)
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_plan_cannot_say_how_stores_are_reached(tmp_path):
+    """Whoever can write a run directory must not get the keys of who retries it."""
+    run = first_run(tmp_path)
+    path = tmp_path / "key/_raybatch/plan.json"
+    value = read_json(path)
+    value["job"]["output"]["options"] = {"endpoint_url": "http://elsewhere"}
+    value["job"]["engine"] = {"env": {"LD_PRELOAD": "x"}}
+    path.write_text(json.dumps(value))
+    asked = request(run.store.uri)
+    assert isinstance(asked, Request)
+    assert asked.job.output.options == asked.job.engine.env == {}
 
 
 # --- crashes and races --------------------------------------------------------------------------
@@ -618,27 +652,14 @@ def test_run_on_the_key_of_a_child_continues_and_returns_it(tmp_path, call):
 
 
 def test_a_retry_through_the_real_pipeline(local_ray, tmp_path):
-    table = pa.table({"id": range(40), "Company": [f"Company {i}" for i in range(40)]})
-    pq.write_table(table, tmp_path / "in.parquet")
-    job = make_job(
-        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 10},
-        output={"uri": str(tmp_path / "out")},
-        limits={"max_failed": 0.1},
-    )
-    run = runs.plan_run(job, "key", probe=False)
-    runs.finalize_run(job, run, runs.infer_run(job, run, engine=FakeEngine))
-    one = planned(run.uri)
+    run = first_run(tmp_path, {4: "EngineDied", FAILS: "ValueError", 18: "EngineDied"})
+    one = planned(run.store.uri, None, {"source.rows_per_shard": 1})
     runs.finalize_run(one.job, one.run, runs.infer_run(one.job, one.run, engine=FakeEngine))
     assert numbers(one.run.uri, "quarantine") == [FAILS]  # the engine refuses it again
-    two = planned(one.run.uri)
-    runs.finalize_run(two.job, two.run, runs.infer_run(two.job, two.run, engine=Mended))
-    assert numbers(two.run.uri) == [FAILS]
-    assert pq.read_table(Path(two.run.uri, "data"))["response"].to_pylist() == [f"answer {FAILS}"]
-    assert chain(run.uri).ok and chain(run.uri).data == 40
-
-
-class Mended(FakeEngine):
-    FAILS = -1
+    data = pq.read_table(Path(one.run.uri, "data"))
+    assert data["_row"].to_pylist() == data["id"].to_pylist() == [4, 18]
+    assert data["response"].to_pylist() == ["answer 4", "answer 18"]
+    assert chain(run.store.uri).ok
 
 
 @pytest.fixture(scope="module")
