@@ -138,11 +138,12 @@ def _check_pieces(
         if size != piece.bytes:
             whole = False
             what = "is missing" if size is None else f"has {size} bytes, not {piece.bytes}"
-            spans = [numbers.name(start + a, start + b) for a, b in piece.positions[:5]]
+            named = (numbers.name(start + a, start + b) for a, b in piece.positions[:5])
+            spans = ", ".join(name.removeprefix("rows ") for name in named)
             _fault(
                 found,
-                f"{path}, which shard {commit.shard} is committed with, {what}; it held "
-                f"{', '.join(spans)}{' and more' if len(piece.positions) > 5 else ''}",
+                f"{path}, which shard {commit.shard} is committed with, {what}; it held rows "
+                f"{spans}{' and more' if len(piece.positions) > 5 else ''}",
             )
     if whole:
         for kind, table, _ in read_pieces(store, commit):
