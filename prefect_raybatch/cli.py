@@ -319,7 +319,8 @@ def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
     with _shown(quiet) as show:
         if prefect:
             report = _run_flow("retry_failed", wanted, show)
-            return report or retry.Nothing(wanted[0], "no failed row is free any more")
+            none = "other runs have retried all rows asked for; none is left that failed"
+            return report or retry.Nothing(wanted[0], none)
         made = retry.plan_retry(*wanted, keys=_with_keys)
         if isinstance(made, retry.Nothing):
             return made
