@@ -138,6 +138,12 @@ print("won" if ledger.commit(plan, 5, [receipt]) else "lost", flush=True)
 """
 
 
+def wait_until_stopped(pid: int) -> None:
+    """A SIGCONT sent before the SIGSTOP would leave the process stopped for ever."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("winner", ["the stopped one", "another"])
 def test_a_driver_stopped_before_its_commit_loses_nothing_to_reap(tmp_path, winner):
     run = small_run(tmp_path)
@@ -146,6 +152,7 @@ def test_a_driver_stopped_before_its_commit_loses_nothing_to_reap(tmp_path, winn
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None and driver.stdout.readline() == "piece\n"
+        wait_until_stopped(driver.pid)
         if winner == "another":
             run.commit(0)
         found = reap(run.store, NOW)
