@@ -35,6 +35,7 @@ from prefect_raybatch.records import (
 from prefect_raybatch.row_sums import encode, row_sums, sums_path
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.tally import Tally
+from prefect_raybatch.trust import check_types
 
 POSITION = "__rb_pos"
 FOLDERS = {"data": "data", "quarantine": "quarantine"}
@@ -157,6 +158,7 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
             f"{piece.bytes}, or other contents; it held positions {_spans(piece)}"
         )
     table = pq.read_table(io.BytesIO(data))
+    check_types(table.schema, path)
     if table.num_rows != piece.rows or POSITION not in table.column_names:
         raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
     return table
@@ -223,7 +225,9 @@ def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
     """The first rows of a result, for people; None when there is none."""
     for name in files:
         with store.open(name) as stream:
-            batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows), None)
+            parquet = pq.ParquetFile(stream)
+            check_types(parquet.schema_arrow, name)
+            batch = next(parquet.iter_batches(batch_size=rows), None)
         if batch is not None:
             return pa.Table.from_batches([batch])
     return None

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.trust import check_module
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
     """The callable `package.module:function`; `ConfigError` names `field` when it cannot be had."""
     module_name, _, attribute = name.partition(":")
+    check_module(module_name, field)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import reprlib
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +20,17 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from prefect_raybatch import vllm_fields
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.secrets import CLEAR, MASK, hide_named, hide_options, is_masked
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -42,6 +47,10 @@ def _field(position: int, default: Any = ..., *, title: str, text: str, **kwargs
         json_schema_extra={"position": position},
         **kwargs,
     )
+
+
+MAX_JOB_BYTES = 4 << 20
+MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for billions
 
 
 def check_uri(uri: str) -> str:
@@ -106,6 +115,34 @@ class Group(BaseModel):
     """Fields that belong together; unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        for name in ("options", "env", "hf_token"):
+            if isinstance(value, Mapping) and is_masked(value.get(name)):
+                raise ValueError(
+                    f"{name} holds a key that was hidden on its way through Prefect's parameters; "
+                    "name a credentials_block instead, or set the key in the environment where "
+                    "the flow runs"
+                )
+        return value
+
+    @model_serializer(mode="wrap")
+    def _hidden(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        """As JSON, keys are hidden unless the context asks for them (`to_dict` does)."""
+        value: dict[str, Any] = handler(self)
+        if info.mode != "json" or (info.context or {}).get("clear"):
+            return value
+        if value.get("options"):
+            value["options"] = hide_options(value["options"])
+        if value.get("env"):
+            value["env"] = hide_named(value["env"])
+        if value.get("hf_token"):
+            value["hf_token"] = MASK
+        return value
 
 
 class Source(Group):
@@ -524,20 +561,27 @@ class BatchJob(Group):
         import yaml
 
         try:
+            if Path(path).stat().st_size > MAX_JOB_BYTES:
+                raise ConfigError(f"{path}: is too large to be a job (over 4 MiB)")
             value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such job file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
-        except yaml.YAMLError as error:
+        # A date such as 2026-99-99 is a ValueError of its own.
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: is nested too deeply to be a job") from None
+        if not _fits(value):
+            raise ConfigError(f"{path}: holds over {MAX_VALUES:,} values (aliases count each time)")
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: must hold a mapping with name, source, prompt and output")
         return cls.from_dict(value, str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""
-        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, context=CLEAR)
 
 
 def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -578,9 +622,31 @@ def explain(error: ValidationError, where: str) -> str:
         elif item["type"] == "missing":
             message = "is required"
         elif not isinstance(item.get("input"), (dict, BaseModel)):
-            message += f" (value: {str(item.get('input'))[:80]!r})"
+            message += f" (value: {_short(item.get('input'))!r})"
         lines.append(f"{where}: {path}: {message}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value holds at most MAX_VALUES values; stops counting there."""
+    waiting, seen = [value], 0
+    while waiting and seen <= MAX_VALUES:
+        seen += 1
+        inner = waiting.pop()
+        if isinstance(inner, dict):
+            waiting += inner.values()
+        elif isinstance(inner, list):
+            waiting += inner
+    return seen <= MAX_VALUES
+
+
+def _short(value: Any) -> str:
+    """The start of a value; never all of one that aliases have blown up."""
+    if isinstance(value, str):
+        return value[:80]
+    brief = reprlib.Repr()
+    brief.maxlevel = 2
+    return (brief.repr(value) if isinstance(value, (list, dict)) else str(value))[:80]
 
 
 def _siblings(loc: tuple[Any, ...]) -> set[str]:

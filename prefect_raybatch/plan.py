@@ -16,6 +16,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
 from prefect_raybatch.job import BatchJob, template_fields
 from prefect_raybatch.records import InputFile, Plan, Shard, digest, dump
+from prefect_raybatch.trust import check_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -318,9 +319,11 @@ def decode_schema(text: str) -> pa.Schema:
     import pyarrow as pa
 
     try:
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
-    except (ValueError, pa.ArrowException) as error:
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
+    except (ValueError, pa.ArrowException, OSError) as error:
         raise CorruptRun(f"a recorded schema is not readable: {error}") from None
+    check_types(schema, "plan.json")
+    return schema
 
 
 def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:

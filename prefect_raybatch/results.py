@@ -18,6 +18,7 @@ from prefect_raybatch.finalize import FOLDERS, POSITION, read_piece
 from prefect_raybatch.part_files import local_disk
 from prefect_raybatch.records import Commit, Part, Ranges
 from prefect_raybatch.row_numbers import RowNumbers
+from prefect_raybatch.trust import check_types
 
 CHUNK = 8 << 20
 BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
@@ -115,6 +116,7 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
                     _fetch(stream, local, part, uri)
                     source = local
                 with pq.ParquetFile(source) as parquet:
+                    check_types(parquet.schema_arrow, uri)
                     if row_number not in parquet.schema_arrow.names:
                         raise CorruptRun(f"{uri} has no column {row_number}")
                     yield parquet, row_number

@@ -27,6 +27,7 @@ from prefect_raybatch.plan import Shards, Sizing
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
+from prefect_raybatch.trust import check_trust
 
 if TYPE_CHECKING:
     import ray.data
@@ -144,6 +145,7 @@ def plan_run(
     `PlanMismatch` or `UnsafeStore`; nothing of it is worth a retry but a store that is away.
     """
     check_places(job)
+    check_trust(job)
     store = run_store(job, run_key)
     ledger = Ledger(store)
     model = model_identity(job)
@@ -167,6 +169,7 @@ def precheck(job: BatchJob, store: Store) -> None:
     from prefect_raybatch import source
 
     check_places(job)
+    check_trust(job)
     check_schema_names(job)
     model = model_identity(job)
     planning.fingerprint(job, model)
@@ -255,6 +258,7 @@ def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
     from prefect_raybatch import cluster, source
 
     check_places(job)
+    check_trust(job)
     check_schema_names(job)
     planning.fingerprint(job)
     snapshot = source.needs_snapshot(job.source)
@@ -302,6 +306,7 @@ def infer_run(
     """
     from prefect_raybatch.driver import Driver
 
+    check_trust(job)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = _load(ledger, run)

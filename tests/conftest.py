@@ -17,6 +17,9 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile(  # make chaos: the same tests, for minutes
+    "chaos", settings.get_profile("prefect_raybatch"), max_examples=1000
+)
 settings.load_profile("prefect_raybatch")
 
 

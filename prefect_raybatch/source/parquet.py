@@ -17,6 +17,7 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.find import File, Inventory, find, some
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import read_ahead
+from prefect_raybatch.trust import check_types
 
 FOOTER_THREADS = 16
 FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read
@@ -81,6 +82,7 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
             "remove it, or set source.format if it is of another kind"
         ) from None
     names = check_columns(columns, schema.names, file.uri)
+    check_types(pa.schema([schema.field(name) for name in names]), file.uri, SourceError)
     types = {name: plain_type(schema.field(name).type) for name in names}
     size = _stored_bytes(metadata, None if columns is None else set(names))
     rows = metadata.num_rows

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch import model as models
-from prefect_raybatch.errors import is_transient
+from prefect_raybatch.errors import CorruptRun, is_transient
 from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Output
 from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
@@ -44,6 +44,7 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
 )
 from prefect_raybatch.storage import Store
+from prefect_raybatch.trust import check_types
 
 PIECES = "_raybatch/pieces"
 SCHEMA = "_raybatch/output_schema.arrow"
@@ -286,7 +287,12 @@ def declared(schema: dict[str, str]) -> pa.Schema:
 
 
 def _read_schema(store: Store) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(store.read(SCHEMA, 1 << 20)))
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(store.read(SCHEMA, 1 << 20)))
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptRun(f"{SCHEMA} is not a readable schema: {error}") from None
+    check_types(schema, SCHEMA)
+    return schema
 
 
 def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
