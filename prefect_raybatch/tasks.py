@@ -23,8 +23,9 @@ from prefect.tasks import exponential_backoff
 
 from prefect_raybatch import report as reports
 from prefect_raybatch import retry, runs
+from prefect_raybatch.blocks.store import options_of
 from prefect_raybatch.driver import Progress
-from prefect_raybatch.errors import ConfigError, is_transient
+from prefect_raybatch.errors import is_transient
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
@@ -196,40 +197,9 @@ def with_blocks(job: BatchJob) -> BatchJob:
     """The job with keys from its credentials blocks put into the store options."""
     source, output = job.source, job.output
     if source.credentials_block:
-        options = {**_block_options(source.credentials_block), **source.options}
+        options = {**options_of(source.credentials_block), **source.options}
         source = source.model_copy(update={"options": options})
     if output.credentials_block:
-        options = {**_block_options(output.credentials_block), **output.options}
+        options = {**options_of(output.credentials_block), **output.options}
         output = output.model_copy(update={"options": options})
     return job.model_copy(update={"source": source, "output": output})
-
-
-def _block_options(name: str) -> dict[str, Any]:
-    """s3fs options from a saved block with AWS-like fields (prefect-aws's AwsCredentials or
-    MinIOCredentials); raises `ConfigError` when it cannot be loaded or holds no keys."""
-    from prefect.blocks.core import Block
-
-    try:
-        block: Any = Block.load(name, _sync=True)  # type: ignore[call-arg]
-    except Exception as error:
-        raise ConfigError(
-            f"credentials_block: {name!r} cannot be loaded ({error}); save it first and install "
-            "the collection that defines it"
-        ) from None
-    options: dict[str, Any] = {}
-    for option, fields in {
-        "key": ("aws_access_key_id", "minio_root_user"),
-        "secret": ("aws_secret_access_key", "minio_root_password"),
-        "token": ("aws_session_token",),
-    }.items():
-        for field in fields:
-            value = getattr(block, field, None)
-            if value is not None:
-                options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
-    parameters = getattr(block, "aws_client_parameters", None)
-    endpoint = getattr(parameters, "endpoint_url", None)
-    if endpoint:
-        options["endpoint_url"] = endpoint
-    if not options:
-        raise ConfigError(f"credentials_block: {name!r} holds no keys that S3 could use")
-    return options
