@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -201,6 +201,25 @@ def verify(
             out.print(f"  {name}", markup=False)
         out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
     if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job file in YAML.")] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Checks versions, Prefect, cluster, GPUs, store, source, model, clock; says what to mend."""
+    from prefect_raybatch import doctor as checks
+
+    found = checks.examine(_job(job, set_) if job else None, _with_keys)
+    wrong = [finding for finding in found if finding.mark == "fail"]
+    if as_json:
+        _print_json({"ok": not wrong, "findings": [asdict(finding) for finding in found]})
+    else:
+        _show_findings(found)
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -417,6 +436,19 @@ def _line(progress: Any) -> str:
         f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "
         f"{duration(progress.seconds_left)} left, {progress.tally.failed:,} failed"
     )
+
+
+def _show_findings(found: Sequence[Any]) -> None:
+    table = _grid()
+    colours = {"pass": "green", "warn": "yellow", "fail": "red"}
+    for finding in found:
+        mark = f"[{colours[finding.mark]}]{finding.mark}[/]"
+        table.add_row(mark, escape(finding.check), escape(finding.found))
+        if finding.remedy:
+            table.add_row("", "", f"[bold]->[/] {escape(finding.remedy)}")
+    out.print(table)
+    counts = {mark: sum(finding.mark == mark for finding in found) for mark in colours}
+    out.print(", ".join(f"{number} {mark}" for mark, number in counts.items()))
 
 
 def _show_plan(found: runs.DryRun) -> None:

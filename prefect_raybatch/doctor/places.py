@@ -1,0 +1,146 @@
+"""Checks of what a job names: its output, source, model and functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefect_raybatch import model as models
+from prefect_raybatch import plan as planning
+from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
+from prefect_raybatch.functions import load_function
+from prefect_raybatch.storage import is_remote, normalize, open_store
+
+PATIENCE = 10.0  # seconds a store may leave a call unanswered
+DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
+INDEX = "model.safetensors.index.json"
+
+
+def check_output(patient: Patient) -> Iterator[Finding]:
+    """Write, list, read, a race for put-if-absent, delete; and on a disk, room."""
+    job = patient.keyed()
+    if job is None:
+        return
+    store = open_store(job.output.uri, job.output.options or None)
+    store.retry_seconds = PATIENCE
+    try:
+        store.probe()
+    except UnsafeStore as error:
+        yield failed("output", str(error), "another store: see docs/exactly-once.md")
+        return
+    except StoreError as error:
+        yield failed(
+            "output",
+            str(error),
+            "mend what it names: endpoint, bucket, keys (write, list, read and delete are "
+            "needed), permission or free space",
+        )
+        return
+    yield passed("output", f"{store.uri}: writes, lists, deletes, and one writer of several wins")
+    if not is_remote(job.output.uri):
+        yield _disk(Path(normalize(job.output.uri)))
+
+
+def _disk(folder: Path) -> Finding:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{free / (1 << 30):.1f} GiB free below {there}"
+    if free >= DISK_GOOD:
+        return passed("disk", text)
+    make = failed if free < DISK_LEAST else warned
+    return make("disk", text, "free space, or choose another output.uri: a full disk ends a run")
+
+
+def check_source(patient: Patient) -> Iterator[Finding]:
+    """Whether the input is there, readable, and has the columns the job names."""
+    job = patient.keyed()
+    if job is None:
+        return
+    from prefect_raybatch import source
+
+    if source.needs_snapshot(job.source):
+        found = source.peek(job.source)
+    else:  # the first file with rows is enough here; the plan reads every footer
+        found = source.inventory(job.source.model_copy(update={"limit": 1}))
+    planning.check_against_schema(job, found.schema)
+    columns = ", ".join(found.schema.names)
+    yield passed("source", f"{found.format}, columns {columns[:200]}")
+
+
+def check_model(patient: Patient) -> Iterator[Finding]:
+    """Whether the model is there and whole, or can be had."""
+    if patient.job is None:
+        return
+    engine = patient.job.engine
+    found = models.resolve(engine)  # raises ConfigError with what to do
+    source = str(found["source"])
+    if found["revision"]:
+        yield passed("model", f"{source} at {found['revision']}")
+        return
+    if is_remote(source):
+        files = {info.path for info in open_store(source).list()}
+        index = open_store(source).read(INDEX, 64 << 20) if INDEX in files else b"{}"
+    else:
+        folder = Path(models.local_path(found))
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        index = (folder / INDEX).read_bytes() if INDEX in files else b"{}"
+    missing = _missing(files, index)
+    extra = engine.model_extra or {}
+    if extra.get("tokenizer"):
+        missing = [name for name in missing if name != TOKENIZERS[0]]
+    if missing:
+        yield failed(
+            "model",
+            f"{source} lacks {', '.join(missing)[:300]}",
+            "copy the whole folder again: an upload or a download was cut off",
+        )
+    else:
+        yield passed("model", f"{source}: {len(files)} files, whole")
+
+
+def _missing(files: set[str], index: bytes) -> list[str]:
+    """What a model folder lacks, judged by names and by the index of its weights."""
+    missing = sorted(set(json.loads(index).get("weight_map", {}).values()) - files)
+    if not any(name.endswith(WEIGHTS) for name in files):
+        missing.append("weights (*.safetensors)")
+    if not any(name in files for name in TOKENIZERS) and not any(
+        name.endswith(".gguf") for name in files
+    ):
+        missing.append(TOKENIZERS[0])
+    return missing
+
+
+def check_functions(patient: Patient) -> Iterator[Finding]:
+    """Whether the user's functions can be imported here."""
+    if patient.job is None:
+        return
+    named = {
+        "prompt.function": patient.job.prompt.function,
+        "output.postprocess": patient.job.output.postprocess,
+    }
+    for field, name in named.items():
+        if name is None:
+            continue
+        try:
+            load_function(name, field)
+        except ConfigError as error:
+            yield failed("functions", str(error), _where())
+        except Exception as error:  # whatever their module does when it is imported
+            text = f"{field}: importing {name} raises {type(error).__name__}: {error}"
+            yield failed("functions", text[:500], "mend the module, or import it where it is")
+        else:
+            yield passed("functions", f"{field}: {name}")
+
+
+def _where() -> str:
+    path = os.environ.get("PYTHONPATH")
+    return (
+        "pip install its package here and on every node, or add its folder to PYTHONPATH"
+        f"{f' (now {path})' if path else ''}"
+    )

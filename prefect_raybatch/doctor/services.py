@@ -1,0 +1,231 @@
+"""Checks of what answers over the network: Prefect's API, the Ray cluster, the clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from importlib import metadata
+from typing import Any
+from urllib.parse import urlsplit
+
+from prefect_raybatch import cluster
+from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.job import BatchJob
+
+ANSWER = 5.0  # seconds for one request
+SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
+# In a process of its own: joining a cluster can hang, and ends the process when versions differ.
+JOIN = """
+import json, sys
+from dataclasses import asdict
+from prefect_raybatch import cluster
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job import BatchJob
+job = BatchJob.from_dict(json.loads(sys.stdin.read()))
+try:
+    with cluster.connected(job) as have:
+        print(json.dumps({"have": asdict(have)}))
+except RayBatchError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+ANY_JOB = {
+    "name": "doctor",
+    "source": {"uri": "-"},
+    "prompt": {"template": "-"},
+    "output": {"uri": "-"},
+}
+
+
+# --- Prefect ------------------------------------------------------------------------------------
+
+
+def check_prefect(patient: Patient) -> Iterator[Finding]:
+    """Whether the API answers, which one it is, and whether its version fits."""
+    url = _api_url()
+    here = metadata.version("prefect")
+    if url is None:
+        yield warned(
+            "Prefect API",
+            f"none set: {here} starts an embedded server for each run",
+            "for schedules and a page that stays: prefect server start, then prefect config set "
+            "PREFECT_API_URL=http://127.0.0.1:4200/api",
+        )
+        return
+    from prefect.client.orchestration import get_client
+
+    start = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
+    with get_client(sync_client=True, httpx_settings={"timeout": ANSWER}) as client:
+        if error := client.api_healthcheck():
+            text = f"{_bare(url)} does not answer: {type(error).__name__}: {error}"[:300]
+            yield failed("Prefect API", text, start)
+            return
+        there = str(client.api_version())
+    text = f"{_bare(url)}, server {there}, client {here}"
+    if there.split(".")[:2] != here.split(".")[:2]:
+        yield warned("Prefect API", text, "install the same minor version on both sides")
+    else:
+        yield passed("Prefect API", text)
+
+
+def _api_url() -> str | None:
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url
+
+
+# --- Ray ----------------------------------------------------------------------------------------
+
+
+def check_cluster(patient: Patient) -> Iterator[Finding]:
+    """The cluster a run would use: whether it answers, what it has, whether the job fits."""
+    job = patient.job or BatchJob.from_dict(ANY_JOB)
+    server = getattr(job.cluster, "job_server", None)
+    if server:
+        yield _job_server(server)
+        return
+    address = cluster.address_of(job)
+    if address is None:
+        yield _local(patient.job)
+        return
+    remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
+    if trouble := _closed(address):
+        yield failed("cluster", trouble, remedy)
+        return
+    found = _join(job)
+    if "error" in found:
+        # Ray's own text names both versions when they differ.
+        yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
+        return
+    have = cluster.Capacity(**found["have"])
+    text = f"{address}: {have.nodes} nodes, {have.cpus:g} CPUs, {have.gpus:g} GPUs"
+    yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
+    if patient.job:
+        cluster.check_fit(patient.job, have)
+
+
+def _local(job: BatchJob | None) -> Finding:
+    cpus = os.cpu_count() or 1
+    text = f"none named: a local one with {cpus} CPUs is started for each run"
+    if job is None:
+        return passed("cluster", text)
+    if (need := cluster.needs(job, 0).cpus) > cpus:
+        return warned(
+            "cluster",
+            f"{text}, where the job takes {need:g}",
+            "it runs, with CPUs shared; lower engine.replicas or engine.num_cpus, or name a "
+            "cluster in cluster.address",
+        )
+    return passed("cluster", text)
+
+
+def _closed(address: str) -> str:
+    """What is wrong with host:port of a cluster; empty where somebody listens, or for `auto`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER).close()
+    except OSError as error:
+        return f"nobody listens at {address}: {error}"
+    return ""
+
+
+def _join(job: BatchJob) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN],
+            input=json.dumps(job.to_dict()),
+            capture_output=True,
+            text=True,
+            timeout=25,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"{cluster.address_of(job)} listens but could not be joined within 25 s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}
+    return dict(json.loads(lines[-1]))
+
+
+def _job_server(url: str) -> Finding:
+    remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
+    try:
+        with urllib.request.urlopen(f"{url}/api/version", timeout=ANSWER) as answer:
+            there = str(json.load(answer)["ray_version"])
+    except (OSError, ValueError, KeyError) as error:
+        return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
+    here, text = metadata.version("ray"), f"job server {url}, Ray {there}"
+    if there != here:
+        return failed("cluster", f"{text} where {here} is here", "install the same Ray on both")
+    return passed("cluster", text)
+
+
+# --- clocks -------------------------------------------------------------------------------------
+
+
+def check_clock(patient: Patient) -> Iterator[Finding]:
+    """This machine's clock against the Prefect server's and the object store's."""
+    compared = []
+    for name, url in _clocks(patient):
+        ahead = _ahead(url)
+        if ahead is None:
+            continue
+        compared.append(f"{ahead:+.0f} s against {name}")
+        if abs(ahead) >= SKEW_WARN:
+            make = failed if abs(ahead) >= SKEW_FAIL else warned
+            yield make(
+                "clock",
+                compared[-1],
+                "set the clock (chronyc makestep, or timedatectl set-ntp true); schedules go "
+                "wrong, and S3 refuses requests from 15 minutes on",
+            )
+            return
+    yield passed("clock", "; ".join(compared) or "no server to compare with")
+
+
+def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
+    if url := _api_url():
+        yield "Prefect's server", f"{url}/health"
+    job = patient.keyed()
+    if job and job.output.uri.startswith("s3"):
+        options = job.output.options
+        client = options.get("client_kwargs") or {}
+        yield (
+            "the object store",
+            options.get("endpoint_url")
+            or client.get("endpoint_url")
+            or os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+            or "https://s3.amazonaws.com",
+        )
+
+
+def _ahead(url: str) -> float | None:
+    """Seconds this clock is ahead of the server's; None where it does not tell."""
+    before = time.time()
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER) as answer:
+            date = answer.headers.get("Date")
+    except urllib.error.HTTPError as error:  # a refusal has a date too
+        date = error.headers.get("Date")
+    except OSError:
+        return None  # whether it answers is another check
+    if not date:
+        return None
+    there = parsedate_to_datetime(date).timestamp() + 0.5  # it gives whole seconds
+    off = (before + time.time()) / 2 - there
+    return off if abs(off) > 1 + (time.time() - before) / 2 else 0.0
+
+
+def _bare(url: str) -> str:
+    """Scheme, host and path: whatever else a URL holds may be a key."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
