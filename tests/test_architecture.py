@@ -89,6 +89,16 @@ MAY_IMPORT = {
     "reap": {"ledger", "storage", *VALUES},
     "report": {"records", "tally"},
 }
+MAY_IMPORT["doctor"] = {
+    "cluster",
+    "functions",
+    "job",
+    "model",
+    "plan",
+    "source",
+    "storage",
+    *VALUES,
+}
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
 MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
 ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
@@ -123,7 +133,7 @@ ANYWHERE = {
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
-    "prefect": {"tasks", "flow", "blocks"},
+    "prefect": {"tasks", "flow", "blocks", "doctor"},
 }
 
 
