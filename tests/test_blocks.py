@@ -23,6 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
+from s3server import start_s3
 
 from prefect_raybatch import BatchJob, runs, tasks
 from prefect_raybatch import model as models
@@ -355,6 +356,41 @@ def test_triggered_waited_for_and_fetched(server: None, finished: BatchJob, tmp_
         found = client.read_flow_run(began[0].flow_run_id)
         assert found.state_name == "Completed" and found.parameters["run_key"] == "key"
         assert client.read_flow(found.flow_id).name == "batch_inference"
+
+
+def example(block: type[Block], **names: Any) -> dict[str, Any]:
+    """The names that the example of a block's docstring leaves behind."""
+    code = str(block.get_code_example())
+    exec(code.partition("```python")[2].partition("```")[0], names)
+    return names
+
+
+def test_the_examples_run(
+    server: None,
+    finished: BatchJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    RayCluster(address="h:1").save("block-name", overwrite=True)
+    BatchInferenceJob(job=finished).save("block-name", overwrite=True)
+    for block in BLOCKS:  # Prefect wants that placeholder, and has no such name itself
+        code = str(block.get_code_example()).replace("BLOCK_NAME", "block-name")
+        monkeypatch.setattr(block, "_code_example", code)
+    assert example(RayCluster, job=job())["job"].cluster.address == "h:1"
+
+    with start_s3(tmp_path / "s3") as s3:
+        s3.create_bucket("bucket")
+        keys = ObjectStore(
+            access_key_id=s3.key, secret_access_key=s3.secret, endpoint_url=s3.endpoint
+        )
+        keys.save("block-name", overwrite=True)
+        keys.get_client("s3://bucket/folder").put("a.txt", b"12345")
+        example(ObjectStore)
+    assert "a.txt 5" in capsys.readouterr().out
+
+    monkeypatch.setattr(runs, "default_run_key", lambda job, scheduled=None: "key")
+    assert example(BatchInferenceJob)["report"].good == 20
 
 
 def test_the_same_in_async_code(server: None, finished: BatchJob) -> None:

@@ -57,7 +57,7 @@ def test_the_dev_job_is_the_demo_over_the_file_beside_it(tmp_path: Path) -> None
     assert (tmp_path / "again.csv").read_bytes() == (ROOT / job.source.uris[0]).read_bytes()
 
 
-def test_the_parameter_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parameter_form() -> None:
     schema = parameter_schema(batch_inference).model_dump()
     assert list(schema["properties"]) == ["job", "run_key", "scheduled_for"]
     assert schema["required"] == ["job"]
@@ -83,7 +83,9 @@ def form_is_whole(schema: dict[str, Any]) -> None:
     assert {"BatchJob", "Source", "Prompt", "Sampling", "Engine", "Output", "Limits"} <= set(groups)
     for name, group in groups.items():
         positions = []
-        for field, shown in group["properties"].items():
+        for field, given in group["properties"].items():
+            # What a field shares with the group it refers to is written there alone.
+            shown = {**groups.get(given.get("$ref", "").rpartition("/")[2], {}), **given}
             assert shown["title"] and shown["description"], f"{name}.{field}"
             positions.append(shown["position"])
         assert len(set(positions)) == len(positions), name

