@@ -1,7 +1,8 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
-`from prefect_raybatch import BatchJob, batch_inference, retry_failed` and the tasks `plan_shards`,
-`infer_shards`, `finalize_run` are the whole of the Python interface; the rest may move.
+`from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
+`infer_shards`, `finalize_run` and the function `reconcile_jobs` are the whole of the Python
+interface; the rest may move.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow import batch_inference, retry_failed
+    from prefect_raybatch.flow_runs import reconcile_jobs
     from prefect_raybatch.job import BatchJob
     from prefect_raybatch.records import RunReport
     from prefect_raybatch.runs import Run
@@ -29,6 +31,7 @@ _HOMES = {
     "finalize_run": "tasks",
     "infer_shards": "tasks",
     "plan_shards": "tasks",
+    "reconcile_jobs": "flow_runs",
     "retry_failed": "flow",
 }
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "finalize_run",
     "infer_shards",
     "plan_shards",
+    "reconcile_jobs",
     "retry_failed",
 ]
 

@@ -249,6 +249,25 @@ def reap(
         out.print(f"kept {found.kept:,} pieces that a live driver may still commit")
 
 
+@app.command()
+def reconcile(
+    job_server: Annotated[str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265")],
+    dry_run: Annotated[bool, typer.Option(help="Say what would be done, do nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished."""
+    from prefect_raybatch.flow_runs import reconcile_jobs
+
+    actions = reconcile_jobs(job_server, dry_run)
+    if as_json:
+        _print_json({"actions": [asdict(action) for action in actions], "dry_run": dry_run})
+        return
+    for action in actions:
+        out.print(f"{action.what}  {action.job}  {action.why}", markup=False)
+    if not actions:
+        out.print("nothing to reconcile: no jobs of ours are live and no flow run waits for one")
+
+
 def _verify_chain(run_dir: str, as_json: bool) -> None:
     from prefect_raybatch.chain import verify_chain
     from prefect_raybatch.family import place
@@ -320,13 +339,15 @@ def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool
         if prefect:
             show.begin(store.uri)
             return _run_flow("batch_inference", (job, key), show), True
-        return _run_here(known, runs.plan_run(known, key), show), True
+        return _run_here(job, known, runs.plan_run(known, key), show), True
 
 
-def _run_here(known: BatchJob, planned: runs.Run, show: _Show) -> Any:
-    """Drives a planned run without Prefect; returns its report."""
+def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: _Show) -> Any:
+    """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
+    from prefect_raybatch import jobs
+
     show.begin(planned.uri)
-    progress = runs.infer_run(known, planned, show)
+    progress = jobs.infer(job, known, planned, show)
     show.close()
     return runs.finalize_run(known, planned, progress)
 
@@ -343,7 +364,7 @@ def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
         made = retry.plan_retry(*wanted, keys=_with_keys)
         if isinstance(made, retry.Nothing):
             return made
-        return _run_here(_with_keys(made.job), made.run, show)
+        return _run_here(made.job, _with_keys(made.job), made.run, show)
 
 
 def _with_keys(job: BatchJob) -> BatchJob:

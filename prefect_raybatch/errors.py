@@ -71,6 +71,22 @@ class IncompleteRun(RayBatchError):
     transient = True
 
 
+class JobServerUnavailable(RayBatchError):
+    """Ray's job server gave no good answer for minutes; a job that it runs goes on."""
+
+    transient = True
+
+
+class JobLost(RayBatchError):
+    """The Ray job of a run ended without saying why: its process or its node was lost."""
+
+    transient = True
+
+
+class JobStopped(RayBatchError):
+    """Somebody stopped the Ray job of a run; what is committed is kept."""
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether a retry can help: our own errors say so, unknown ones (network, Ray) count as yes."""
     if isinstance(error, RayBatchError):

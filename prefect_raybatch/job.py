@@ -34,6 +34,8 @@ from prefect_raybatch.secrets import CLEAR, MASK, hide_named, hide_options, is_m
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+# No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
+SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
 SCHEMES = ("", "file", "s3")
 RESERVED = "__rb_"  # columns of ours that travel with a row
 
@@ -512,6 +514,20 @@ class Cluster(Group):
     finish: Stage = _field(
         3, Stage(num_cpus=0.25), title="Finish stage", text="Detokenize, postprocess, write."
     )
+    job_server: str | None = _field(
+        4,
+        None,
+        title="Job server",
+        text="http(s)://host:8265 of a Ray cluster: the run works there as a Ray job and outlives "
+        "the flow's process; a retry finds it again.",
+    )
+    on_crash: Literal["reattach", "stop"] = _field(
+        5,
+        "reattach",
+        title="Job of a crashed flow run",
+        text="reattach: it goes on and the next try follows it. stop: the next try stops it and "
+        "begins another. Cancelling always stops it.",
+    )
 
     @field_validator("address")
     @classmethod
@@ -522,6 +538,29 @@ class Cluster(Group):
                 "on the cluster and use auto, or give the GCS address host:6379"
             )
         return value
+
+    @field_validator("job_server")
+    @classmethod
+    def _job_server(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if value.startswith("ray://"):
+            raise ValueError(
+                "ray:// (the Ray client) ends the work after 30 s without network, so nothing "
+                "would outlive the flow; write the job server's http://host:8265"
+            )
+        if not SERVER.match(value):
+            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Cluster:
+        if self.address and self.job_server:
+            raise ValueError(
+                "address is for a driver in the flow's process, job_server for one on the "
+                "cluster; keep one"
+            )
+        return self
 
 
 class BatchJob(Group):

@@ -309,7 +309,7 @@ def infer_run(
     check_trust(job)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
-    plan, shards = _load(ledger, run)
+    plan, shards = load_run(ledger, run)
     attempt = uuid.uuid4().hex
     lazy = _LazyPipeline()
     driver = Driver(plan, shards, ledger, job.limits, lazy, lazy.quarantine, observe)
@@ -353,7 +353,7 @@ class _LazyPipeline:
         return self.pipeline.quarantine(unit, reason)
 
 
-def _load(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
+def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{run.uri}: the plan has disappeared")
@@ -389,7 +389,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
-    plan, shards = _load(ledger, run)
+    plan, shards = load_run(ledger, run)
     # The layout is the plan's, so that any two finalizers write the same files.
     output = BatchJob.from_dict(plan.job, "plan.json").output
     if ledger.finished() is not None:

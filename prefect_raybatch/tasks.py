@@ -21,8 +21,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
+from prefect_raybatch import flow_runs, jobs, retry, runs
 from prefect_raybatch import report as reports
-from prefect_raybatch import retry, runs
 from prefect_raybatch.blocks.store import options_of
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import is_transient
@@ -98,10 +98,11 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
     Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError`
     (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
+    With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
     """
     with logs_in_page():
         observe = _Page(run)
-        return runs.infer_run(with_blocks(job), run, observe)
+        return jobs.infer(job, with_blocks(job), run, observe, flow_runs.owner())
 
 
 @task(name="finalize_run", **RETRY)
@@ -186,10 +187,13 @@ def logs_in_page() -> Iterator[None]:
         yield
         return
     handler = APILogHandler()
+    level = OURS.level
     OURS.addHandler(handler)
+    OURS.setLevel(level or logging.INFO)  # else the root's, which is WARNING
     try:
         yield
     finally:
+        OURS.setLevel(level)
         OURS.removeHandler(handler)
 
 

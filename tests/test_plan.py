@@ -256,6 +256,8 @@ CHANGED: dict[str, Any] = {
     "cluster.finish.num_cpus": 2,
     "cluster.finish.concurrency": 2,
     "cluster.finish.memory": 2,
+    "cluster.job_server": "http://head:8265",
+    "cluster.on_crash": "stop",
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
 NEEDS = {"output.output_schema": {"output.postprocess": "helpers.functions:shout"}}

@@ -1,0 +1,120 @@
+"""Log lines of a Ray job, in the Prefect page: ours alone, each once, never a flood.
+
+The job marks its own lines (`MarkedLines`); whatever else a driver prints (Ray, vLLM, tokenizers)
+stays in Ray's dashboard. Following means reading the log again and taking what is new: Ray's
+websocket ends without a word when a proxy or the head drops it, repeats everything when opened
+again, and says nothing reliable about the job, so it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+EVERY = 5.0  # seconds between looks; longer where looking itself takes long
+SHARE = 0.1  # of the time that may go into looking
+LINES_A_MINUTE = 30  # of those below ERROR
+MOST_BYTES = 16 << 20  # a log is read whole each time; beyond this it is left to the dashboard
+_MARK = re.compile(r"\[raybatch (INFO|WARNING|ERROR|CRITICAL)\] (.*)\Z")
+_MORE = "[raybatch ...] "
+_DIGITS = re.compile(r"\d+")
+
+
+class MarkedLines(logging.Formatter):
+    """`[raybatch LEVEL] text`; further lines of a message are marked as such."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *more = (super().format(record) or " ").split("\n")
+        return "\n".join(
+            [f"[raybatch {record.levelname}] {first}", *(f"{_MORE}{line}" for line in more)]
+        )
+
+
+def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """(level, message) of the marked lines."""
+    level, text = 0, ""
+    for line in lines:
+        match = _MARK.match(line)
+        if line.startswith(_MORE) and text:
+            text += "\n" + line.removeprefix(_MORE)
+            continue
+        if text:
+            yield level, text
+        level, text = (getattr(logging, match[1]), match[2]) if match else (0, "")
+    if text:
+        yield level, text
+
+
+class LogFeed:
+    """Hands new marked lines of a growing log to `emit(level, message)`.
+
+    Repetitions (same text but for its numbers) within a minute are counted, not shown, and of
+    lines below ERROR at most LINES_A_MINUTE are; what was left out is said.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], str | None],
+        emit: Callable[[int, str], None] = log.log,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.read, self.emit, self.clock = read, emit, clock
+        self._taken = 0  # characters
+        self._next = 0.0
+        self._minute = float("-inf")
+        self._shown = self._left_out = 0
+        self._seen: dict[str, int] = {}  # in this minute
+        self._given_up = False
+
+    def poll(self, last: bool = False) -> None:
+        """Looks if it is time to; `last` looks in any case and takes an unfinished line as well."""
+        began = self.clock()
+        if self._given_up or (began < self._next and not last):
+            return
+        text = self.read()
+        if text is not None:
+            self._take(text, last)
+        took = self.clock() - began
+        self._next = began + max(EVERY, took / SHARE)
+
+    def _take(self, text: str, last: bool) -> None:
+        if len(text) < self._taken:  # another log: the job was begun anew under its id
+            self._taken = 0
+        new = text[self._taken :]
+        if not last:
+            new = new[: new.rfind("\n") + 1]
+        self._taken += len(new)
+        for level, message in parse(new.splitlines()):
+            self._pass_on(level, message)
+        if last:
+            self._end_minute()
+        if len(text) > MOST_BYTES and not self._given_up:
+            self._given_up = True
+            self.emit(logging.WARNING, "the job's log is too long to follow; see Ray's dashboard")
+
+    def _pass_on(self, level: int, message: str) -> None:
+        now = self.clock()
+        if now - self._minute >= 60:
+            self._end_minute()
+            self._minute = now
+        shape = _DIGITS.sub("#", message)
+        again = self._seen.get(shape, 0)
+        self._seen[shape] = again + 1
+        if again or (level < logging.ERROR and self._shown >= LINES_A_MINUTE):
+            self._left_out += 1
+            return
+        self._shown += level < logging.ERROR
+        self.emit(level, message)
+
+    def _end_minute(self) -> None:
+        if self._left_out:
+            self.emit(
+                logging.INFO,
+                f"{self._left_out} more log lines, most of them repeated, are in Ray's dashboard",
+            )
+        self._shown = self._left_out = 0
+        self._seen.clear()

@@ -1,0 +1,191 @@
+"""Ray's job server, asked patiently: a head that is busy or restarting is no failure of a job.
+
+A thin cover of `ray.job_submission.JobSubmissionClient`. What it adds: a limit of time for each
+request (the client has none), an address that the environment cannot replace (the client lets
+RAY_ADDRESS win over its argument), and a difference between "there is no such job" and "I do not
+know", which the client hands out as the same RuntimeError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, TypeVar
+
+from prefect_raybatch.errors import ConfigError, JobServerUnavailable
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 300.0  # seconds without a good answer before a caller hears of it
+REQUEST = 30.0  # seconds for one request
+LONGEST_PAUSE = 15.0
+LIVE = frozenset(("PENDING", "RUNNING"))
+_UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
+_REFUSED = re.compile(r"status code 400\b")
+_ENV = "RAY_API_SERVER_ADDRESS"
+_env_lock = Lock()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """A job as the server tells of it. `ended` is in seconds since the epoch."""
+
+    id: str
+    status: str
+    message: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    ended: float | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.status in LIVE
+
+
+class JobServer:
+    """The job server at `url`. Methods wait up to `patience` seconds for it to come back and then
+    raise `JobServerUnavailable`; `ConfigError` when it refuses us."""
+
+    def __init__(
+        self,
+        url: str,
+        patience: float = PATIENCE,
+        connect: Callable[[str], Any] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.url, self.patience = url, patience
+        self._connect, self._sleep = connect or _connect, sleep
+        self._made: Any = None
+
+    def find(self, id: str) -> RayJob | None:
+        """The job, or None when the server knows of no such job."""
+        return self._patiently(lambda: self._find(id))
+
+    def jobs(self) -> list[RayJob]:
+        """All submitted jobs the server remembers, ended ones included."""
+        found = self._patiently(lambda: self._client().list_jobs())
+        return [_job(details) for details in found if details.submission_id]
+
+    def submit(
+        self, id: str, command: str, metadata: Mapping[str, str], env: Mapping[str, str]
+    ) -> None:
+        """Sees that there is a job of that id, by whomever it was submitted: an id can be used
+        once, so of any number of submitters one starts it and the others find it."""
+
+        def once() -> None:
+            try:
+                self._client().submit_job(
+                    entrypoint=command,
+                    submission_id=id,
+                    metadata=dict(metadata),
+                    runtime_env={"env_vars": dict(env)} if env else None,
+                )
+            except Exception as error:  # refused as a repetition, or its answer was lost?
+                if self._find(id) is not None:
+                    return
+                if _REFUSED.search(str(error)):
+                    raise ConfigError(f"{self.url} refuses the job: {_brief(error)}") from None
+                raise
+
+        self._patiently(once)
+
+    def stop(self, id: str, wait: float = 0.0) -> bool:
+        """Asks the job to stop; True once it has ended, within `wait` seconds."""
+        deadline = time.monotonic() + wait
+
+        def once() -> None:
+            if self._find(id) is not None:
+                self._client().stop_job(id)
+
+        self._patiently(once, min(self.patience, wait) if wait else None)
+        while True:
+            left = deadline - time.monotonic()
+            found = self._patiently(lambda: self._find(id), max(left, 1.0))
+            if found is None or not found.live:
+                return True
+            if left <= 0:
+                return False
+            self._sleep(0.5)
+
+    def logs(self, id: str) -> str | None:
+        """All the job has printed so far; None when they cannot be had right now."""
+        try:
+            return str(self._client().get_job_logs(id))
+        except Exception as error:  # logs are a service: whether the job lives is told elsewhere
+            log.debug("no logs of %s: %s", id, _brief(error))
+            return None
+
+    def _find(self, id: str) -> RayJob | None:
+        try:
+            return _job(self._client().get_job_info(id))
+        except RuntimeError as error:
+            # A proxy without a backend answers 404 as well: only Ray's own words count.
+            if _UNKNOWN.search(str(error)):
+                return None
+            raise
+
+    def _client(self) -> Any:
+        if self._made is None:
+            self._made = self._connect(self.url)
+        return self._made
+
+    def _patiently(self, ask: Callable[[], T], patience: float | None = None) -> T:
+        deadline = time.monotonic() + (self.patience if patience is None else patience)
+        pause = 0.5
+        while True:
+            try:
+                return ask()
+            except ConfigError:
+                raise
+            except Exception as error:
+                if type(error).__name__ == "AuthenticationError":
+                    raise ConfigError(
+                        f"cluster.job_server: {self.url} wants Ray's token: set "
+                        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH where the flow runs"
+                    ) from None
+                if time.monotonic() + pause > deadline:
+                    raise JobServerUnavailable(
+                        f"Ray's job server at {self.url} gives no good answer: {_brief(error)}. "
+                        "A job that it runs goes on; the same run again finds it"
+                    ) from None
+                log.info("Ray's job server at %s does not answer, asking again", self.url)
+                self._sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _connect(url: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:
+            return super()._do_request(method, endpoint, timeout=REQUEST, **kwargs)
+
+    with _env_lock:  # RAY_ADDRESS would win over the argument, but loses against this one
+        before = os.environ.get(_ENV)
+        os.environ[_ENV] = url
+        try:
+            return Client(url)
+        finally:
+            os.environ.pop(_ENV)
+            if before is not None:
+                os.environ[_ENV] = before
+
+
+def _job(details: Any) -> RayJob:
+    return RayJob(
+        str(details.submission_id),
+        str(details.status),
+        str(details.message or ""),
+        dict(details.metadata or {}),
+        details.end_time / 1000 if details.end_time else None,
+    )
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"... {text[-300:]}"
