@@ -146,7 +146,8 @@ class JobServer:
                 if type(error).__name__ == "AuthenticationError":
                     raise ConfigError(
                         f"cluster.job_server: {self.url} wants Ray's token: set "
-                        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH where the flow runs"
+                        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) for "
+                        "the flow"
                     ) from None
                 if time.monotonic() + pause > deadline:
                     raise JobServerUnavailable(

@@ -1,0 +1,679 @@
+"""The protocol of a run as Ray job: who submits, who attaches, what a crash leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_ray import FakeHead, Killed, Turns
+from helpers.small import SmallRun, make_job, small_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_raybatch import job_server as servers
+from prefect_raybatch import jobs, remote, runs
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    JobLost,
+    JobServerUnavailable,
+    JobStopped,
+)
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job_logs import LogFeed, MarkedLines
+from prefect_raybatch.job_records import JOBS, JobRecords, Outcome, sendable
+from prefect_raybatch.job_server import JobServer
+
+URL, OTHER = "http://head:8265", "http://old-head:8265"
+
+
+class World:
+    """A small run, its head and the job on it; `step` is what one sleep of a follower brings."""
+
+    def __init__(self, root: Path, shards: int = 4):
+        self.small: SmallRun = small_run(root, 5 * shards, 5)
+        self.head = FakeHead()
+        self.heads = {URL: self.head}
+        self.plan = self.small.plan
+        self.records = JobRecords(self.small.store, "key", self.plan.hash)
+        self.run = runs.Run(str(root), "key", self.plan.hash, 5 * shards, shards, False)
+        self.slept = 0
+        self.attached: list[str] = []
+        self.cancelled = False
+
+    def id(self, number: int) -> str:
+        return self.records.id_of(number)
+
+    def job(self, **cluster: Any) -> BatchJob:
+        return make_job(
+            cluster={"job_server": URL, **cluster}, output={"uri": str(self.small.root)}
+        )
+
+    def server(self, url: str, patience: float = 300.0) -> JobServer:
+        return JobServer(url, min(patience, 5.0), self.heads.__getitem__, lambda seconds: None)
+
+    def follower(
+        self, step: Callable[[], None] | None = None, job: BatchJob | None = None
+    ) -> jobs.Follower:
+        def sleep(seconds: float) -> None:
+            self.slept += 1
+            assert self.slept < 500, "the follower waits for ever"
+            (step or self.work)()
+
+        job = job or self.job()
+        owner = jobs.Owner("flow", lambda id, server: self.attached.append(id), self._cancelled)
+        return jobs.Follower(
+            job, job, self.run, lambda progress: None, owner, self.server, "run", sleep
+        )
+
+    def _cancelled(self) -> bool:
+        return self.cancelled
+
+    def work(self) -> None:
+        """The live job starts, or commits one shard, or succeeds."""
+        for id in self.head.live():
+            job = self.head.jobs[id]
+            if job.status == "PENDING":
+                job.status = "RUNNING"
+                return
+            pending = [s for s in range(self.plan.shards) if not self.done(s)]
+            if pending:
+                self.small.commit(pending[0])
+            else:
+                self.end(id, "SUCCEEDED", Outcome(None, "", 1, 2))
+
+    def done(self, shard: int) -> bool:
+        return self.small.ledger.is_committed(shard)
+
+    def end(self, id: str, status: str, outcome: Outcome | None = None) -> None:
+        self.head.jobs[id].status = status
+        if outcome is not None:
+            self.records.end(int(id.rsplit("-", 1)[1]), outcome)
+
+    def submitted(self, number: int = 1, status: str = "RUNNING") -> str:
+        """A job that an earlier flow submitted."""
+        follower = self.follower()
+        assert self.records.add(number, follower.sent, URL, "earlier")
+        record = self.records.read(number)
+        follower._submit(record, self.server(URL))
+        self.head.jobs[record.id].status = status
+        return record.id
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+# --- one flow -----------------------------------------------------------------------------------
+
+
+def test_the_record_is_written_before_the_job_is_submitted(world: World) -> None:
+    seen: list[int] = []
+
+    def gate(name: str) -> None:
+        if name == "submit":
+            seen.append(world.records.newest_number())
+
+    world.head.gate = gate
+    progress = world.follower().run_to_end()
+    assert seen == [1] and world.head.started == [world.id(1)]
+    assert (progress.done, progress.resumed_rows, progress.engine_deaths) == (20, 0, 1)
+    assert world.attached == [world.id(1)]
+    record = world.records.read(1)
+    assert (record.id, record.flow_run, record.server) == (world.id(1), "flow", URL)
+    (request,) = world.head.submissions
+    assert request["entrypoint"] == f"run {world.run.uri} 1"
+    assert request["metadata"] == {
+        "raybatch_run_key": "key",
+        "raybatch_run": world.run.uri,
+        "raybatch_on_crash": "reattach",
+        "raybatch_flow_run": "flow",
+    }
+    assert request["submission_id"] == f"raybatch-key-{world.plan.hash[:12]}-1"
+
+
+def test_a_run_that_is_whole_needs_no_server(world: World) -> None:
+    world.small.commit_all()
+    world.heads.clear()
+    assert world.follower().run_to_end().done == 20
+    assert world.records.newest() is None
+
+
+def test_progress_goes_on_from_the_commits_and_is_seen(world: World) -> None:
+    world.small.commit(0)
+    seen: list[int] = []
+    follower = world.follower()
+    follower.watch.observe = lambda progress: seen.append(progress.done)
+    progress = follower.run_to_end()
+    assert seen[0] == 5 and seen[-1] == 20 and seen == sorted(seen)
+    assert (progress.resumed_shards, progress.resumed_rows) == (1, 5)
+    assert progress.tally.good == 20
+
+
+def test_killed_before_the_record_nothing_is_left(world: World, monkeypatch: Any) -> None:
+    def add(self: JobRecords, *_: Any) -> bool:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(JobRecords, "add", add)
+        world.follower().run_to_end()
+    assert not world.head.jobs and world.records.newest() is None
+    world.follower().run_to_end()
+    assert world.head.started == [world.id(1)]
+
+
+def kill_at(world: World, name: str) -> None:
+    def gate(now: str) -> None:
+        if now == name:
+            world.head.gate = lambda name: None
+            raise Killed
+
+    world.head.gate = gate
+    with pytest.raises(Killed):
+        world.follower().run_to_end()
+
+
+def test_killed_between_record_and_submit_the_same_id_is_submitted(world: World) -> None:
+    kill_at(world, "submit")
+    assert not world.head.jobs and world.records.newest_number() == 1
+    world.follower().run_to_end()
+    assert world.head.started == [world.id(1)] and world.records.newest_number() == 1
+
+
+def test_killed_after_the_submit_the_next_try_follows_that_job(world: World) -> None:
+    kill_at(world, "submitted")
+    assert world.head.live() == [world.id(1)]
+    world.follower().run_to_end()
+    assert world.head.started == [world.id(1)] and world.records.newest_number() == 1
+
+
+def test_the_lost_answer_of_a_submit_is_no_second_job(world: World) -> None:
+    world.head.deaf = 1
+    world.follower().run_to_end()
+    assert world.head.started == [world.id(1)]
+
+
+def test_a_job_that_succeeded_meanwhile_is_collected(world: World) -> None:
+    id = world.submitted(status="SUCCEEDED")
+    world.small.commit_all()
+    follower = world.follower()
+    follower.watch._seen[:] = False  # as if the commits came after the first look
+    record, server = follower.attach()
+    assert record.id == id
+    assert follower.follow(record, server).status == "SUCCEEDED"
+    assert follower.watch.whole and world.head.started == [id]
+
+
+@pytest.mark.parametrize("status", ["FAILED", "STOPPED", "SUCCEEDED"])
+def test_an_ended_job_of_an_unfinished_run_gets_a_successor(world: World, status: str) -> None:
+    world.submitted(status=status)
+    world.follower().run_to_end()
+    assert world.head.started == [world.id(1), world.id(2)]
+    assert world.records.newest_number() == 2
+
+
+def test_a_head_without_memory_gets_the_same_job_again(world: World) -> None:
+    world.submitted()
+    lost = iter([True])
+
+    def step() -> None:
+        if next(lost, False):
+            world.head.jobs.clear()
+        world.work()
+
+    assert world.follower(step).run_to_end().done == 20
+    assert world.head.started == [world.id(1)] * 2 and world.records.newest_number() == 1
+
+
+def test_the_job_of_a_server_the_job_no_longer_names_is_followed(world: World) -> None:
+    world.submitted()
+    record = world.records.read(1)
+    world.heads[OTHER] = FakeHead()
+    job = make_job(cluster={"job_server": OTHER}, output={"uri": str(world.small.root)})
+    found, server = world.follower(job=job).attach()
+    assert (found, server.url) == (record, URL)
+    assert not world.heads[OTHER].jobs
+
+
+def test_a_server_that_is_gone_for_good_is_left_behind(world: World) -> None:
+    world.submitted()
+    world.heads[OTHER] = FakeHead()
+    world.head.down = 10**6
+    job = make_job(cluster={"job_server": OTHER}, output={"uri": str(world.small.root)})
+    found, server = world.follower(job=job).attach()
+    assert (found.number, server.url) == (2, OTHER)
+    assert world.heads[OTHER].started == [world.id(2)]
+
+
+# --- how a job ends -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "error"),
+    [
+        ("FAILED", Outcome("EngineStartError", "no such model"), EngineStartError),
+        ("FAILED", Outcome("EngineFailure", "three passes"), EngineFailure),
+        ("FAILED", Outcome("ErrorBudgetExceeded", "too many"), ErrorBudgetExceeded),
+        ("FAILED", Outcome("TypeError", "of ours"), TypeError),
+        ("FAILED", Outcome("RayActorError", "gone"), JobLost),
+        ("FAILED", Outcome("system", "no class of ours"), JobLost),
+        ("FAILED", None, JobLost),
+        ("SUCCEEDED", None, JobLost),
+        ("STOPPED", None, JobStopped),
+    ],
+)
+def test_the_error_of_the_job_is_raised_here(
+    world: World, status: str, outcome: Outcome | None, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=outcome.message if outcome else world.id(1)):
+        world.follower(lambda: world.end(world.id(1), status, outcome)).run_to_end()
+    assert world.records.newest_number() == 1  # whether to try again is Prefect's to say
+
+
+def test_a_job_that_made_way_for_a_newer_one_is_no_failure(world: World) -> None:
+    first = world.submitted()
+    steps = iter([True])
+
+    def step() -> None:
+        if next(steps, False):  # another flow took job 1 for dead
+            world.end(first, "FAILED")
+            world.submitted(2)
+        world.work()
+
+    assert world.follower(step).run_to_end().done == 20
+    assert world.attached == [first, world.id(2)]
+
+
+def test_a_busy_head_is_no_failure_and_one_that_stays_away_is(world: World) -> None:
+    world.submitted()
+    world.head.down = 3
+    world.follower().run_to_end()
+    other = World(world.small.root / "other")
+    other.head.down = 10**6
+    with pytest.raises(JobServerUnavailable, match="goes on"):
+        other.follower().run_to_end()
+    assert JobServerUnavailable.transient
+
+
+def test_not_found_of_a_proxy_is_no_answer(world: World) -> None:
+    def proxy(id: str) -> Any:
+        raise RuntimeError("Request failed with status code 404: default backend.")
+
+    world.submitted()
+    world.head.get_job_info = proxy  # type: ignore[method-assign]
+    with pytest.raises(JobServerUnavailable):
+        world.server(URL).find(world.id(1))
+
+
+def test_a_refused_request_is_not_repeated(world: World) -> None:
+    def submit(**_: Any) -> str:
+        raise RuntimeError("Request failed with status code 400: bad runtime_env")
+
+    world.head.submit_job = submit  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="bad runtime_env"):
+        world.follower().run_to_end()
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+class TerminationSignal(BaseException):
+    pass
+
+
+def interrupted(world: World, job: BatchJob | None = None) -> None:
+    def step() -> None:
+        world.work()
+        if world.done(0):
+            raise TerminationSignal
+
+    with pytest.raises(TerminationSignal):
+        world.follower(step, job).run_to_end()
+
+
+def test_a_cancelled_flow_run_stops_its_job_and_keeps_the_commits(world: World) -> None:
+    world.cancelled = True
+    interrupted(world)
+    assert world.head.stopped == [world.id(1)] and world.head.live() == []
+    assert world.done(0)
+    world.cancelled = False
+    assert world.follower().run_to_end().resumed_shards >= 1
+    assert world.head.started == [world.id(1), world.id(2)]
+
+
+def test_an_interrupted_flow_run_leaves_its_job(world: World) -> None:
+    interrupted(world)
+    assert world.head.stopped == [] and world.head.live() == [world.id(1)]
+
+
+def test_on_crash_stop_takes_the_job_with_it(world: World) -> None:
+    interrupted(world, world.job(on_crash="stop"))
+    assert world.head.stopped == [world.id(1)]
+
+
+def test_on_crash_stop_replaces_the_job_of_a_dead_process(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.submitted()
+    world.follower(job=world.job(on_crash="stop")).attach()
+    assert world.head.stopped == []  # this process wrote the record
+    monkeypatch.setattr(jobs.os, "getpid", lambda: -1)
+    record, _ = world.follower(job=world.job(on_crash="stop")).attach()
+    assert record.number == 2 and world.head.live() == [world.id(2)]
+
+
+def test_a_job_that_does_not_stop_is_no_reason_to_swallow_the_signal(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "STOP_WAIT", 0.2)
+    world.cancelled = world.head.stubborn = True
+    interrupted(world)
+    assert "has not stopped" in caplog.text
+
+
+# --- many flows ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 10**9))
+def test_never_two_jobs_at_work(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Up to four flows in any order of steps, killed anywhere, on a head that fails jobs, forgets
+    them and loses answers; each step of the protocol is a gate."""
+    draw = random.Random(seed)
+    world = World(tmp_path_factory.mktemp("run"), shards=2)
+    turns = Turns(draw, kills=draw.choice([0, 0.02, 0.1]))
+    world.head.gate = turns.gate
+    working: list[str] = []
+
+    def tick() -> None:
+        chance = draw.random()
+        if chance < 0.02:
+            world.head.jobs.clear()  # and with the head everything that ran there
+        elif chance < 0.04:
+            world.head.deaf = 1
+        for id in world.head.live():
+            job, number = world.head.jobs[id], int(id.rsplit("-", 1)[1])
+            move = draw.random()
+            if job.status == "PENDING" and move < 0.5:
+                late = world.records.newest_number() > number
+                job.status = "FAILED" if late else "RUNNING"
+            elif job.status == "RUNNING" and move < 0.1:
+                job.status = "FAILED"
+            elif job.status == "RUNNING" and move < 0.5:
+                pending = [s for s in range(2) if not world.done(s)]
+                if pending:
+                    world.small.commit(pending[0])
+                else:
+                    job.status = "SUCCEEDED"
+        at_work = [i for i in world.head.live() if world.head.jobs[i].status == "RUNNING"]
+        assert len(at_work) <= 1, f"{at_work} work at the same time"
+        working.extend(at_work)
+
+    class Gated(JobRecords):
+        def newest_number(self) -> int:
+            turns.gate("list")
+            return super().newest_number()
+
+        def add(self, *given: Any) -> bool:
+            turns.gate("add")
+            return super().add(*given)
+
+    def flow(step: Callable[[], None] = lambda: turns.gate("sleep")) -> int:
+        while True:
+            follower = world.follower(step)
+            follower.records = Gated(world.small.store, "key", world.plan.hash)
+            try:
+                return follower.run_to_end().done
+            except (JobLost, JobStopped):  # Prefect would try again
+                continue
+
+    world.slept = -(10**6)
+    turns.play([flow] * draw.randint(1, 4), tick)
+    assert all(r == 10 or isinstance(r, Killed) for r in turns.results.values()), turns.results
+    world.head.gate = lambda name: None
+    assert flow(tick) == 10
+
+
+def test_the_loser_of_the_race_for_a_number_follows_the_winner(world: World) -> None:
+    world.submitted(status="FAILED")
+    follower = world.follower()
+    ours = follower.records.add
+
+    def add(number: int, *given: Any) -> bool:
+        follower.records.add = ours  # type: ignore[method-assign]
+        world.submitted(number)
+        return ours(number, *given)
+
+    follower.records.add = add  # type: ignore[method-assign]
+    record, _ = follower.attach()
+    assert record.number == 2 and record.flow_run == "earlier"
+    assert world.head.started == [world.id(1), world.id(2)]
+
+
+# --- the job's own side -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_work(world: World, monkeypatch: pytest.MonkeyPatch) -> list[BatchJob]:
+    seen: list[BatchJob] = []
+
+    def infer_run(job: BatchJob, run: runs.Run, observe: Any) -> Any:
+        seen.append(job)
+        world.small.commit_all()
+        return jobs.Watch(world.small.ledger, world.plan, observe).progress
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    for name, value in world.follower().env.items():
+        monkeypatch.setenv(name, value)
+    return seen
+
+
+def test_the_job_works_from_its_record(world: World, at_work: list[BatchJob]) -> None:
+    sent = sendable(world.job().model_copy(update={"name": "nightly"}))
+    world.records.add(1, sent, URL, None)
+    assert remote.work(world.run.uri, 1) == 0
+    assert at_work[0].cluster.address == "auto" and at_work[0].cluster.job_server is None
+    assert world.records.outcome(1) == Outcome()
+
+
+def test_a_job_that_has_been_succeeded_does_not_work(world: World, at_work: list[BatchJob]) -> None:
+    for number in (1, 2):
+        world.records.add(number, sendable(world.job()), URL, None)
+    assert remote.work(world.run.uri, 1) == remote.SUPERSEDED
+    assert at_work == []
+
+
+def test_a_job_leaves_its_error_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def infer_run(*_: Any) -> Any:
+        raise EngineStartError("no such model")
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    world.records.add(1, sendable(world.job()), URL, None)
+    assert remote.work(world.run.uri, 1) == 1
+    outcome = world.records.outcome(1)
+    assert outcome is not None
+    assert (outcome.error, outcome.message) == ("EngineStartError", "no such model")
+
+
+def test_a_running_job_ends_when_a_newer_one_is_recorded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    naps = iter(range(3))
+
+    def nap(seconds: float) -> None:
+        if next(naps) == 1:
+            world.records.add(2, {}, URL, None)
+
+    monkeypatch.setattr(remote.time, "sleep", nap)
+    monkeypatch.setattr(remote.os, "kill", lambda pid, number: killed.append(number))
+    world.records.add(1, {}, URL, None)
+    remote._guard(world.records, 1)
+    assert killed == [remote.signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"{}", b"[]", b'{"number": 7}', b"x", b'{"id": "raybatch-other-1"}']
+)
+def test_a_record_that_is_not_ours_is_refused(world: World, damage: bytes) -> None:
+    world.small.store.put(f"{JOBS}/0001.json", damage)
+    with pytest.raises(CorruptRun, match=r"0001\.json"):
+        world.records.newest()
+
+
+# --- secrets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "fields", "field"),
+    [
+        ("source", {"uri": "s3://b/in", "options": {"secret": "s3cr3t"}}, "source.options.secret"),
+        ("output", {"uri": "s3://b/o", "options": {"key": "s3cr3t"}}, "output.options.key"),
+        (
+            "output",
+            {"uri": "s3://b/o", "options": {"client_kwargs": {"aws_secret_access_key": "s3cr3t"}}},
+            "output.options.client_kwargs.aws_secret_access_key",
+        ),
+        (
+            "source",
+            {"uri": "s3://b/in", "options": {"endpoint_url": "http://me:s3cr3t@host"}},
+            "source.options.endpoint_url",
+        ),
+        ("engine", {"env": {"HF_TOKEN": "s3cr3t"}}, "engine.env.HF_TOKEN"),
+        ("engine", {"hf_token": "s3cr3t"}, "engine.hf_token"),
+    ],
+)
+def test_a_secret_is_refused_with_the_remedy(
+    world: World, group: str, fields: dict[str, Any], field: str
+) -> None:
+    job = make_job(**{group: fields, "cluster": {"job_server": URL}})
+    with pytest.raises(ConfigError, match=field) as error:
+        jobs.Follower(job, job, world.run, lambda progress: None, jobs.Owner())
+    assert "s3cr3t" not in str(error.value)
+
+
+def test_keys_of_blocks_reach_neither_record_nor_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect:4200/api")
+    monkeypatch.setenv("PREFECT_API_KEY", "s3cr3t")
+    job = make_job(
+        output={"uri": str(world.small.root), "credentials_block": "aws-credentials/nightly"},
+        engine={"env": {"TOKENIZERS_PARALLELISM": "false"}},
+        cluster={"job_server": URL},
+    )
+    options = {"key": "AKIA", "secret": "s3cr3t"}
+    loaded = job.model_copy(update={"output": job.output.model_copy(update={"options": options})})
+    follower = jobs.Follower(
+        job, loaded, world.run, lambda progress: None, jobs.Owner(), world.server, "run",
+        lambda seconds: world.work(),
+    )  # fmt: skip
+    follower.run_to_end()
+    request = json.dumps(world.head.submissions)
+    record = world.small.store.read(f"{JOBS}/0001.json").decode()
+    for secret in ("s3cr3t", "AKIA"):
+        assert secret not in request and secret not in record
+    env = world.head.submissions[0]["runtime_env"]["env_vars"]
+    assert env["PREFECT_API_URL"] == "http://prefect:4200/api" and "PREFECT_API_KEY" not in env
+    assert json.loads(env[jobs.OUTPUT_ENV])["credentials_block"] == "aws-credentials/nightly"
+    assert world.records.read(1).job["engine"]["env"] == {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_blocks_need_an_api_that_the_cluster_can_reach(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(output={"uri": "o", "credentials_block": "a/b"}, cluster={"job_server": URL})
+    for url in ("", "http://me:pw@prefect/api"):
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with pytest.raises(ConfigError, match="PREFECT_API_URL"):
+            jobs.environment(job)
+
+
+@pytest.mark.parametrize(
+    "url", ["ray://head:10001", "head:8265", "http://", "http://a:b@h:1", "ftp://h"]
+)
+def test_only_a_job_server_is_a_job_server(url: str) -> None:
+    with pytest.raises(ConfigError, match="30 s" if "ray:" in url else "http://host:8265"):
+        make_job(cluster={"job_server": url})
+
+
+def test_address_and_job_server_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="keep one"):
+        make_job(cluster={"job_server": URL, "address": "auto"})
+
+
+# --- logs ---------------------------------------------------------------------------------------
+
+
+class Log:
+    def __init__(self) -> None:
+        self.text: str | None = ""
+        self.now = 0.0
+        self.out: list[tuple[int, str]] = []
+        self.feed = LogFeed(
+            lambda: self.text, lambda level, text: self.out.append((level, text)), lambda: self.now
+        )
+
+    def add(self, text: str, after: float = 10.0) -> list[tuple[int, str]]:
+        before = len(self.out)
+        self.text = (self.text or "") + text
+        self.now += after
+        self.feed.poll()
+        return self.out[before:]
+
+
+def test_only_our_lines_are_passed_on_each_once() -> None:
+    log = Log()
+    assert log.add("2026 INFO ray noise\n[raybatch INFO] begun\n(pid=7) [raybatch INFO] x\n") == [
+        (logging.INFO, "begun")
+    ]
+    assert log.add("[raybatch WARNI") == []  # half a line
+    assert log.add("NG] shard 3 was lost\n") == [(logging.WARNING, "shard 3 was lost")]
+    log.text = None  # not to be had right now
+    assert log.add("") == []
+
+
+def test_a_message_of_many_lines_stays_one() -> None:
+    record = logging.LogRecord("x", logging.ERROR, "", 1, "two\nlines", None, None)
+    log = Log()
+    assert log.add(MarkedLines("%(message)s").format(record) + "\nother\n") == [
+        (logging.ERROR, "two\nlines")
+    ]
+
+
+def test_repetitions_are_counted_and_a_flood_is_bounded() -> None:
+    log = Log()
+    same = "".join(f"[raybatch WARNING] shard {i} was lost\n" for i in range(1000))
+    words = "".join(
+        f"[raybatch INFO] about {chr(65 + i % 26) * (1 + i // 26)}\n" for i in range(99)
+    )
+    assert len(log.add(same + words)) == 30
+    assert log.add("[raybatch ERROR] errors pass\n") == [(logging.ERROR, "errors pass")]
+    later = log.add("[raybatch WARNING] shard 7 was lost\n", after=60)
+    assert "1069 more log lines" in later[0][1]
+    assert later[1:] == [(logging.WARNING, "shard 7 was lost")]
+
+
+def test_an_endless_log_is_left_to_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_raybatch.job_logs.MOST_BYTES", 1000)
+    log = Log()
+    assert "too long" in log.add("x" * 2000 + "\n")[-1][1]
+    assert log.add("[raybatch ERROR] not read\n") == []
+
+
+def test_the_clients_address_is_not_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY_ADDRESS would win over the argument of Ray's client."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:3"):
+        servers._connect("http://127.0.0.1:3")
+    assert servers.os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
