@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,11 +59,11 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    if not address:
+        quiet |= {"num_cpus": local_cpus(job), "include_dashboard": False}
     try:
-        if address:
-            ray.init(address=address, **quiet)
-        else:
-            ray.init(address="local", num_cpus=local_cpus(job), include_dashboard=False, **quiet)
+        with _sigterm_kept():
+            ray.init(address=address or "local", **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InsufficientResources(
             f"no Ray cluster answers at {address or 'this machine'}: {error}"
@@ -70,6 +72,18 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
         yield capacity()
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray puts its own handler for SIGTERM in place of Prefect's, which would turn cancelling into
+    a crash; whoever had set one gets it back. Ray's stays where there was none."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def local_cpus(job: BatchJob) -> int:
