@@ -1,0 +1,137 @@
+"""A real Ray head and its job server, with a command in place of the driver."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ray_head import start_head
+from helpers.small import SmallRun, make_job, small_run
+
+from prefect_raybatch import jobs, runs
+from prefect_raybatch.errors import JobServerUnavailable, JobStopped
+from prefect_raybatch.job_server import JobServer
+
+SCRIPT = """
+import sys, time, pathlib
+run, number = pathlib.Path(sys.argv[1]), sys.argv[2]
+print("noise of a library")
+print(f"[raybatch INFO] job {number} has begun", flush=True)
+while not (run / "go").exists():
+    time.sleep(0.1)
+print("[raybatch WARNING] job is over", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with start_head(1) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+
+
+class Signal(BaseException):
+    pass
+
+
+def follower(
+    small: SmallRun, url: str, folder: Path, step: Callable[[], None] = lambda: None, **owner: Any
+) -> jobs.Follower:
+    script = folder / "job.py"
+    script.write_text(SCRIPT)
+    job = make_job(output={"uri": str(small.root)}, cluster={"job_server": url})
+    run = runs.Run(str(small.root), "a key", small.plan.hash, 20, 4, False)
+
+    def sleep(seconds: float) -> None:
+        time.sleep(0.2)
+        step()
+
+    return jobs.Follower(
+        job,
+        job,
+        run,
+        lambda progress: None,
+        jobs.Owner(**owner),
+        command=f"{sys.executable} {script}",
+        sleep=sleep,
+    )
+
+
+def ours(server: JobServer) -> list[str]:
+    return [job.id for job in server.jobs()]
+
+
+def test_a_job_is_submitted_left_found_again_and_followed_to_its_end(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prefect_raybatch")
+    small, server = small_run(tmp_path / "run"), JobServer(url)
+    first = follower(small, url, tmp_path, lambda: _signal_when(server, first, "RUNNING"))
+    with pytest.raises(Signal):
+        first.run_to_end()
+    (id,) = ours(server)
+    assert id == f"raybatch-a-key-{small.plan.hash[:12]}-1"
+    found = server.find(id)
+    assert found is not None and found.live, "the job outlives the flow that submitted it"
+    assert found.metadata["raybatch_run"] == str(tmp_path / "run")
+
+    server.submit(id, "false", {}, {})  # a second submit finds the first
+    assert ours(server) == [id] and server.find(id) == found
+
+    def step() -> None:
+        if "job 1 has begun" in caplog.text:
+            small.commit_all()
+            (tmp_path / "run/go").touch()
+
+    progress = follower(small, url, tmp_path, step).run_to_end()
+    assert (progress.done, progress.tally.good) == (20, 20)
+    assert ours(server) == [id]
+    told = [(r.levelno, r.message) for r in caplog.records if r.name.endswith("job_logs")]
+    assert told == [(logging.INFO, "job 1 has begun"), (logging.WARNING, "job is over")]
+
+
+def _signal_when(server: JobServer, follower: jobs.Follower, status: str) -> None:
+    found = server.find(follower.records.id_of(1))
+    if found is not None and found.status == status:
+        raise Signal
+
+
+def test_cancelling_stops_the_job(url: str, tmp_path: Path) -> None:
+    small, server = small_run(tmp_path / "run"), JobServer(url)
+    first = follower(
+        small, url, tmp_path, lambda: _signal_when(server, first, "RUNNING"), cancelled=lambda: True
+    )
+    began = time.monotonic()
+    with pytest.raises(Signal):
+        first.run_to_end()
+    found = server.find(first.records.id_of(1))
+    assert found is not None and found.status == "STOPPED" and time.monotonic() - began < 60
+
+
+def test_a_job_that_somebody_stops_is_an_error_that_is_not_retried(
+    url: str, tmp_path: Path
+) -> None:
+    small, server = small_run(tmp_path / "run"), JobServer(url)
+    first = follower(small, url, tmp_path, lambda: server.stop(first.records.id_of(1)) and None)
+    with pytest.raises(JobStopped, match="same run again"):
+        first.run_to_end()
+    assert not JobStopped.transient
+    (tmp_path / "run/go").touch()
+    small.commit_all()
+    assert follower(small, url, tmp_path).run_to_end().done == 20
+
+
+def test_a_job_that_nobody_knows_is_none_and_a_server_that_is_away_is_not(url: str) -> None:
+    assert JobServer(url).find("raybatch-nothing-1") is None
+    assert JobServer(url).logs("raybatch-nothing-1") is None
+    with pytest.raises(JobServerUnavailable):
+        JobServer("http://127.0.0.1:9", patience=1).find("raybatch-nothing-1")
