@@ -677,3 +677,32 @@ def test_the_clients_address_is_not_the_environments(monkeypatch: pytest.MonkeyP
     with pytest.raises(Exception, match=r"127\.0\.0\.1:3"):
         servers._connect("http://127.0.0.1:3")
     assert servers.os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
+
+
+def test_ray_does_not_keep_prefects_place_for_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect turns SIGTERM into a cancellation; Ray's handler would make a crash of it."""
+    import signal
+
+    import ray
+
+    from prefect_raybatch import cluster
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def theirs(number: int, frame: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster, "capacity", lambda: cluster.Capacity(1, 0, 1, "here"))
+    before = signal.signal(signal.SIGTERM, theirs)
+    try:
+        with cluster.connected(make_job()):
+            assert signal.getsignal(signal.SIGTERM) is theirs
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with cluster.connected(make_job()):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # Ray's cleans up
+    finally:
+        signal.signal(signal.SIGTERM, before)
