@@ -49,12 +49,11 @@ def work(uri: str, number: int) -> int:
     if _superseded(records, number):
         return SUPERSEDED
     threading.Thread(target=_guard, args=(records, number), daemon=True).start()
-    progress = Progress(plan.rows, plan.shards)
     try:
         progress = runs.infer_run(job, run, _Lines())
     except Exception as error:
         message = str(error) or type(error).__name__
-        records.end(number, Outcome(type(error).__name__, message, progress.engine_deaths))
+        records.end(number, Outcome(type(error).__name__, message))
         log.error("%s: %s", type(error).__name__, message)
         if not isinstance(error, RayBatchError):
             raise  # its traceback belongs into Ray's log
