@@ -154,7 +154,11 @@ class JobServer:
                         f"Ray's job server at {self.url} gives no good answer: {_brief(error)}. "
                         "A job that it runs goes on; the same run again finds it"
                     ) from None
-                log.info("Ray's job server at %s does not answer, asking again", self.url)
+                log.info(
+                    "Ray's job server at %s does not answer (%s), asking again",
+                    self.url,
+                    _brief(error),
+                )
                 self._sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 

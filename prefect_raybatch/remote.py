@@ -48,7 +48,8 @@ def work(uri: str, number: int) -> int:
     run = Run(uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished() is not None)
     if _superseded(records, number):
         return SUPERSEDED
-    threading.Thread(target=_guard, args=(records, number), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_guard, args=(records, number, over), daemon=True).start()
     try:
         progress = runs.infer_run(job, run, _Lines())
     except Exception as error:
@@ -58,6 +59,8 @@ def work(uri: str, number: int) -> int:
         if not isinstance(error, RayBatchError):
             raise  # its traceback belongs into Ray's log
         return 1
+    finally:
+        over.set()
     records.end(number, Outcome(None, "", progress.engine_deaths, progress.passes))
     log.info("all %d shards are committed", plan.shards)
     return 0
@@ -94,10 +97,9 @@ def _superseded(records: JobRecords, number: int) -> bool:
     return newest > number
 
 
-def _guard(records: JobRecords, number: int) -> None:
+def _guard(records: JobRecords, number: int, over: threading.Event) -> None:
     """Ends this process when a newer job is recorded: then this one was taken for dead."""
-    while True:
-        time.sleep(LOOK_EVERY)
+    while not over.wait(LOOK_EVERY):
         try:
             if _superseded(records, number):
                 os.kill(os.getpid(), signal.SIGTERM)

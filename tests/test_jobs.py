@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -508,17 +509,24 @@ def test_a_running_job_ends_when_a_newer_one_is_recorded(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
-    naps = iter(range(3))
 
-    def nap(seconds: float) -> None:
-        if next(naps) == 1:
-            world.records.add(2, {}, URL, None)
+    class Over(threading.Event):
+        looks = 0
 
-    monkeypatch.setattr(remote.time, "sleep", nap)
+        def wait(self, timeout: float | None = None) -> bool:
+            self.looks += 1
+            if self.looks == 2:
+                world.records.add(2, {}, URL, None)
+            return self.is_set()
+
     monkeypatch.setattr(remote.os, "kill", lambda pid, number: killed.append(number))
     world.records.add(1, {}, URL, None)
-    remote._guard(world.records, 1)
-    assert killed == [remote.signal.SIGTERM]
+    over = Over()
+    remote._guard(world.records, 1, over)
+    assert killed == [remote.signal.SIGTERM] and over.looks == 2
+    over.set()
+    remote._guard(world.records, 1, over)  # the work is done: nothing to guard
+    assert len(killed) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -33,8 +33,24 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def start_head(cpus: int, **env: str) -> Iterator[str]:
-    """Yields the job server's URL; ends only the processes of this head."""
-    folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")  # short: sockets lie in it
+    """Yields the job server's URL; ends only the processes of this head.
+
+    A raylet gives its agent 15 s to start, which a busy machine may exceed: then another try.
+    """
+    for tries_left in (2, 1, 0):
+        folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")  # short: sockets lie in it
+        head, url = _launch(folder, cpus, env)
+        try:
+            if _is_up(head, url, Path(folder) / "head.txt"):
+                yield url
+                return
+            if not tries_left:
+                raise RuntimeError(f"no Ray head: {(Path(folder) / 'head.txt').read_text()}")
+        finally:
+            _end(head, folder)
+
+
+def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
     port, dashboard, agent, client = free_ports(4)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PREFECT_"))}
@@ -48,35 +64,42 @@ def start_head(cpus: int, **env: str) -> Iterator[str]:
     with open(f"{folder}/head.txt", "wb") as log:
         head = subprocess.Popen(
             command,
-            env={**kept, "PATH": path, "RAY_AUTH_MODE": "disabled", **env},
+            env={
+                **kept,
+                "PATH": path,
+                "PYTHONUNBUFFERED": "1",
+                "RAY_AUTH_MODE": "disabled",
+                **env,
+            },
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{dashboard}"
-    try:
-        _wait_for(f"{url}/api/version", head, 120)
-        _wait_for(f"{url}/api/jobs/", head, 120)
-        yield url
-    finally:
-        head.send_signal(signal.SIGTERM)
-        try:
-            head.wait(20)
-        except subprocess.TimeoutExpired:
-            head.kill()
-        for process in psutil.process_iter(["cmdline"]):
-            if any(folder in part for part in process.info["cmdline"] or ()):
-                process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    return head, f"http://127.0.0.1:{dashboard}"
 
 
-def _wait_for(url: str, head: subprocess.Popen[bytes], seconds: float) -> None:
+def _is_up(head: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 120) -> bool:
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError as error:
-            if head.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the Ray head did not start: {error}") from error
-            time.sleep(0.5)
+    while head.poll() is None and time.monotonic() < deadline:
+        if "Ray runtime started" in log.read_text():
+            try:
+                with urllib.request.urlopen(f"{url}/api/jobs/", timeout=5):
+                    return True
+            except OSError:
+                pass  # the dashboard is not there yet
+        time.sleep(0.5)
+    return False
+
+
+def _end(head: subprocess.Popen[bytes], folder: str) -> None:
+    head.send_signal(signal.SIGTERM)
+    try:
+        head.wait(20)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()
+    for process in psutil.process_iter(["cmdline"]):
+        if any(folder in part for part in process.info["cmdline"] or ()):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
