@@ -100,8 +100,9 @@ def start_script(model: str, body: str, **environment: str) -> subprocess.Popen:
     script = textwrap.dedent("""
         import os, sys, time
         from prefect_raybatch.stages.stepper import EngineDied, Request, SteppedEngine
+        kwargs = {kwargs!r}
         if __name__ == "__main__":
-            engine = SteppedEngine({kwargs!r})
+            engine = SteppedEngine(kwargs)
             print("READY", flush=True)
     """).format(kwargs=engine_kwargs(model)) + textwrap.indent(textwrap.dedent(body), "    ")
     path = ["PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])]
@@ -133,13 +134,23 @@ def victim(model: str) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def in_process(model: str) -> Iterator[subprocess.Popen]:
-    """A process whose engine core is not a subprocess: answers three rows and ends normally."""
+    """A process whose engine core is not a subprocess: answers three rows, runs out of
+    memory, is replaced by another one in the same process, and ends normally."""
     process = start_script(
         model,
         """
         rows = engine.run([Request([5, 6, 7 + i], {"max_tokens": 3, "ignore_eos": True})
                            for i in range(3)])
         print(*(len(row.token_ids[0]) for row in rows), flush=True)
+        def out_of_memory():
+            raise MemoryError("as the test wants")
+        engine._engine.step = out_of_memory
+        try:
+            engine.run([Request([5], {})])
+        except EngineDied as death:
+            print("DIED", death, flush=True)
+        engine = SteppedEngine(kwargs)
+        print(len(engine.run([Request([5], {"max_tokens": 2})])), flush=True)
         engine.close()
         try:
             engine.run([Request([5], {})])
@@ -317,7 +328,9 @@ def test_what_vllm_refuses_at_start_is_raised() -> None:
 def test_in_process_engine(in_process: subprocess.Popen) -> None:
     wait_ready(in_process)
     assert in_process.stdout is not None
-    assert in_process.stdout.read().split() == ["3", "3", "3", "CLOSED"]
+    answers, death, again, closed = in_process.stdout.read().splitlines()
+    assert (answers, again, closed) == ("3 3 3", "1", "CLOSED")
+    assert death.startswith("DIED") and "as the test wants" in death
     assert in_process.wait(START_S) == 0
 
 

@@ -109,6 +109,7 @@ class SteppedEngine:
         self._sequences = 0  # requests in flight, each counted as often as it has answers
         self._closing = False
         self._died: str | None = None
+        self._cleaned = False
         self._params: OrderedDict[str, Any] = OrderedDict()
         self._count = 0
         self._stats = dict.fromkeys(
@@ -245,6 +246,9 @@ class SteppedEngine:
         try:
             self._loop()
         except BaseException as error:
+            if not self._processes:
+                # Who hears of the death starts the next engine, and a process has room for one.
+                self._shutdown()
             self._fail(_describe(error))
         finally:
             self._shutdown()
@@ -448,6 +452,19 @@ class SteppedEngine:
             if process.is_alive():
                 process.kill()
                 process.join(5)
+        if not self._processes and not self._cleaned:
+            self._cleaned = True
+            engine = core = queue = None  # or its memory is still held
+            _free_process()
+
+
+def _free_process() -> None:
+    """Makes room for the next engine in this process: vLLM keeps its process groups in globals,
+    and after an out-of-memory error a new engine would stumble over them (tried, 0.29)."""
+    with contextlib.suppress(Exception):
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
