@@ -12,16 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from prefect_raybatch import pipeline
-from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import local, s3
-
-from .engine import once
 
 OPERATIONS = ("put_if_absent", "put", "put_file", "delete")
 
@@ -32,6 +27,10 @@ def install(hooks: list[dict[str, Any]], folder: Path) -> None:
         if hook["op"] == "piece":  # written by Ray's workers, which only know the folder
             (folder / "driver.pid").write_text(str(os.getpid()))
             (folder / "piece.at").write_text(str(hook["n"]))
+            from prefect_raybatch import pipeline
+
+            from .finish import FinishThatKills
+
             pipeline.Finish = partial(FinishThatKills, folder=str(folder))  # type: ignore[misc,assignment]
             continue
         counter = _Counter(hook, folder)
@@ -82,20 +81,3 @@ def _wrapped(original: Callable[..., Any], counter: _Counter) -> Callable[..., A
         return found
 
     return call
-
-
-@dataclass(frozen=True)
-class FinishThatKills(Finish):
-    """Kills the run's driver once a piece is durable and before its receipt is sent."""
-
-    folder: str = ""
-
-    def _piece(self, *args: Any) -> Any:
-        piece = super()._piece(*args)
-        folder = Path(self.folder)
-        (folder / f"piece-{time.time_ns()}").touch()
-        enough = len(list(folder.glob("piece-*"))) >= int((folder / "piece.at").read_text())
-        if enough and once(folder, "piece"):
-            os.kill(int((folder / "driver.pid").read_text()), signal.SIGKILL)
-            time.sleep(1)  # the receipt must not win the race
-        return piece

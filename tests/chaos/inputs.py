@@ -56,9 +56,9 @@ def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
         "name": "chaos",
         "prompt": {"template": "{text}"},
         "sampling": {"temperature": 0, "max_tokens": 16},
-        "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 0.5},
+        "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 0.25},
         "limits": {"max_failed": 0.0},
-        "cluster": {"prepare": {"num_cpus": 1}, "finish": {"num_cpus": 0.5}},
+        "cluster": {"prepare": {"num_cpus": 1}, "finish": {"num_cpus": 0.15}},
     }
     if which != "fast":
         fields["prompt"] = {

@@ -158,7 +158,7 @@ class Trial:
 
     @property
     def limit(self) -> float:
-        return 180 if self.engine == "fast" else 420
+        return 300 if self.engine == "fast" else 600
 
     def expect_error(self, driver: Driver, error: str, *texts: str) -> dict[str, Any]:
         """The driver must end with this error, whose text holds `texts`."""

@@ -13,7 +13,8 @@ from .cluster import RayCluster
 from .places import Bucket, Folder, Place, client_of
 
 BUCKET = "chaos"
-CPUS = 5  # logical: each may cost a worker process, and several drivers must find room
+# Logical CPUs: each may cost a worker process, and Ray Data gives each of three drivers a third.
+CPUS = 5
 
 
 class World:
@@ -23,23 +24,25 @@ class World:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.aws_config = folder / "aws-config"
-        self._cluster: RayCluster | None = None
+        self._clusters: dict[str, RayCluster] = {}
         self._s3: S3Server | None = None
         self._client: Any = None
         self._truth: dict[str, str] | None = None
 
     @property
     def address(self) -> str:
-        if self._cluster is None:
-            env = {"AWS_CONFIG_FILE": str(self.aws_config)}
-            self._cluster = RayCluster("127.0.0.1", CPUS, env)
-        return self._cluster.address
+        return self._address("127.0.0.1")
 
-    def drop_cluster(self) -> None:
-        """The next trial gets a fresh one."""
-        if self._cluster is not None:
-            self._cluster.stop()
-            self._cluster = None
+    @property
+    def other_address(self) -> str:
+        """A second cluster: a stopped driver keeps what it leased of the first one."""
+        return self._address("127.0.0.5")
+
+    def _address(self, head: str) -> str:
+        if head not in self._clusters:
+            env = {"AWS_CONFIG_FILE": str(self.aws_config)}
+            self._clusters[head] = RayCluster(head, CPUS, env)
+        return self._clusters[head].address
 
     @property
     def s3(self) -> S3Server:
@@ -76,6 +79,7 @@ class World:
         return self._truth
 
     def close(self) -> None:
-        self.drop_cluster()
+        for cluster in self._clusters.values():
+            cluster.stop()
         if self._s3 is not None:
             self._s3.stop()

@@ -85,6 +85,8 @@ def _stopped(t: Trial, at: dict, seconds: float = 0) -> None:
     began = time.monotonic()
     t.fault(f"stopped {at['when']} {at['op']} {at['path']} #{at['n']}")
     t.keep()
+    # Elsewhere, as after a lost network: Ray does not take back what a stopped driver has leased.
+    t.job["cluster"] = {**t.job["cluster"], "address": t.world.other_address}
     t.complete()
     t.keep()
     result = {name: t.place.read(name) for name in t.place.names("data")}
