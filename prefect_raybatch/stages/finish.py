@@ -287,8 +287,9 @@ def declared(schema: dict[str, str]) -> pa.Schema:
 
 
 def _read_schema(store: Store) -> pa.Schema:
+    data = store.read(SCHEMA, 1 << 20)
     try:
-        schema = pa.ipc.read_schema(pa.py_buffer(store.read(SCHEMA, 1 << 20)))
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
     except (pa.ArrowException, OSError) as error:
         raise CorruptRun(f"{SCHEMA} is not a readable schema: {error}") from None
     check_types(schema, SCHEMA)
