@@ -341,7 +341,13 @@ TREE = [
     for _, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, RayBatchError)
 ]
-TRANSIENT = {"StoreUnavailable", "EngineFailure", "IncompleteRun"}
+TRANSIENT = {
+    "StoreUnavailable",
+    "EngineFailure",
+    "IncompleteRun",
+    "JobLost",
+    "JobServerUnavailable",
+}
 
 
 @pytest.mark.parametrize("kind", TREE)
