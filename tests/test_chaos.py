@@ -166,5 +166,5 @@ def test_short_campaign(tmp_path: Path) -> None:
         )
         assert code == 0, out.read_text()
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(records) == len(SHORT) and all(r["ok"] and r["faults"] for r in records)
+    assert len(records) == len(SHORT) and all(r["ok"] and r["plan"] for r in records)
     assert not any(r["lost"] or r["doubled"] or r["wrong"] for r in records)
