@@ -37,6 +37,19 @@ MAY_IMPORT = {
     "checkpoints": {"storage", *VALUES},
     "ledger": {"checkpoints", "plan", "storage", *VALUES},
     "tally": {"records"},
+    "heartbeat": {"driver", "storage", *VALUES},  # the driver's types only, for annotations
+    "stall": {"heartbeat", "job", *VALUES},
+    "metrics": {"heartbeat", "errors"},
+    "monitor": {
+        "driver",
+        "heartbeat",
+        "job",
+        "ledger",
+        "metrics",
+        "stall",
+        "storage",
+        *VALUES,
+    },
     "driver": {"checkpoints", "job", "ledger", "plan", "tally", *VALUES},
     "cluster": {"errors", "job"},
     "stages": set(),
@@ -61,8 +74,9 @@ MAY_IMPORT = {
     "report": {"records", "tally"},
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "prepare", "engine", "finish")}
-MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
-ENDS = {"tasks", "flow", "blocks", "cli", "__init__"}  # what users touch: imported by nobody below
+MAY_IMPORT["pipeline"] = {"cluster", "job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
+PREFECT_SIDE = {"tasks", "flow", "blocks", "assets", "events", "page"}
+ENDS = {*PREFECT_SIDE, "cli", "__init__"}  # what users touch: imported by nobody below
 # Above the pipeline everything below may be used.
 FREE = {"runs", *ENDS}
 
@@ -74,14 +88,14 @@ AT_MODULE_LEVEL = {
     "transformers": set(),
     "huggingface_hub": set(),
     "s3fs": {"storage"},
-    "prefect": {"tasks", "flow", "blocks"},
+    "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
     "vllm": {"stages.engine", "stages.stepper"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
-    "prefect": {"tasks", "flow", "blocks"},
+    "prefect": PREFECT_SIDE,
 }
 
 
