@@ -74,7 +74,9 @@ def block_id(client: SyncPrefectClient, block: str) -> UUID:
     try:
         return client.read_block_document_by_name(name, slug).id
     except ObjectNotFound:
-        sys.exit(f"there is no block {block!r} at {client.api_url}; save a notification block first")
+        sys.exit(
+            f"there is no block {block!r} at {client.api_url}; save a notification block first"
+        )
 
 
 def deploy(block: str) -> list[tuple[str, str]]:
