@@ -221,9 +221,11 @@ class Ticker:
         self._wake.set()
 
     def _loop(self) -> None:
-        while not self._stop:
+        last = False
+        while not last:
             self._wake.wait(self.seconds)
             self._wake.clear()
+            last = self._stop  # asked before the work, which may be going on when the end comes
             self._once()
 
     def _once(self) -> None:

@@ -226,9 +226,12 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
         "raybatch.shard.committed",
         "raybatch.run.completed",
     }
-    found = wait_for(
-        lambda: (e := events_of("raybatch.run.night-7")) and {x["event"] for x in e} >= wanted and e
-    )
+
+    def told() -> list[dict[str, Any]]:
+        found = events_of("raybatch.run.night-7")
+        return found if {event["event"] for event in found} >= wanted else []
+
+    found = wait_for(told)
     assert {e["event"] for e in found} == wanted
     flow_run = f"prefect.flow-run.{state.state_details.flow_run_id}"
     for event in found:

@@ -140,6 +140,21 @@ def test_a_ticker_goes_on_after_errors_says_each_once_and_works_once_more_at_the
     assert calls[-1] == -1 and len(calls) == done + 1
 
 
+def test_the_last_work_begins_after_the_end_was_asked_for():
+    begun: list[float] = []
+    busy = threading.Event()
+
+    def work() -> None:
+        begun.append(time.monotonic())
+        busy.set()
+        time.sleep(0.2)
+
+    with Ticker("busy", 0.001, work):
+        busy.wait(10)
+        end = time.monotonic()
+    assert begun[-1] > end
+
+
 def test_a_ticker_has_the_context_of_who_starts_it():
     name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="none")
     name.set("flow run 7")

@@ -1,4 +1,4 @@
-"""When a run stalls, with a clock that is turned by hand; and once with a real engine that hangs."""
+"""When a run stalls, with a clock turned by hand; and once with a real engine that hangs."""
 
 from __future__ import annotations
 
