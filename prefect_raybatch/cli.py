@@ -134,8 +134,20 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     if found.pending:
         table.add_row("time left", duration(found.seconds_left))
     table.add_row("attempts", f"{len(found.attempts)}")
+    for beat in found.beats:
+        table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
     _print_failures(found.failures)
+
+
+def _heard(beat: dict[str, Any]) -> str:
+    from prefect_raybatch.heartbeat import SILENT, alive
+
+    place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
+    if beat["age"] > SILENT:
+        return f"{place}, silent since; it may be dead"
+    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {alive(beat['engines'])} engines"
+    return f"{text}; {beat['about']}" if beat["about"] else text
 
 
 @app.command()

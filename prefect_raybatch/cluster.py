@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,23 @@ def capacity() -> Capacity:
         max((node.get("GPU", 0.0) for node in alive), default=0.0),
         tuple(sorted(name.removeprefix(mark) for name in total if name.startswith(mark))),
     )
+
+
+def actor_states(kind: str) -> dict[str, int]:
+    """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
+    (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""
+    import ray
+    from ray._private import state  # its public cover needs the dashboard
+
+    if not ray.is_initialized():
+        return {}
+    found = state.actors(job_id=ray.JobID.from_hex(ray.get_runtime_context().get_job_id()))
+    names = (
+        actor["State"]
+        for actor in found.values()
+        if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
+    )
+    return dict(Counter(name for name in names if name != "DEAD"))
 
 
 def device(job: BatchJob, gpus: float) -> str:

@@ -482,12 +482,54 @@ class Limits(Group):
         text="A row that, alone, kills its engine this often goes to quarantine.",
         gt=0,
     )
+    warn_failed: int | float | None = _field(
+        3,
+        None,
+        title="Failed rows that are reported",
+        text="A count or a fraction as above; one more warns and sends the event "
+        "raybatch.quarantine.high. By default half of max_failed.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    stall_seconds: float | None = _field(
+        4,
+        None,
+        title="Longest pause between commits",
+        text="In seconds; a longer one is reported as a stall. By default at least 60, and 10 "
+        "times the mean time between commits or 3 times the slowest shard if that is more.",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    stall_start_seconds: float = _field(
+        5,
+        1800.0,
+        title="Longest wait for the first commit",
+        text="In seconds, from the start of a pass, whose engines must start first.",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    fail_on_stall: bool = _field(
+        6,
+        False,
+        title="A stall ends the run",
+        text="With EngineFailure, which is retried; off only reports it.",
+    )
 
     def allowed(self, rows: int) -> int:
         """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""
-        if isinstance(self.max_failed, float) and self.max_failed < 1:
-            return int(self.max_failed * rows + 1e-6)  # 0.29 * 100 is 28.999999999999996
-        return int(self.max_failed)
+        return _share(self.max_failed, rows)
+
+    def reported(self, rows: int) -> int:
+        """Failed rows of `rows` planned above which the quarantine is reported."""
+        return (
+            self.allowed(rows) // 2 if self.warn_failed is None else _share(self.warn_failed, rows)
+        )
+
+
+def _share(value: float, rows: int) -> int:
+    if isinstance(value, float) and value < 1:
+        return int(value * rows + 1e-6)  # 0.29 * 100 is 28.999999999999996
+    return int(value)
 
 
 class Stage(Group):

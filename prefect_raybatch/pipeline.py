@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any, cast
 
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
+from prefect_raybatch import cluster
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import BatchJob, Stage
@@ -52,6 +55,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
         self._done = partial(_is_committed, self.store)
+        self._running: Dataset | None = None
         self.reader = ShardReader(
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
@@ -78,7 +82,8 @@ class Pipeline:
         """
         with _context() as context:
             limit_in_flight(context, self.uncommitted)
-            for batch in self._dataset(units, isolated).iter_batches(
+            self._running = self._dataset(units, isolated)
+            for batch in self._running.iter_batches(
                 batch_size=None, batch_format="pyarrow", prefetch_batches=0
             ):
                 for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
@@ -102,6 +107,20 @@ class Pipeline:
             )
             .map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
         )
+
+    def engines(self) -> dict[str, int]:
+        """How many engine actors are in which of Ray's states."""
+        return cluster.actor_states(f"({self.engine.__name__})")
+
+    def stop(self) -> None:
+        """Ends a pass from another thread than the one that iterates over it.
+
+        Until its first block is there, Ray's executor is known to nobody but by its thread.
+        """
+        name = f"StreamingExecutor-{self._running.get_dataset_id()}" if self._running else None
+        for thread in threading.enumerate():
+            if thread.name == name and isinstance(thread, StreamingExecutor):
+                thread.shutdown(force=True)
 
     @property
     def in_flight(self) -> int:

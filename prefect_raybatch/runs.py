@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.driver import Progress
 
 log = logging.getLogger(__name__)
+SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 REPORT, REPORT_PAGE = "_raybatch/report.json", "_raybatch/report.md"
 
 
@@ -69,7 +70,8 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Status:
-    """What a run directory says now. `rate` is rows a second over the latest commits."""
+    """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
+    the heartbeats of attempts that have not said that they ended, newest first."""
 
     run: str
     run_key: str
@@ -87,6 +89,7 @@ class Status:
     seconds_left: float | None
     failures: dict[str, int]
     attempts: tuple[dict[str, Any], ...]
+    beats: tuple[dict[str, Any], ...]
 
 
 # --- where a run is -----------------------------------------------------------------------------
@@ -302,9 +305,12 @@ def infer_run(
 ) -> Progress:
     """Reads, infers and commits every pending shard; returns the progress at the end.
 
-    Starts no engine when nothing is pending. `engine` replaces the engine stage in tests.
+    Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
+    beats as well. `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.driver import Driver
+    from prefect_raybatch.monitor import Monitor
+    from prefect_raybatch.stall import interruptible
 
     check_trust(job)
     store = open_store(run.uri, job.output.options or None)
@@ -312,16 +318,20 @@ def infer_run(
     plan, shards = load_run(ledger, run)
     attempt = uuid.uuid4().hex
     lazy = _LazyPipeline()
-    driver = Driver(plan, shards, ledger, job.limits, lazy, lazy.quarantine, observe)
+    monitor = Monitor(attempt, plan, store, job.limits, observe, lazy.engines)
+    run_pass: Any = lazy
+    if job.limits.fail_on_stall:
+        run_pass = interruptible(lazy, lambda: monitor.failure, lazy.stop)
+    driver = Driver(plan, shards, ledger, job.limits, run_pass, lazy.quarantine, monitor)
     progress = driver.resume()
     if driver.done.all():
         return progress
-    observe(progress)
+    monitor(progress)
     from prefect_raybatch import cluster
     from prefect_raybatch.pipeline import Pipeline
 
     ledger.note_attempt(attempt, _whoami(plan))
-    with cluster.connected(job) as capacity:
+    with monitor, cluster.connected(job) as capacity:
         want = cluster.check_fit(job, capacity)
         lazy.pipeline = Pipeline(
             job,
@@ -351,6 +361,13 @@ class _LazyPipeline:
 
     def quarantine(self, unit: Any, reason: str) -> Any:
         return self.pipeline.quarantine(unit, reason)
+
+    def engines(self) -> dict[str, int]:
+        return self.pipeline.engines() if self.pipeline is not None else {}
+
+    def stop(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.stop()
 
 
 def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
@@ -467,6 +484,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         tally.add(commit)
     finished = ledger.finished() is not None
     rate = 0.0 if finished else tally.recent_rate()
+    attempts = _attempts(store)
     state = "completed" if finished else "unfinished" if tally.shards else "planned"
     return Status(
         run=store.uri,
@@ -484,14 +502,30 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         rate=round(rate or tally.steady_rate, 1),
         seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
         failures=tally.failures,
-        attempts=tuple(_attempts(store)),
+        attempts=tuple(attempts),
+        beats=() if finished else tuple(_beats(store, attempts)),
     )
 
 
 def _attempts(store: Store) -> list[dict[str, Any]]:
     from prefect_raybatch.records import load
 
-    found = [
-        load(store.read(info.path, 1 << 20), info.path) for info in store.list("_raybatch/attempts")
-    ]
+    found = []
+    for info in store.list("_raybatch/attempts"):
+        name = info.path.rpartition("/")[2].removesuffix(".json")
+        found.append({"attempt": name, **load(store.read(info.path, 1 << 20), info.path)})
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
+    from prefect_raybatch.heartbeat import ENDED, read_beats
+
+    now = time.time()
+    known = {str(attempt["attempt"]): attempt for attempt in attempts[-SHOWN:]}
+    found = [
+        {**known[name], **asdict(beat), "age": round(now - beat.at, 1)}
+        for name, beat in read_beats(store, known).items()
+        if beat.phase != ENDED
+    ]
+    return sorted(found, key=lambda beat: beat["age"])

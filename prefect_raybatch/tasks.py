@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
 from prefect_raybatch import flow_runs, jobs, retry, runs
 from prefect_raybatch import report as reports
+from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import is_transient
+from prefect_raybatch.events import RunEvents
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.page import OBSERVERS, Page, artifact_key
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
 
-UPDATE_EVERY = 2.0  # seconds between updates of the progress artifact: a page needs no more
-LOG_EVERY = 15.0
+__all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
+
 OURS = logging.getLogger("prefect_raybatch")
-OBSERVERS: list[Callable[[Progress], None]] = []  # the command line shows progress through these
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
@@ -61,7 +55,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
-    with logs_in_page():
+    with logs_in_page(), RunEvents(run_key, job.name).failures(RETRY["retries"]):
         job = with_blocks(job)
         run = runs.plan_run(job, run_key, dataset)
         get_run_logger().info(
@@ -100,9 +94,10 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
     With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
     """
-    with logs_in_page():
-        observe = _Page(run)
-        return jobs.infer(job, with_blocks(job), run, observe, flow_runs.owner())
+    with logs_in_page(), RunEvents(run.run_key, job.name).failures(RETRY["retries"]):
+        loaded = with_blocks(job)
+        with Page(loaded, run) as page:
+            return jobs.infer(job, loaded, run, page, flow_runs.owner())
 
 
 @task(name="finalize_run", **RETRY)
@@ -111,7 +106,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
     """
-    with logs_in_page():
+    events = RunEvents(run.run_key, job.name)
+    with logs_in_page(), events.failures(RETRY["retries"]):
         report = runs.finalize_run(with_blocks(job), run, progress)
         key = artifact_key(report.run_key)
         create_table_artifact(
@@ -128,56 +124,10 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         create_markdown_artifact(
             markdown=reports.markdown(report), key=f"{key}-report", description="Run report."
         )
+        if not run.finished:  # else that was said when it was
+            materialize_result(report)
+            events.completed(report)
         return report
-
-
-class _Page:
-    """Shows progress in the Prefect page and its logs; never lets a page problem stop a run."""
-
-    def __init__(self, run: Run):
-        self.run, self.log = run, get_run_logger()
-        self.artifact: UUID | None = None
-        self.updated = self.logged = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        for observer in OBSERVERS:
-            observer(progress)
-        now, whole = time.time(), progress.done == progress.rows
-        if whole or now - self.updated >= UPDATE_EVERY:
-            self.updated = now
-            self._update(100.0 * progress.done / progress.rows)
-        if whole or now - self.logged >= LOG_EVERY:
-            self.logged = now
-            self.log.info(line(progress))
-
-    def _update(self, percent: float) -> None:
-        try:
-            if self.artifact is None:
-                made = create_progress_artifact(
-                    progress=percent,
-                    key=f"{artifact_key(self.run.run_key)}-progress",
-                    description=f"Committed rows of {self.run.run_key}.",
-                )
-                self.artifact = cast(UUID, made)  # a coroutine only in async code
-            else:
-                update_progress_artifact(self.artifact, progress=percent)
-        except Exception as error:  # the API may be away for a moment; the work goes on
-            self.log.warning("the progress artifact was not updated: %s", error)
-
-
-def line(progress: Progress) -> str:
-    """Progress in a line: rows, share, rate, time left, failed."""
-    share = progress.done / progress.rows if progress.rows else 1.0
-    return (
-        f"{progress.done:,} of {progress.rows:,} rows ({share:.0%}), "
-        f"{progress.rate:,.0f} rows/s, {reports.duration(progress.seconds_left)} left, "
-        f"{progress.tally.failed:,} failed"
-    )
-
-
-def artifact_key(run_key: str) -> str:
-    """A run key as Prefect wants artifact keys: lower-case letters, digits and dashes."""
-    return "raybatch-" + re.sub(r"[^a-z0-9]+", "-", run_key.lower()).strip("-")
 
 
 @contextmanager

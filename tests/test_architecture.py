@@ -48,6 +48,19 @@ MAY_IMPORT = {
     "row_numbers": {"plan", *VALUES},
     "ledger": {"checkpoints", "plan", "row_numbers", "storage", *VALUES},
     "tally": {"records"},
+    "heartbeat": {"driver", "storage", *VALUES},  # the driver's types only, for annotations
+    "stall": {"heartbeat", "job", *VALUES},
+    "metrics": {"heartbeat", "errors"},
+    "monitor": {
+        "driver",
+        "heartbeat",
+        "job",
+        "ledger",
+        "metrics",
+        "stall",
+        "storage",
+        *VALUES,
+    },
     "driver": {"checkpoints", "job", "ledger", "plan", "tally", *VALUES},
     "cluster": {"errors", "job"},
     "stages": set(),
@@ -111,9 +124,10 @@ MAY_IMPORT["doctor"] = {
     *VALUES,
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
-MAY_IMPORT["pipeline"] = {"job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
+MAY_IMPORT["pipeline"] = {"cluster", "job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
+PREFECT_SIDE = {"tasks", "flow", "flow_runs", "blocks", "assets", "events", "page"}
 # What users touch: imported by nobody below.
-ENDS = {"tasks", "flow", "flow_runs", "blocks", "cli", "remote", "__init__"}
+ENDS = {*PREFECT_SIDE, "cli", "remote", "__init__"}
 MAY_IMPORT["retry"] = {
     "family",
     "job",
@@ -138,14 +152,14 @@ AT_MODULE_LEVEL = {
     "transformers": set(),
     "huggingface_hub": set(),
     "s3fs": {"storage"},
-    "prefect": {"tasks", "flow", "flow_runs", "blocks"},
+    "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
     "vllm": {"stages.engine", "stages.stepper"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
-    "prefect": {"tasks", "flow", "flow_runs", "blocks", "doctor"},
+    "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
 

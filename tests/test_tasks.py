@@ -23,6 +23,7 @@ from prefect_raybatch import (
     BatchJob,
     batch_inference,
     infer_shards,
+    page,
     plan_shards,
     retry_failed,
     runs,
@@ -137,7 +138,6 @@ def test_a_start_error_is_terminal_and_the_flow_is_failed(
 def test_artifacts_and_logs_are_in_the_page(
     calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "UPDATE_EVERY", 0.0)
     key = "Night_1.a"
 
     def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
@@ -159,7 +159,9 @@ def test_artifacts_and_logs_are_in_the_page(
             wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id]))
             logs = [line.message for line in client.read_logs(wanted)]
     base = "raybatch-night-1-a"
-    assert {f"{base}-{kind}" for kind in ("progress", "stages", "failures", "report")} <= set(found)
+    assert {
+        f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")
+    } <= set(found)
     assert found[f"{base}-progress"].data == 100.0
     assert "| Rows in quarantine | 1 (1.00%) |" in found[f"{base}-report"].data
     assert any("100 of 100 rows" in text for text in logs)
@@ -208,16 +210,20 @@ def test_a_block_that_cannot_be_loaded_is_a_config_error(name: str) -> None:
 def test_a_page_that_is_away_stops_nothing(
     calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(**_: Any) -> Any:
+    asked: list[str] = []
+
+    def away(*_: Any, **__: Any) -> Any:
+        asked.append("artifact")
         raise ConnectionError("no API")
 
-    monkeypatch.setattr(tasks, "create_progress_artifact", away)
+    monkeypatch.setattr(page.Artifact, "get", away)
 
     @flow
     def infer() -> int:
         return infer_shards(make_job(), RUN).done
 
     assert infer() == 100
+    assert asked
 
 
 def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,58 @@
+"""The result as a Prefect asset."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from prefect.assets import Asset, add_asset_metadata, materialize
+
+from prefect_raybatch.records import RunReport
+
+log = logging.getLogger(__name__)
+
+REFUSED = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # what Prefect takes in no key
+LONGEST = 512
+
+
+def asset_key(run: str) -> str:
+    """The URI of a run's data/ as Prefect takes it: file:// for local folders, `_` for characters
+    that no key may hold; a longer one keeps its end, which has the run key."""
+    uri = run.rstrip("/") + "/data/"
+    scheme, mark, path = uri.partition("://")
+    if not mark:
+        scheme, path = "file", Path(uri).absolute().as_posix().rstrip("/") + "/"
+    path = REFUSED.sub("_", path)
+    return f"{scheme.lower()}://{path[-(LONGEST - len(scheme) - 3) :]}"
+
+
+def metadata(report: RunReport) -> dict[str, Any]:
+    """What the asset says of a run."""
+    return {
+        "location": report.run.rstrip("/") + "/data/",
+        "run_key": report.run_key,
+        "job": report.job,
+        "rows": report.good,
+        "planned_rows": report.rows,
+        "quarantined": report.failed,
+        "skipped": report.skipped,
+        "files": sum(part.path.startswith("data/") for part in report.parts),
+        "model": str(report.model.get("source")),
+    }
+
+
+def materialize_result(report: RunReport) -> None:
+    """Records data/ as an asset with row count and location. The result is there whatever comes of
+    this, so an error is a warning."""
+    try:
+        key = asset_key(report.run)
+
+        @materialize(Asset(key=key), by="prefect-raybatch", name="result_asset")
+        def result_asset() -> None:
+            add_asset_metadata(key, metadata(report))
+
+        result_asset()
+    except Exception as error:
+        log.warning("the result was not recorded as an asset: %s: %s", type(error).__name__, error)

@@ -1,0 +1,162 @@
+"""What the Prefect page shows of a run while it works: progress, a table, log lines, events."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import Artifact, MarkdownArtifact, ProgressArtifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.runtime import flow_run
+
+from prefect_raybatch.driver import Progress
+from prefect_raybatch.events import LiveEvents, RunEvents
+from prefect_raybatch.heartbeat import SILENT, Beat, Counts, Listener, Ticker, alive, newest
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.report import duration, table_lines
+from prefect_raybatch.runs import Run
+from prefect_raybatch.storage import open_store
+
+LOOK = 1.0  # seconds between looks of the page's thread
+PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
+TABLE_EVERY = 10.0
+LOG_EVERY = 15.0
+REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
+REMOTE_EVERY = 10.0
+OBSERVERS: list[Callable[[Progress], None]] = []  # the command line shows progress through these
+
+
+class Page(Listener):
+    """Shows a run in the Prefect page from a thread of its own, so that neither a slow API nor one
+    that is away holds up a commit. Use as a context manager around the work."""
+
+    def __init__(self, job: BatchJob, run: Run, clock: Callable[[], float] = time.monotonic):
+        self.job, self.run, self.clock = job, run, clock
+        self.key = artifact_key(run.run_key)
+        self.events = LiveEvents(
+            RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
+        )
+        self._counts: Counts | None = None
+        self._beat: Beat | None = None
+        self._heard = self._asked = clock()
+        self._began = self._closing = False
+        self._artifacts: dict[str, UUID] = {}
+        self._shown: dict[str, Any] = {}
+        self._due: dict[str, float] = {}
+        self._ticker = Ticker("the Prefect page", LOOK, self.tick)
+
+    def __enter__(self) -> Page:
+        self.log = get_run_logger()
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        self._ticker.__exit__()
+
+    def __call__(self, progress: Progress) -> None:
+        for observer in OBSERVERS:
+            observer(progress)
+        self._counts = Counts.of(progress)
+
+    def hear(self, beat: Beat) -> None:
+        self._beat, self._heard = beat, self.clock()
+
+    def tick(self) -> None:
+        """Shows what is new and due."""
+        now = self.clock()
+        beat = self._now(now)
+        if beat is None:
+            return
+        if not self._began:
+            self._began = True
+            self.events.started(beat)
+        self.events.see(beat, now)
+        if self._is_due("line", LOG_EVERY, now, (beat.done, beat.phase)):
+            self.log.info(line(beat))
+        share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
+        if self._is_due("progress", PROGRESS_EVERY, now, share):
+            text = f"Committed rows of {self.run.run_key}."
+            self._show(ProgressArtifact(progress=share, description=text), "progress", share)
+        if self._is_due("live", TABLE_EVERY, now, beat):
+            table = "\n".join(table_lines(live_rows(beat)))
+            text = f"{self.run.run_key} now."
+            self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
+
+    def _now(self, now: float) -> Beat | None:
+        """The state: of the driver in this process, or of one elsewhere by its records."""
+        counts = self._counts
+        if now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
+            self._asked = now
+            beat = newest(open_store(self.run.uri, self.job.output.options or None))
+            self._beat = beat if beat and time.time() - beat.at < SILENT else None
+        if counts is None:
+            return None
+        beat = self._beat
+        more = {}
+        if beat is not None:
+            names = ("phase", "engines", "alarms", "quiet", "about")
+            more = {name: getattr(beat, name) for name in names}
+            counts = replace(counts, passes=beat.passes, engine_deaths=beat.engine_deaths)
+        return Beat.of(counts, time.time(), **more)
+
+    def _is_due(self, what: str, every: float, now: float, value: Any) -> bool:
+        early = now < self._due.get(what, float("-inf")) and not self._closing
+        if early or self._shown.get(what) == value:
+            return False
+        self._due[what], self._shown[what] = now + every, value
+        return True
+
+    def _show(self, artifact: Artifact, kind: str, data: Any) -> None:
+        """Creates the artifact of this kind, or updates the one that this flow run has made: a
+        retry goes on with it, and a page does not get a new version every few seconds."""
+        known = self._artifacts.get(kind)
+        if known is None:
+            key = f"{self.key}-{kind}"
+            before: Any = Artifact.get(key, _sync=True)  # type: ignore[call-arg]
+            if before is not None and str(before.flow_run_id) == str(flow_run.get_id()):
+                known = before.id
+            else:
+                artifact.key = key
+                made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
+                self._artifacts[kind] = cast(UUID, made.id)
+                return
+            self._artifacts[kind] = cast(UUID, known)
+        client = get_client(sync_client=True)
+        client.update_artifact(self._artifacts[kind], ArtifactUpdate(data=data))
+
+
+def live_rows(beat: Beat) -> list[dict[str, str]]:
+    """The table of the run's present state."""
+    figures = {
+        "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
+        "rows": f"{beat.done:,} of {beat.rows:,}",
+        "failed": f"{beat.failed:,}",
+        "shards": f"{beat.committed:,} of {beat.shards:,}",
+        "rows/s": f"{beat.rate:,.1f}",
+        "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
+        "time left": duration(beat.seconds_left),
+        "engines alive": f"{alive(beat.engines)} ({beat.engine_deaths} deaths)",
+        "pass": f"{beat.passes}",
+    }
+    return [{"": name, "now": value} for name, value in figures.items()]
+
+
+def line(beat: Beat) -> str:
+    """Progress in a line: rows, share, rate, time left, failed."""
+    share = beat.done / beat.rows if beat.rows else 1.0
+    return (
+        f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {beat.rate:,.0f} rows/s, "
+        f"{duration(beat.seconds_left)} left, {beat.failed:,} failed"
+    )
+
+
+def artifact_key(run_key: str) -> str:
+    """A run key as Prefect wants artifact keys: lower-case letters, digits and dashes."""
+    return "raybatch-" + re.sub(r"[^a-z0-9]+", "-", run_key.lower()).strip("-")

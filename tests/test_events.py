@@ -1,0 +1,326 @@
+"""Events, the page and the asset, counted with a fake clock and seen on a real Prefect server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.small import make_job, small_run
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+from prefect.testing.utilities import prefect_test_harness
+from test_heartbeat import counts, wait_for
+from test_tasks import report
+
+from prefect_raybatch import assets, events, runs, tasks
+from prefect_raybatch.driver import Progress
+from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
+from prefect_raybatch.events import LiveEvents, RunEvents
+from prefect_raybatch.heartbeat import INFERRING, WAITING, Beat, path_of
+from prefect_raybatch.page import Page
+from prefect_raybatch.runs import Run
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(events, "emit_event", lambda **event: found.append(event))
+    return found
+
+
+def names(found: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(event["event"] for event in found)
+
+
+# --- how many -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [0.1, 8, 24 * 30])
+def test_a_run_of_100_000_shards_makes_few_events(emitted, hours):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
+    shards = 100_000
+    live.started(Beat(0.0, shards=shards))
+    for number in range(1, shards + 1):
+        live.see(Beat(0.0, shards=shards, committed=number), number * hours * 3600 / shards)
+    found = names(emitted)
+    assert found["raybatch.shard.committed"] <= 401 and len(emitted) <= 1000
+    assert found["raybatch.shard.committed"] >= min(60, hours * 3600 / 5)
+    new = [e["payload"]["new"] for e in emitted if "new" in e["payload"]]
+    assert sum(new) == shards  # coalesced, not dropped
+
+
+def test_small_runs_tell_each_commit_but_not_more_often_than_every_few_seconds(emitted):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
+    live.started(Beat(0.0, shards=10, committed=2))
+    for number, at in [(3, 0.0), (4, 1.0), (5, 2.0), (6, 7.0), (9, 8.0), (10, 8.5)]:
+        live.see(Beat(0.0, shards=10, committed=number), at)
+    told = [e["payload"] for e in emitted if e["event"] == "raybatch.shard.committed"]
+    assert [(p["committed"], p["new"]) for p in told] == [(3, 1), (6, 3), (10, 4)]
+
+
+def test_stalls_and_a_high_quarantine_are_told_once_each(emitted, caplog):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 5)
+    for failed, alarms in [(5, 0), (5, 1), (6, 1), (7, 2), (8, 0), (9, 1)]:
+        live.see(Beat(0.0, failed=failed, alarms=alarms, about="engines: none", quiet=61.0), 0.0)
+    assert names(emitted) == {"raybatch.run.stalled": 3, "raybatch.quarantine.high": 1}
+    assert emitted[0]["payload"]["about"] == "engines: none"
+    assert emitted[0]["resource"]["prefect.resource.id"] == "raybatch.run.k"
+    assert "limits.warn_failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "told"),
+    [
+        (ErrorBudgetExceeded("too many"), 1, ["raybatch.budget.exceeded", "raybatch.run.failed"]),
+        (EngineStartError("no"), 1, ["raybatch.run.failed"]),
+        (StoreUnavailable("away"), 1, []),
+        (StoreUnavailable("away"), 4, ["raybatch.run.failed"]),
+    ],
+)
+def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, told, monkeypatch):
+    monkeypatch.setattr(events.task_run, "get_run_count", lambda: tries, raising=False)
+    with pytest.raises(type(error)), RunEvents("k", "j").failures(3):
+        raise error
+    assert [event["event"] for event in emitted] == told
+
+
+def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, monkeypatch):
+    """8 hours of it, by a clock that is turned by hand."""
+    now = [0.0]
+    run = Run(str(tmp_path), "k", "h", 1_000_000, 100_000, False)
+    shown = Page(make_job(), run, clock=lambda: now[0])
+    calls: Counter[str] = Counter()
+    shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
+    monkeypatch.setattr(Page, "_show", lambda self, artifact, kind, data: calls.update([kind]))
+    for second in range(8 * 3600):
+        now[0] = float(second)
+        done = round(1_000_000 * second / (8 * 3600))
+        shown._counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
+        shown.hear(Beat(0.0, phase=INFERRING))
+        shown.tick()
+    assert calls["progress"] <= 8 * 720 and calls["live"] <= 8 * 360 and calls["line"] <= 8 * 240
+    assert (calls.total() + len(emitted)) / (8 * 3600) < 0.5
+    assert len(emitted) <= 1000
+
+
+def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
+    store = small_run(tmp_path).store
+    now = [0.0]
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    shown = Page(make_job(), run, clock=lambda: now[0])
+    shown._counts = counts()
+    beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
+    store.put(path_of("elsewhere"), beat.to_bytes())
+    assert shown._now(1.0).phase != WAITING
+    seen = shown._now(20.0)
+    assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
+    old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
+    store.put(path_of("elsewhere"), old.to_bytes())
+    assert shown._now(40.0).phase != WAITING
+
+
+# --- the asset's key ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("s3://b/out/k", "s3://b/out/k/data/"),
+        ("/srv/out/k/", "file:///srv/out/k/data/"),
+        ("/srv/o ut/{a}#%20/k", "file:///srv/o_ut/_a___20/k/data/"),
+        ("file:///srv/out/k", "file:///srv/out/k/data/"),
+    ],
+)
+def test_the_asset_key_is_the_uri_of_the_data(run, key):
+    assert assets.asset_key(run) == key
+    assert assets.Asset(key=key)
+
+
+def test_a_long_path_keeps_its_end():
+    key = assets.asset_key("/" + "x" * 600 + "/k")
+    assert len(key) <= 512 and key.endswith("xx/k/data/") and assets.Asset(key=key)
+
+
+# --- a real server ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+def events_of(resource: str) -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        answer = client._client.post(
+            "/events/filter",
+            json={"filter": {"resource": {"id_prefix": [resource]}}, "limit": 50},
+        )
+    return answer.raise_for_status().json()["events"]
+
+
+def steady(seconds: float, shards: int, failed: int = 0) -> Any:
+    """An `infer_run` that commits at an even pace."""
+
+    def infer_run(job: Any, run: Run, observe: Any) -> Progress:
+        from prefect_raybatch.records import Commit
+
+        progress = Progress(run.rows, run.shards)
+        observe(progress)
+        for shard in range(shards):
+            time.sleep(seconds / shards)
+            bad = ((0, failed),) if shard == 0 and failed else ()
+            stats = {"rows": 10, "started": time.time(), "ended": time.time()}
+            good = ((failed if bad else 0, 10),)
+            commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
+            progress.add(commit, time.time())
+            observe(progress)
+        observe.hear(Beat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0))
+        return progress
+
+    return infer_run
+
+
+def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
+    server, tmp_path, monkeypatch
+):
+    run = Run(str(tmp_path), "night-7", "h", 100, 10, False)
+    done = report("night-7")
+    tries: list[int] = []
+    good = steady(1.0, 10, failed=3)
+
+    def infer_run(job: Any, run: Run, observe: Any) -> Progress:
+        tries.append(1)
+        if len(tries) == 1:
+            steady(0.5, 5)(job, run, observe)
+            raise StoreUnavailable("away")
+        return good(job, run, observe)
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+
+    @flow
+    def night() -> None:
+        job = make_job()
+        progress = tasks.infer_shards.with_options(retry_delay_seconds=0)(job, run)
+        tasks.finalize_run(job, run, progress)
+
+    state = night(return_state=True)
+    assert state.is_completed() and len(tries) == 2
+    wanted = {
+        "raybatch.run.started",
+        "raybatch.run.stalled",
+        "raybatch.quarantine.high",
+        "raybatch.shard.committed",
+        "raybatch.run.completed",
+    }
+
+    def told() -> list[dict[str, Any]]:
+        found = events_of("raybatch.run.night-7")
+        return found if {event["event"] for event in found} >= wanted else []
+
+    found = wait_for(told)
+    assert {e["event"] for e in found} == wanted
+    flow_run = f"prefect.flow-run.{state.state_details.flow_run_id}"
+    for event in found:
+        assert flow_run in {r["prefect.resource.id"] for r in event["related"]}, event["event"]
+    (made,) = wait_for(lambda: events_of("file:///nowhere/k/data/"))
+    assert made["event"] == "prefect.asset.materialization.succeeded"
+    kept = {"rows": 99, "run_key": "night-7", "quarantined": 1, "location": "/nowhere/k/data/"}
+    assert kept.items() <= made["payload"].items()
+    with get_client(sync_client=True) as client:
+        every = [a for a in client.read_artifacts() if (a.key or "").startswith("raybatch-night-7")]
+    by_key = {a.key: a for a in every}
+    assert len(every) == len(by_key)  # the second try went on with the first one's
+    assert by_key["raybatch-night-7-progress"].data == 100.0
+    live = by_key["raybatch-night-7-live"].data
+    assert "100 of 100" in live and "waiting: hangs" in live and "| failed | 3 |" in live
+
+
+def test_calls_of_a_steady_run_at_the_client(server, tmp_path, monkeypatch):
+    """Everything that goes over HTTP while commits flow: artifacts, logs, states, events' kin."""
+    seconds, calls = 20.0, []
+    for kind in (httpx.Client, httpx.AsyncClient):
+        send = kind.send
+
+        def counted(self, request, *args, _send=send, **kwargs):
+            calls.append((time.monotonic(), request.method, request.url.path))
+            return _send(self, request, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "send", counted)
+    monkeypatch.setattr(runs, "infer_run", steady(seconds, 2000))
+    run = Run(str(tmp_path), "steady", "h", 20_000, 2000, False)
+
+    @flow
+    def night() -> None:
+        tasks.infer_shards(make_job(), run)
+
+    began = time.monotonic()
+    assert night(return_state=True).is_completed()
+    # The first seconds have what starts a flow run and what makes the artifacts.
+    steadily = [c for c in calls if began + 5 < c[0] < began + 18]
+    print(Counter(path.rsplit("/", 1)[0] for _, _, path in steadily), len(steadily) / 13)
+    assert len(steadily) / 13 <= 1.0
+
+
+def test_the_automations_are_created_once_and_page_someone(server, tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "automations", ROOT / "deployments/automations.py"
+    )
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    pages: list[dict[str, Any]] = []
+
+    class Pager(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            pages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    pager = HTTPServer(("127.0.0.1", 0), Pager)
+    threading.Thread(target=pager.serve_forever, daemon=True).start()
+    CustomWebhookNotificationBlock(
+        name="pager",
+        url=f"http://127.0.0.1:{pager.server_port}/",
+        json_data={"subject": "{{subject}}", "body": "{{body}}"},
+    ).save("on-call", overwrite=True)
+    with pytest.raises(SystemExit, match="there is no block"):
+        script.deploy("custom-webhook/nobody")
+    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"created"}
+    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"updated"}
+    with get_client(sync_client=True) as client:
+        known = [a.name for a in client.read_automations() if a.name.startswith("raybatch")]
+    assert sorted(known) == ["raybatch: a run stalls", "raybatch: the quarantine is high"]
+
+    live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/out/industries-1", 3)
+    # The server's trigger service reads automations when told of them: say it until it is heard.
+    for number in range(60):
+        live.see(
+            Beat(0.0, alarms=number + 1, about="engines: 1 alive", failed=4, rows=9, shards=5), 0.0
+        )
+        live._high = False
+        if {"stall" in p["subject"] for p in pages} == {True, False}:
+            break
+        time.sleep(1)
+    pager.shutdown()
+    stalls = next(p for p in pages if "stalls" in p["subject"])
+    high = next(p for p in pages if "many rows fail" in p["subject"])
+    assert stalls["subject"] == "industries-1 stalls"
+    assert "engines: 1 alive" in stalls["body"] and "s3://b/out/industries-1" in stalls["body"]
+    assert "4 of 9 rows have failed" in high["body"].replace("\n", " ")
