@@ -8,7 +8,10 @@ runs in a process of its own, in turns, `--repeats` times; the table gives media
   vllm      the synchronous `LLM.chat` over the whole list
   raydata   `ray.data.llm` as it comes: all its stages on, no checkpoint
   no-commit our stages, receipts dropped: no pieces, no commit records, no Prefect
+  quiet     the run's plain functions with commits and nobody watching: no Prefect, no heartbeat
   ours      the flow `batch_inference`: Prefect, pieces, commits, result, report
+  resume    a run stopped after 90 % of its shards, then resumed: seconds from the moment the
+            engine is ready to the first new shard's entry into it, and to its commit
 
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
 the 10th and the 90th percentile row. Ours: between the ends of the first and the last shard.
@@ -19,6 +22,7 @@ so it holds imports and engine start.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 START = time.time()
-PEERS = ("vllm", "raydata", "no-commit", "ours")
+PEERS = ("vllm", "raydata", "no-commit", "quiet", "ours", "resume")
 COLUMNS = ("rows_s", "first_row_s", "total_s")
 ENGINE = {"max_model_len": 256, "max_num_seqs": 256}
 
@@ -163,6 +167,82 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
     return {"rows_s": steady, "first_row_s": ends[0][0] - START, "total_s": time.time() - START}
 
 
+def peer_quiet(data: Path, rows: int) -> dict[str, float]:
+    from contextlib import nullcontext
+
+    from prefect_raybatch import monitor, runs
+
+    class Nobody(nullcontext):  # type: ignore[type-arg]
+        """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+
+        def __call__(self, progress: Any) -> None:
+            pass
+
+    monitor.Monitor = Nobody  # type: ignore[assignment,misc]
+    with tempfile.TemporaryDirectory() as out:
+        batch = job(data, rows, out)
+        run = runs.plan_run(batch, "bench")
+        progress = runs.infer_run(batch, run)
+        first = min(end for _, end, _ in progress.tally.ends) - START
+        report = runs.finalize_run(batch, run, progress)
+        if report.good != rows:
+            raise SystemExit(f"{report.good} of {rows} rows were answered")
+    return {
+        "rows_s": report.steady_rows_per_s,
+        "first_row_s": first,
+        "total_s": time.time() - START,
+    }
+
+
+def peer_resume(data: Path, rows: int) -> dict[str, float]:
+    from prefect_raybatch import runs
+    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.stages.engine import EngineStage
+    from prefect_raybatch.storage import open_store
+
+    with tempfile.TemporaryDirectory() as out:
+        ready = Path(out) / "ready"
+
+        class Timed(EngineStage):
+            """Says when its engine is ready."""
+
+            def __init__(self, spec: Any) -> None:
+                super().__init__(spec)
+                ready.write_text(repr(time.time()))
+
+        class Enough(Exception):
+            pass
+
+        def stop(progress: Any) -> None:
+            if progress.done >= 0.9 * progress.rows:
+                raise Enough
+
+        batch = job(data, rows, out)
+        batch.source.rows_per_shard = max(1, rows // 200)
+        run = runs.plan_run(batch, "bench")
+        with contextlib.suppress(Enough):
+            runs.infer_run(batch, run, stop)
+        ready.unlink(missing_ok=True)
+        began = time.time()
+        runs.infer_run(batch, run, engine=Timed)
+        at = float(ready.read_text())
+        ledger = Ledger(open_store(run.uri))
+        plan = ledger.load_plan()
+        if plan is None:
+            raise SystemExit("no plan was made")
+        commits = ledger.commits(plan, ledger.listing(plan))
+        new = [c.stats for c in commits if c.stats["started"] > began]
+    return {
+        "new_shards": len(new),
+        "engine_ready_s": at - began,
+        "first_row_s": max(0.0, min(s["started"] for s in new) - at),
+        "total_s": min(s["ended"] for s in new) - at,
+    }
+
+
 def job(data: Path, rows: int, out: str) -> Any:
     from prefect_raybatch import BatchJob
     from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
@@ -200,6 +280,8 @@ RUN = {
     "raydata": peer_raydata,
     "ours": peer_ours,
     "no-commit": peer_no_commit,
+    "quiet": peer_quiet,
+    "resume": peer_resume,
 }
 
 
@@ -238,7 +320,11 @@ def main() -> None:
                 runs[peer].append(measure(peer, data, args.rows))
                 print(f"{repeat + 1}/{args.repeats} {peer}: {runs[peer][-1]}", file=sys.stderr)
     table = {
-        peer: {name: statistics.median(run[name] for run in found) for name in COLUMNS}
+        peer: {
+            name: statistics.median(run[name] for run in found)
+            for name in COLUMNS
+            if name in found[0]
+        }
         for peer, found in runs.items()
     }
     result = {"rows": args.rows, "repeats": args.repeats, "peers": table, **ratios(table)}
@@ -248,6 +334,12 @@ def main() -> None:
     print(f"{'':10} {'rows/s':>9} {'of vllm':>8} {'first row s':>12} {'total s':>9}")
     base = table.get("vllm", {}).get("rows_s")
     for peer, found in table.items():
+        if peer == "resume":
+            print(
+                f"{peer:10} first new shard in the engine {found['first_row_s']:.1f} s, committed "
+                f"{found['total_s']:.1f} s after it was ready"
+            )
+            continue
         share = f"{found['rows_s'] / base:8.2f}" if base else " " * 8
         print(
             f"{peer:10} {found['rows_s']:9.0f} {share} {found['first_row_s']:12.1f} "
@@ -270,6 +362,8 @@ def ratios(table: dict[str, dict[str, float]]) -> dict[str, float]:
         )
     if {"no-commit", "ours"} <= set(table):
         found["commit_cost"] = round(1 - table["ours"]["rows_s"] / table["no-commit"]["rows_s"], 3)
+    if {"quiet", "ours"} <= set(table):
+        found["watching_cost"] = round(1 - table["ours"]["rows_s"] / table["quiet"]["rows_s"], 3)
     return found
 
 
