@@ -8,11 +8,13 @@ know", which the client hands out as the same RuntimeError.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ LIVE = frozenset(("PENDING", "RUNNING"))
 _UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
 _REFUSED = re.compile(r"status code 400\b")
 _ENV = "RAY_API_SERVER_ADDRESS"
+HEADERS_ENV = "RAY_JOB_HEADERS"
 _env_lock = Lock()
 T = TypeVar("T")
 
@@ -174,11 +177,25 @@ def _connect(url: str) -> Any:
         before = os.environ.get(_ENV)
         os.environ[_ENV] = url
         try:
-            return Client(url)
+            return Client(url, headers=_headers())
         finally:
             os.environ.pop(_ENV)
             if before is not None:
                 os.environ[_ENV] = before
+
+
+def _headers() -> dict[str, str] | None:
+    """Headers for a proxy before the server, from the variable that Ray's own commands read."""
+    text = os.environ.get(HEADERS_ENV)
+    if not text:
+        return None
+    with suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+            return found
+    raise ConfigError(
+        f'{HEADERS_ENV} must be a JSON object of texts, such as {{"Authorization": "Bearer ..."}}'
+    )
 
 
 def _job(details: Any) -> RayJob:

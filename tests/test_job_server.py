@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from helpers.ray_head import start_head
 from helpers.small import SmallRun, make_job, small_run
 
 from prefect_raybatch import jobs, runs
-from prefect_raybatch.errors import JobServerUnavailable, JobStopped
+from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
 from prefect_raybatch.job_server import JobServer
 
 SCRIPT = """
@@ -135,3 +137,35 @@ def test_a_job_that_nobody_knows_is_none_and_a_server_that_is_away_is_not(url: s
     assert JobServer(url).logs("raybatch-nothing-1") is None
     with pytest.raises(JobServerUnavailable):
         JobServer("http://127.0.0.1:9", patience=1).find("raybatch-nothing-1")
+
+
+def test_headers_for_a_proxy_are_sent_and_wrong_ones_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str | None] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization"))
+            body = b'{"ray_version": "2.60.0", "version": "4", "ray_commit": "x"}'
+            if "/jobs" in self.path:
+                body = b"[]"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer planted"}')
+    assert JobServer(address, patience=5).jobs() == []
+    assert seen and set(seen) == {"Bearer planted"}
+    monkeypatch.setenv("RAY_JOB_HEADERS", "Bearer planted")
+    with pytest.raises(ConfigError, match="RAY_JOB_HEADERS must be a JSON object") as told:
+        JobServer(address, patience=5).jobs()
+    assert "planted" not in str(told.value)
+    server.shutdown()
