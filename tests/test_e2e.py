@@ -22,6 +22,7 @@ from s3server import S3Server, start_s3
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.verify import verify
 
 pytestmark = pytest.mark.e2e
 
@@ -340,3 +341,37 @@ def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, st
     assert sum(found["counts"].values()) == 300 and set(found["counts"]) <= set(LABELS)
     assert set(found["tasks"].values()) == {"Completed"}
     assert any("300 rows" in text for text in found["logs"])
+
+
+def test_a_saved_block_is_triggered_waited_for_and_fetched(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    """A block in the server, its flow run in a process of its own, the real engine."""
+    write_customers(tmp_path / "customers.csv", 200)
+    path = tmp_path / job_file(
+        tmp_path,
+        source={"uri": str(tmp_path / "customers.csv")},
+        output={"uri": str(tmp_path / "out")},
+    )
+    code = (
+        "import json\n"
+        "from prefect_raybatch import BatchJob\n"
+        "from prefect_raybatch.blocks import BatchInferenceJob\n"
+        f"BatchInferenceJob(job=BatchJob.from_yaml({str(path)!r})).save('nightly')\n"
+        "run = BatchInferenceJob.load('nightly').trigger('monday')\n"
+        "run.wait_for_completion()\n"
+        "report = run.fetch_result()\n"
+        "print(json.dumps([run.run_key, report.state, report.rows, report.good, report.run]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    key, state, rows, good, run = json.loads(done.stdout.splitlines()[-1])
+    assert (key, state, rows, good) == ("monday", "completed", 200, 200)
+    assert verify(open_store(run)).ok
