@@ -408,8 +408,6 @@ def _run_flow(name: str, arguments: tuple[Any, ...], show: _Show) -> Any:
 @contextmanager
 def _shown(quiet: bool) -> Iterator[_Show]:
     """Progress in the terminal while a run is driven."""
-    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     show = _Show(quiet)
     try:
         yield show

@@ -59,6 +59,8 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
     address = address_of(job)
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     if not address:
         quiet |= {"num_cpus": local_cpus(job), "include_dashboard": False}

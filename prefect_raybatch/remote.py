@@ -130,7 +130,6 @@ def main() -> int:
     ours = logging.getLogger("prefect_raybatch")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     signal.signal(signal.SIGTERM, _stop)
     try:
         return work(sys.argv[1], int(sys.argv[2]))
