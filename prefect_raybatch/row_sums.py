@@ -108,11 +108,35 @@ def _flat(array: pa.Array) -> np.ndarray:
         whole = array.cast(pa.int32()) if kind.bit_width == 32 else array
         return whole.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _objects(array.fill_null("").to_numpy(zero_copy_only=False))
+        array, kind = array.cast(pa.large_binary()), pa.large_binary()  # text may be no UTF-8
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return _objects(array.fill_null(b"").to_numpy(zero_copy_only=False))
-    texts = [json.dumps(v, default=repr, sort_keys=True) for v in array.to_pylist()]
+    try:
+        texts = [json.dumps(v, default=repr, sort_keys=True) for v in array.to_pylist()]
+    except UnicodeDecodeError:
+        values = array.cast(_with_bytes(kind)).to_pylist()
+        texts = [json.dumps(v, default=_escaped, sort_keys=True) for v in values]
     return _objects(texts)
+
+
+def _with_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes in place of text at any depth."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_with_bytes(kind.key_type), _with_bytes(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_with_bytes(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_with_bytes(kind.value_type))
+    return pa.list_(_with_bytes(kind.value_type)) if pa.types.is_list(kind) else kind
+
+
+def _escaped(value: Any) -> str:
+    """Bytes as the text they are, where they are one: its row has that sum in other parts too."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else repr(value)
 
 
 def _objects(values: Any) -> np.ndarray:

@@ -45,6 +45,38 @@ def test_each_value_has_a_sum_of_its_own_however_it_is_stored(name):
     assert [row_sums(whole.slice(i, 1))[0] for i in range(4)] == sums.tolist()
 
 
+def broken(kind: pa.DataType, good: bool) -> pa.Array:
+    """An array that holds text which is no UTF-8, as a Parquet file can; or the same, mended."""
+    raw = pa.array([b"a", b"b" if good else b"\xff\xfe", None], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], 1)
+    offsets = pa.array([0, 1, 2, 3], pa.int32())
+    if pa.types.is_map(kind):
+        return pa.MapArray.from_arrays(offsets, pa.array(["k", "k", "k"]), text)
+    if pa.types.is_struct(kind):
+        return pa.StructArray.from_arrays([text], names=["x"])
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+        inner = pa.StructArray.from_arrays([text], names=["x"])
+        return pa.ListArray.from_arrays(offsets, inner)
+    return pa.ListArray.from_arrays(offsets, text) if pa.types.is_list(kind) else text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.struct([("x", pa.string())]),
+        pa.list_(pa.string()),
+        pa.list_(pa.struct([("x", pa.string())])),
+        pa.map_(pa.string(), pa.string()),
+    ],
+    ids=str,
+)
+def test_text_that_is_no_utf8_has_a_sum_and_its_neighbours_keep_theirs(kind):
+    bad, good = (row_sums(pa.table({"c": broken(kind, good)})) for good in (False, True))
+    assert bad[1] != good[1]
+    assert [bad[0], bad[2]] == [good[0], good[2]]
+
+
 def test_encodings_do_not_matter_and_columns_do():
     table = pa.table({"a": ["x", None, "y", "x"], "b": ["x", "y", None, "z"]})
     coded = table.set_column(0, "a", table["a"].dictionary_encode())
