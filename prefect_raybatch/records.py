@@ -216,7 +216,8 @@ class Receipt:
 
     `lost` carries the reason when the positions did not get through (an engine died): such a
     receipt holds no positions and only tells the driver why. `failures` counts failed rows as
-    {"stage|class|message": rows}. `stats` holds sums (tokens, seconds a stage) and times.
+    {"stage|class|message": rows}. `stats` holds sums (tokens, seconds a stage), times, and means
+    and peaks of what the engine did meanwhile. `where`: node and process of finish, engine.
     """
 
     shard: int
@@ -294,7 +295,8 @@ class Part:
 @dataclass(frozen=True)
 class StageStats:
     """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
-    time over the longest (1 is even)."""
+    time over the longest (1 is even), `busiest` the rows of the busiest worker (engine) or node
+    (finish) over the mean one. What is not known is None."""
 
     name: str
     tasks: int
@@ -302,6 +304,56 @@ class StageStats:
     seconds: float
     rows_per_s: float
     balance: float
+    mean_s: float | None = None
+    slowest_s: float | None = None
+    busiest: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side."""
+
+    name: str
+    shards: int
+    rows: int
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """A node with engines: `figures` holds those of MEANS and PEAKS that are known."""
+
+    name: str
+    engines: int
+    shards: int
+    rows: int
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """What the plots show, of bounded size whatever the run's.
+
+    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of
+    up to 120 equal times. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds.
+    cells: (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in
+    order.
+    """
+
+    throughput: tuple[tuple[float, ...], ...] = ()
+    durations: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    cells: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Charts:
+        """Raises TypeError or ValueError for what is not of this shape."""
+        throughput = tuple(_numbers(point, 4) for point in value["throughput"])
+        durations = {str(k)[:40]: _numbers(v, 6) for k, v in dict(value["durations"]).items()}
+        cells = tuple(tuple(map(int, _numbers(cell, 4))) for cell in value["cells"])
+        if len(throughput) > 1000 or len(cells) > 10_000 or len(durations) > 20:
+            raise ValueError("charts hold more than a report's")
+        return cls(throughput, durations, cells)
 
 
 @dataclass(frozen=True)
@@ -328,6 +380,11 @@ class RunReport:
     notes: tuple[str, ...] = ()
     steady_rows_per_s: float = 0.0
     engine_deaths: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)  # MEANS and PEAKS, where known
+    workers: tuple[WorkerStats, ...] = ()
+    nodes: tuple[NodeStats, ...] = ()
+    charts: Charts = field(default_factory=Charts)
+    dashboard: str = ""  # of Ray, while its cluster lives
 
     def to_bytes(self) -> bytes:
         return dump(asdict(self))
@@ -339,9 +396,20 @@ class RunReport:
             value["stages"] = tuple(StageStats(**s) for s in value["stages"])
             value["parts"] = tuple(Part(**p) for p in value["parts"])
             value["notes"] = tuple(value["notes"])
-        except (KeyError, TypeError) as error:
+            value["workers"] = tuple(WorkerStats(**w) for w in value.get("workers", ()))
+            value["nodes"] = tuple(NodeStats(**n) for n in value.get("nodes", ()))
+            if "charts" in value:  # else the report of an earlier version
+                value["charts"] = Charts.from_dict(value["charts"])
+        except (KeyError, TypeError, ValueError) as error:
             raise CorruptRun(f"report.json is malformed: {error}") from None
         return _build(cls, value, "report.json")
+
+
+def _numbers(values: Any, length: int) -> tuple[float, ...]:
+    found = tuple(values)
+    if len(found) != length or not all(map(_is_number, found)):
+        raise ValueError(f"{str(values)[:80]} are not {length} numbers")
+    return found
 
 
 def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
@@ -411,13 +479,28 @@ def add_counts(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def fold_stats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of sums; `started` is the earliest and `ended` the latest of the parts."""
-    total = add_counts(*({k: v for k, v in p.items() if k not in TIMES} for p in parts))
-    for key, choose in TIMES.items():
+    """Sums of sums; `started` is the earliest and `ended` the latest of the parts, a `_peak` the
+    highest; means are weighted by the `samples` behind them. A part that does not know a figure
+    has no say in it."""
+    apart = {*CHOSEN, *MEANS}
+    total = add_counts(*({k: v for k, v in p.items() if k not in apart} for p in parts))
+    for key, choose in CHOSEN.items():
         known = [p[key] for p in parts if key in p]
         if known:
             total[key] = choose(known)
+    for key in MEANS:
+        weighed = [(p[key], p.get("samples", 1.0)) for p in parts if key in p]
+        if weighed:
+            weight = sum(samples for _, samples in weighed) or 1.0
+            total[key] = sum(value * samples for value, samples in weighed) / weight
     return total
 
 
-TIMES = {"started": min, "ended": max}
+# Figures of the engine and its node while a shard was in it: see stages/figures.py.
+MEANS = ("running", "waiting", "kv_cache", "steps_per_s", "node_cpu", "gpu")
+PEAKS = ("kv_cache_peak", "node_memory_peak", "gpu_memory_peak")
+CHOSEN: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "started": min,
+    "ended": max,
+    **dict.fromkeys(PEAKS, max),
+}

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prefect_raybatch.charts import charts
 from prefect_raybatch.records import Part, Plan, RunReport
 from prefect_raybatch.tally import Tally
+
+DASH = "-"  # what is not known
 
 
 def build(
@@ -18,8 +21,9 @@ def build(
     resumed_shards: int = 0,
     notes: Iterable[str] = (),
     engine_deaths: int = 0,
+    dashboard: str = "",
 ) -> RunReport:
-    """A report of what the commits say."""
+    """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
     busy = tally.busy_seconds
     tokens = {
         name: tally.sums.get(name, 0.0)
@@ -46,63 +50,143 @@ def build(
         notes=tuple(notes),
         steady_rows_per_s=round(tally.steady_rate, 1),
         engine_deaths=engine_deaths,
+        figures=tally.whole.figures(),
+        workers=tally.workers(),
+        nodes=tally.nodes(),
+        charts=charts(tally, plan.shards),
+        dashboard=dashboard,
     )
 
 
-def markdown(report: RunReport) -> str:
-    """The report as a page a manager can read: result first, figures after."""
-    share = f" ({report.failed / report.rows:.2%})" if report.rows and report.failed else ""
+def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
+    """The report as a page a manager can read: result first, figures after. `plots` are lines of
+    Markdown that show them."""
     lines = [
         f"# {report.job}: {report.state}",
         "",
         f"Run `{report.run_key}` in `{report.run}`",
         "",
-        "| | |",
-        "| --- | --- |",
-        f"| Rows in | {report.rows:,} |",
-        f"| Rows answered | {report.good:,} |",
-        f"| Rows in quarantine | {report.failed:,}{share} |",
-        f"| Rows left out by postprocess | {report.skipped:,} |",
-        f"| Working time | {duration(report.seconds)} |",
-        f"| Rows a second | {report.rows_per_s:,.0f} (steady {report.steady_rows_per_s:,.0f}) |",
-        f"| Tokens in / out | {report.tokens.get('prompt_tokens', 0):,.0f} / "
-        f"{report.tokens.get('output_tokens', 0):,.0f} |",
-        f"| From the prefix cache | {cached_share(report.tokens)} |",
-        f"| Answers cut off at max_tokens | {report.tokens.get('cut_off', 0):,.0f} |",
-        f"| Shards | {report.shards:,} ({report.resumed_shards:,} done by earlier attempts) |",
-        f"| Engine deaths | {report.engine_deaths} |",
-        f"| Model | {report.model.get('source')} |",
-        "",
-        "## Stages",
-        "",
-        *table_lines(stage_table(report)),
+        *table_lines([{"": name, " ": value} for name, value in result_rows(report)]),
+        *_section("Plots", plots),
+        *_section("Stages", table_lines(stage_table(report))),
+        *_section("Engines", table_lines(engine_table(report))),
+        *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
     if report.failures:
-        lines += ["", "## Commonest failures", ""]
-        lines += table_lines(failure_table(report.failures))
+        lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
     if report.parts:
-        lines += ["", "## Files", ""]
-        lines += table_lines(
-            [{"file": p.path, "rows": f"{p.rows:,}", "bytes": f"{p.bytes:,}"} for p in report.parts]
-        )
-    if report.notes:
-        lines += ["", "## Notes", "", *(f"- {note}" for note in report.notes)]
+        lines += _section("Files", table_lines(part_table(report)))
+    lines += _section("Notes", [f"- {note}" for note in report.notes])
     return "\n".join(lines) + "\n"
 
 
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines] if lines else []
+
+
+def result_rows(report: RunReport) -> list[tuple[str, str]]:
+    """What came of the run, (name, value)."""
+    share = f" ({report.failed / report.rows:.2%})" if report.rows and report.failed else ""
+    done = report.good + report.failed + report.skipped
+    open_rows = [("Rows still to do", f"{report.rows - done:,}")] if done < report.rows else []
+    tokens = report.tokens
+    rows = [
+        ("Rows in", f"{report.rows:,}"),
+        ("Rows answered", f"{report.good:,}"),
+        ("Rows in quarantine", f"{report.failed:,}{share}"),
+        ("Rows left out by postprocess", f"{report.skipped:,}"),
+        *open_rows,
+        ("Working time", duration(report.seconds)),
+        (
+            "Rows a second",
+            f"{report.rows_per_s:,.0f} (steady {report.steady_rows_per_s:,.0f})",
+        ),
+        (
+            "Tokens in / out",
+            f"{tokens.get('prompt_tokens', 0):,.0f} / {tokens.get('output_tokens', 0):,.0f}",
+        ),
+        ("From the prefix cache", cached_share(tokens)),
+        ("Answers cut off at max_tokens", f"{tokens.get('cut_off', 0):,.0f}"),
+        ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
+        ("Engine deaths", f"{report.engine_deaths}"),
+        ("Model", f"{report.model.get('source')}"),
+    ]
+    if report.dashboard:
+        rows.append(("Ray dashboard", report.dashboard))
+    return rows
+
+
 def stage_table(report: RunReport) -> list[dict[str, Any]]:
-    """One row a stage: time, rows, rows/s, tasks, balance between tasks."""
+    """One row a stage: tasks, rows, seconds, rates, how even the tasks and the workers were."""
     return [
         {
             "stage": s.name,
-            "tasks": s.tasks,
+            "tasks": f"{s.tasks:,}",
             "rows": f"{s.rows:,}",
             "seconds in all": f"{s.seconds:,.1f}",
             "rows/s a task": f"{s.rows_per_s:,.0f}",
+            "mean s": number(s.mean_s, 2),
+            "slowest s": number(s.slowest_s, 2),
             "balance": f"{s.balance:.2f}",
+            "busiest worker": f"{s.busiest:.2f} of mean" if s.busiest is not None else DASH,
         }
         for s in report.stages
     ]
+
+
+def engine_table(report: RunReport) -> list[dict[str, str]]:
+    """What the engines did: tokens a second, sequences, caches. A dash is not known."""
+    known, tokens = report.figures, report.tokens
+    busy = report.seconds or None
+    rates = [
+        number(tokens[name] / busy if busy and tokens.get(name) else None, 0)
+        for name in ("prompt_tokens", "output_tokens")
+    ]
+    rows = {
+        "engines": f"{len(report.workers)}" if report.workers else DASH,
+        "tokens/s in / out": " / ".join(rates),
+        "sequences running (mean an engine)": number(known.get("running"), 1),
+        "sequences waiting (mean an engine)": number(known.get("waiting"), 1),
+        "KV cache in use (mean)": percent(known.get("kv_cache")),
+        "KV cache in use (most)": percent(known.get("kv_cache_peak")),
+        "from the prefix cache": cached_share(tokens),
+        "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
+    }
+    return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def node_table(report: RunReport) -> list[dict[str, str]]:
+    """One row a node with engines: use of its CPU and GPUs while they worked, memory at most."""
+    return [
+        {
+            "node": node.name,
+            "engines": f"{node.engines}",
+            "rows": f"{node.rows:,}",
+            "CPU": percent(node.figures.get("node_cpu")),
+            "memory at most, GiB": number(node.figures.get("node_memory_peak"), 1),
+            "GPU": percent(node.figures.get("gpu")),
+            "GPU memory at most, GiB": number(node.figures.get("gpu_memory_peak"), 1),
+        }
+        for node in report.nodes
+    ]
+
+
+def part_table(report: RunReport) -> list[dict[str, str]]:
+    """The files of the result."""
+    return [
+        {"file": part.path, "rows": f"{part.rows:,}", "bytes": f"{part.bytes:,}"}
+        for part in report.parts
+    ]
+
+
+def number(value: float | None, digits: int) -> str:
+    """1,234.5; a dash for what is not known."""
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """41%; a dash for what is not known."""
+    return DASH if share is None else f"{share:.0%}"
 
 
 def failure_table(failures: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -2,11 +2,88 @@
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from prefect_raybatch.records import Commit, StageStats, count
+from prefect_raybatch.records import (
+    MEANS,
+    PEAKS,
+    Commit,
+    NodeStats,
+    StageStats,
+    WorkerStats,
+    count,
+)
 
 STAGES = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
+SHOWN = 64  # engines and nodes that a report names; the rest are one line
+KNOWN = 4096  # names kept apart at most: records are untrusted
+OTHERS = "others"
+MOST = 2**53  # a larger count is nobody's, and does not fit into a float
+
+
+@dataclass
+class Folded:
+    """What shards of one engine, one node or the whole run say: counts, weighted means, peaks."""
+
+    shards: int = 0
+    rows: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    engines: set[str] = field(default_factory=set)
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)  # weighted sum, weight
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, rows: int, stats: Mapping[str, float]) -> None:
+        self.shards += 1
+        self.rows += rows
+        self.tokens += stats.get("prompt_tokens", 0.0) + stats.get("output_tokens", 0.0)
+        self.seconds += stats.get("engine_s", 0.0)
+        samples = stats.get("samples", 0.0)
+        if not samples:
+            return
+        for key in MEANS:
+            if key in stats:
+                total, weight = self.means.get(key, (0.0, 0.0))
+                self.means[key] = (total + stats[key] * samples, weight + samples)
+        for key in PEAKS:
+            if key in stats:
+                self.peaks[key] = max(self.peaks.get(key, stats[key]), stats[key])
+
+    def figures(self) -> dict[str, float]:
+        """Means and peaks that are known."""
+        means = {key: total / weight for key, (total, weight) in self.means.items() if weight}
+        return {key: round(value, 4) for key, value in {**means, **self.peaks}.items()}
+
+
+@dataclass
+class Series:
+    """Numbers of each commit in the order they were added, for plots: a few bytes a shard.
+
+    Seconds of a stage that a commit does not know are NaN.
+    """
+
+    shard: array[float] = field(default_factory=lambda: array("d"))
+    rows: array[float] = field(default_factory=lambda: array("d"))
+    failed: array[float] = field(default_factory=lambda: array("d"))
+    prompt: array[float] = field(default_factory=lambda: array("d"))
+    output: array[float] = field(default_factory=lambda: array("d"))
+    seconds: dict[str, array[float]] = field(
+        default_factory=lambda: {name: array("f") for name, _ in STAGES}
+    )
+
+    def add(self, commit: Commit, rows: int, failed: int) -> None:
+        stats = commit.stats
+        self.shard.append(min(commit.shard, MOST))
+        self.rows.append(min(rows, MOST))
+        self.failed.append(min(failed, MOST))
+        self.prompt.append(stats.get("prompt_tokens", 0.0))
+        self.output.append(stats.get("output_tokens", 0.0))
+        for name, key in STAGES:
+            self.seconds[name].append(stats.get(key, math.nan))
 
 
 class Tally:
@@ -22,12 +99,20 @@ class Tally:
         self.longest: dict[str, float] = {}
         self.failures: dict[str, int] = {}
         self.ends: list[tuple[float, float, int]] = []  # started, ended, rows of each shard
+        self.series = Series()
+        self.whole = Folded()
+        self.by_engine: dict[str, Folded] = {}
+        self.by_node: dict[str, Folded] = {}
+        self.finished_on: dict[str, int] = {}  # rows by the node that finish ran on
 
     def add(self, commit: Commit) -> None:
+        good, failed, skipped = map(count, (commit.good, commit.failed, commit.skipped))
         self.shards += 1
-        self.good += count(commit.good)
-        self.failed += count(commit.failed)
-        self.skipped += count(commit.skipped)
+        self.good += good
+        self.failed += failed
+        self.skipped += skipped
+        self.series.add(commit, good + failed + skipped, failed)
+        self._place(commit, good + failed + skipped)
         for key, value in commit.stats.items():
             self.sums[key] = self.sums.get(key, 0.0) + value
             self.longest[key] = max(self.longest.get(key, 0.0), value)
@@ -35,6 +120,20 @@ class Tally:
             self.failures[key] = self.failures.get(key, 0) + int(rows)
         rows = int(commit.stats.get("rows", 0))
         self.ends.append((commit.stats.get("started", 0), commit.stats.get("ended", 0), rows))
+
+    def _place(self, commit: Commit, rows: int) -> None:
+        """Counts a commit for the engine and the nodes it went through, where they are known."""
+        self.whole.add(rows, commit.stats)
+        node, engine = commit.where.get("node"), commit.where.get("engine")
+        if isinstance(node, str):
+            node = _known(node, self.finished_on)
+            self.finished_on[node] = self.finished_on.get(node, 0) + rows
+        if isinstance(engine, str):
+            name = _known(engine, self.by_engine)
+            self.by_engine.setdefault(name, Folded()).add(rows, commit.stats)
+            host = _known(engine.rpartition(":")[0], self.by_node)
+            self.by_node.setdefault(host, Folded()).add(rows, commit.stats)
+            self.by_node[host].engines.add(name)
 
     @property
     def rows(self) -> int:
@@ -72,6 +171,10 @@ class Tally:
     def _stage(self, name: str, key: str) -> StageStats:
         seconds, longest = self.sums[key], self.longest[key]
         mean = seconds / self.shards if self.shards else 0.0
+        shares = {
+            "engine": [one.rows for one in self.by_engine.values()],
+            "finish": list(self.finished_on.values()),
+        }.get(name, [])
         return StageStats(
             name=name,
             tasks=self.shards,
@@ -79,7 +182,49 @@ class Tally:
             seconds=round(seconds, 3),
             rows_per_s=round(self.rows / seconds, 1) if seconds else 0.0,
             balance=round(mean / longest, 3) if longest else 1.0,
+            mean_s=round(mean, 3),
+            slowest_s=round(longest, 3),
+            busiest=busiest(shares),
         )
+
+    def workers(self) -> tuple[WorkerStats, ...]:
+        """The engines, those with most rows first."""
+        found = [
+            WorkerStats(name[:200], one.shards, one.rows, one.tokens, round(one.seconds, 3))
+            for name, one in self.by_engine.items()
+        ]
+        found.sort(key=lambda worker: -worker.rows)
+        if len(found) > SHOWN:
+            rest = found[SHOWN - 1 :]
+            found[SHOWN - 1 :] = [
+                WorkerStats(
+                    f"{len(rest)} {OTHERS}",
+                    sum(worker.shards for worker in rest),
+                    sum(worker.rows for worker in rest),
+                    sum(worker.tokens for worker in rest),
+                    sum(worker.seconds for worker in rest),
+                )
+            ]
+        return tuple(found)
+
+    def nodes(self) -> tuple[NodeStats, ...]:
+        """The nodes that had engines, those with most rows first; at most 64 of them."""
+        ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
+        return tuple(
+            NodeStats(name[:200], len(one.engines), one.shards, one.rows, one.figures())
+            for name, one in ordered[:SHOWN]
+        )
+
+
+def busiest(shares: Iterable[float]) -> float | None:
+    """The largest share over the mean one (1 is even); None where there is nothing to share."""
+    values = list(shares)
+    mean = sum(values) / len(values) if values else 0.0
+    return round(max(values) / mean, 3) if mean > 0 else None
+
+
+def _known(name: str, names: Mapping[str, object]) -> str:
+    return name if name in names or len(names) < KNOWN else OTHERS
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

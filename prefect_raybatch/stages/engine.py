@@ -37,6 +37,7 @@ from prefect_raybatch.stages.blocks import (
     timed,
     units_of,
 )
+from prefect_raybatch.stages.figures import Sampler
 from prefect_raybatch.stages.memory import packed
 
 log = logging.getLogger(__name__)
@@ -115,12 +116,15 @@ class EngineStage:
     reason: an exception would be retried by Ray without end and its text lost.
     """
 
+    sampler: Sampler | None = None
+
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
         self._engine: Any = None
         self._refused: str | None = None
         os.environ.update(spec.env)
+        self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
         self._ready()
@@ -199,8 +203,13 @@ class EngineStage:
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         for name, values in columns.items():
             table = table.append_column(name, pa.array(values, _TYPES[name]))
+        if self.sampler is not None:
+            table = self.sampler.tell(table, began)
         when = pa.array([began] * table.num_rows, pa.float64())
         return timed(table.append_column(f"{TIMES}_began", when), "engine", began)
+
+    def _load(self) -> dict[str, float]:
+        return getattr(self._engine, "load", dict)()  # {} while there is no engine
 
     def pending(self, table: pa.Table) -> pa.Table:
         """The block, or none of its rows when another driver committed its shard meanwhile.

@@ -43,6 +43,7 @@ from prefect_raybatch.stages.blocks import (
     load_tokenizer,
     rows_of,
 )
+from prefect_raybatch.stages.figures import told
 from prefect_raybatch.storage import Store
 from prefect_raybatch.trust import check_types
 
@@ -123,6 +124,7 @@ class Finish:
                 self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
             )
         skipped = [i for i, o in enumerate(outcome) if o is None]
+        figures, engine = told(table)
         return Receipt(
             shard=shard,
             attempt=self.attempt,
@@ -130,9 +132,9 @@ class Finish:
             failed=_ranges(positions[failed]),
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
-            stats=self._stats(table, began),
+            stats={**figures, **self._stats(table, began)},
             failures=dict(Counter("|".join(_key(failure)) for failure in failures)),
-            where={"node": socket.gethostname(), "pid": str(os.getpid())},
+            where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
         )
 
     def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:

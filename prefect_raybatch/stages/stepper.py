@@ -117,6 +117,7 @@ class SteppedEngine:
         )
         self._busy_s = self._feed_s = 0.0
         self._engine: Any = None
+        self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
         self._processes: list[Any] = []
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -191,6 +192,32 @@ class SteppedEngine:
                 "waiting": waiting,
                 "died": self._died,
             }
+
+    def load(self) -> dict[str, float]:
+        """What the engine does now; {} once it is closed.
+
+        running, waiting: sequences; steps: since the start; kv_cache: share of the KV cache in use.
+        With the engine core in this process all are vLLM's own and cost nothing. A core in another
+        process tells only with `disable_log_stats: false`, which costs Python per token; without
+        it, `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
+        """
+        engine = self._engine
+        if engine is None:
+            return {}
+        with self._wake:
+            held, steps = self._sequences, self._stats["steps"]
+            outside = sum(len(call.prompts) - call.cursor for call in self._waiting)
+        running = min(held, self._window // WINDOW)
+        found = {"steps": steps}
+        core = getattr(engine.engine_core, "engine_core", None)
+        scheduler = getattr(core, "scheduler", None)
+        if scheduler is not None:
+            running = len(scheduler.running)
+            found["kv_cache"] = scheduler.kv_cache_manager.usage
+        elif self._scheduler_stats is not None:
+            running = self._scheduler_stats.num_running_reqs
+            found["kv_cache"] = self._scheduler_stats.kv_cache_usage
+        return {**found, "running": running, "waiting": max(0, held - running) + outside}
 
     def __enter__(self) -> SteppedEngine:
         return self
@@ -269,11 +296,24 @@ class SteppedEngine:
                 if process.pid not in before
             ]
         self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
+        if not engine_kwargs["disable_log_stats"]:
+            self._keep_scheduler_stats()
         if self._processes:
             # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
             threading.Thread(
                 target=self._watch_core, name="SteppedEngineWatch", daemon=True
             ).start()
+
+    def _keep_scheduler_stats(self) -> None:
+        processor = self._engine.output_processor
+        update = processor.update_scheduler_stats  # vLLM calls it in each step
+
+        def keep(stats: Any) -> None:
+            if stats is not None:
+                self._scheduler_stats = stats
+            update(stats)
+
+        processor.update_scheduler_stats = keep
 
     def _loop(self) -> None:
         engine, wake = self._engine, self._wake
