@@ -23,7 +23,7 @@ from rich.table import Table
 
 from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob, with_fields
+from prefect_raybatch.job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
 
 app = typer.Typer(
@@ -246,7 +246,7 @@ def reap(
     from prefect_raybatch import reap as reaping
     from prefect_raybatch.storage import open_store
 
-    age = reaping.duration(older_than)
+    age = seconds_of(older_than)
     found = reaping.reap(open_store(run_dir), age, dry_run)
     if as_json:
         _print_json(found)
@@ -540,6 +540,9 @@ def _show_report(report: Any, fresh: bool) -> None:
         stages.add_row(*(str(value) for value in row.values()))
     out.print(stages)
     _print_failures(report.failures)
+    for one in report.advice:
+        out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
+        out.print(f"        [bold]->[/] {escape(one.change)}")
     _print_page()
 
 

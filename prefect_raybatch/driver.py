@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
 STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
 RATE_WINDOW = 30  # commits the shown rate is taken over
 COMMON = 5  # failures named in an error
 
@@ -57,6 +58,7 @@ class Progress:
     resumed_rows: int = 0
     began: float = field(default_factory=time.time)
     engine_deaths: int = 0
+    losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
@@ -222,6 +224,8 @@ class Driver:
             self.progress.engine_deaths += 1
         if receipt.shard not in self._lost:
             log.warning("shard %d was lost: %s", receipt.shard, reason)
+        if reason[:LOSS] in self.progress.losses or len(self.progress.losses) < LOSSES:
+            self.progress.losses[reason[:LOSS]] += 1
         self._lost[receipt.shard] = reason
 
     def _held(self) -> int:

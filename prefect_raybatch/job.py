@@ -55,6 +55,17 @@ MAX_JOB_BYTES = 4 << 20
 MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for billions
 
 
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of `90s`, `15m`, `2h`, `3d`; `ConfigError` for anything else."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
+    return float(match[1]) * UNITS[match[2]]
+
+
 def check_uri(uri: str) -> str:
     """A local path, file:// or s3://bucket/key; ValueError says what is wrong otherwise."""
     if not uri or not uri.strip() or "\x00" in uri:
@@ -514,6 +525,25 @@ class Limits(Group):
         title="A stall ends the run",
         text="With EngineFailure, which is retried; off only reports it.",
     )
+    deadline: str | None = _field(
+        7,
+        None,
+        title="Time the run may take",
+        text="Such as 45m or 6h of working time. A run that takes longer is told what would make "
+        "it fit; it is not ended.",
+    )
+
+    @field_validator("deadline")
+    @classmethod
+    def _known_duration(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                seconds = seconds_of(value)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            if not seconds:
+                raise ValueError("no time at all; write 45m or 6h")
+        return value
 
     def allowed(self, rows: int) -> int:
         """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger import PIECES, TABLES, Ledger
 from prefect_raybatch.records import Plan
 from prefect_raybatch.storage import FileInfo, Store
@@ -25,7 +25,6 @@ KINDS = {
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
 }
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PIECE = re.compile(r"(\d{1,10})-[^/]+\.parquet\Z")
 _TABLE = re.compile(r"(shards|files|numbers)-[^/]+\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
@@ -45,14 +44,6 @@ class Reaped:
     def note(self, kind: str, info: FileInfo) -> None:
         self.files[kind] = self.files.get(kind, 0) + 1
         self.bytes[kind] = self.bytes.get(kind, 0) + info.size
-
-
-def duration(text: str) -> float:
-    """Seconds of `90s`, `15m`, `2h`, `3d`; `ConfigError` for anything else."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:

@@ -357,6 +357,15 @@ class Charts:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
+
+    about: str
+    evidence: str
+    change: str
+
+
+@dataclass(frozen=True)
 class RunReport:
     """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second."""
 
@@ -385,6 +394,8 @@ class RunReport:
     nodes: tuple[NodeStats, ...] = ()
     charts: Charts = field(default_factory=Charts)
     dashboard: str = ""  # of Ray, while its cluster lives
+    losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
+    advice: tuple[Advice, ...] = ()
 
     def to_bytes(self) -> bytes:
         return dump(asdict(self))
@@ -398,6 +409,7 @@ class RunReport:
             value["notes"] = tuple(value["notes"])
             value["workers"] = tuple(WorkerStats(**w) for w in value.get("workers", ()))
             value["nodes"] = tuple(NodeStats(**n) for n in value.get("nodes", ()))
+            value["advice"] = tuple(Advice(**a) for a in value.get("advice", ()))
             if "charts" in value:  # else the report of an earlier version
                 value["charts"] = Charts.from_dict(value["charts"])
         except (KeyError, TypeError, ValueError) as error:

@@ -22,6 +22,7 @@ def build(
     notes: Iterable[str] = (),
     engine_deaths: int = 0,
     dashboard: str = "",
+    losses: Mapping[str, int] | None = None,
 ) -> RunReport:
     """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
     busy = tally.busy_seconds
@@ -55,6 +56,7 @@ def build(
         nodes=tally.nodes(),
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
+        losses=dict(losses or {}),
     )
 
 
@@ -72,6 +74,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Engines", table_lines(engine_table(report))),
         *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
+    lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
     if report.failures:
         lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
     if report.parts:
@@ -168,6 +171,13 @@ def node_table(report: RunReport) -> list[dict[str, str]]:
             "GPU memory at most, GiB": number(node.figures.get("gpu_memory_peak"), 1),
         }
         for node in report.nodes
+    ]
+
+
+def advice_table(report: RunReport) -> list[dict[str, str]]:
+    """What to change, and why."""
+    return [
+        {"what": one.about, "evidence": one.evidence, "change": one.change} for one in report.advice
     ]
 
 

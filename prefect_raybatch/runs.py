@@ -13,13 +13,14 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
+from prefect_raybatch.advice import advise
 from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
 from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
@@ -428,7 +429,9 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         resumed_shards=progress.resumed_shards if progress else 0,
         notes=(*planning.sizing(job, plan.rows, 1.0, plan.rows_per_shard).notes, *_of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
+        losses=progress.losses if progress else None,
     )
+    made = replace(made, advice=advise(made, job))
     store.put(REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     ledger.succeed(

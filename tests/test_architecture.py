@@ -120,6 +120,7 @@ MAY_IMPORT = {
     "results": {"trust", "family", "finalize", "ledger", "part_files", "row_numbers", *VALUES},
     "chain": {"family", "results", "row_numbers", "storage", "verify", *VALUES},
     "reap": {"ledger", "storage", *VALUES},
+    "advice": {"job", "records"},
     "report": {"charts", "records", "tally"},
     "job_logs": set(),
     "job_server": {"errors"},

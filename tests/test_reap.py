@@ -17,8 +17,9 @@ from s3server import start_s3
 
 from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job import seconds_of
 from prefect_raybatch.ledger import Ledger, commit_path
-from prefect_raybatch.reap import Reaped, duration, reap
+from prefect_raybatch.reap import Reaped, reap
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify
 
@@ -109,7 +110,7 @@ def test_no_run_directory_is_touched_that_is_none(tmp_path):
 
 
 def test_durations():
-    assert [duration(t) for t in ("90s", "15m", "2h", "3d", "1.5h", "0s")] == [
+    assert [seconds_of(t) for t in ("90s", "15m", "2h", "3d", "1.5h", "0s")] == [
         90,
         900,
         7200,
@@ -119,7 +120,7 @@ def test_durations():
     ]
     for text in ("", "1", "h", "-1h", "1w", "1h30m", "inf"):
         with pytest.raises(ConfigError, match="is no duration"):
-            duration(text)
+            seconds_of(text)
 
 
 STOPPED = """
