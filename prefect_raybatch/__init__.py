@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
-    from prefect_raybatch.flow import batch_inference, retry_failed
+    from prefect_raybatch.flow import batch_inference, retry_failed, tune_job
     from prefect_raybatch.flow_runs import reconcile_jobs
     from prefect_raybatch.job import BatchJob
     from prefect_raybatch.records import RunReport
@@ -33,6 +33,7 @@ _HOMES = {
     "plan_shards": "tasks",
     "reconcile_jobs": "flow_runs",
     "retry_failed": "flow",
+    "tune_job": "flow",
 }
 __all__ = [
     "BatchJob",
@@ -45,6 +46,7 @@ __all__ = [
     "plan_shards",
     "reconcile_jobs",
     "retry_failed",
+    "tune_job",
 ]
 
 

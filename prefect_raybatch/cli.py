@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -97,6 +97,47 @@ def plan(job: JobFile, run_key: RunKey = None, set_: Set = None, as_json: Json =
         _show_plan(found)
     if found.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    job: JobFile,
+    minutes: Annotated[float, typer.Option(min=0.1, help="About how long to try.")] = 5.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Of each trial, from its first shard on.")
+    ] = 30.0,
+    deadline: Annotated[
+        str | None, typer.Option(help="Time for the whole input, such as 6h; else limits.deadline.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Where the job with the best settings goes. JOB.tuned.yaml.")
+    ] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Try engine settings on a sample of the job's rows, and write the best as a job file."""
+    from prefect_raybatch import tune as tuning
+
+    loaded = _job(job, set_)
+    wanted = deadline or loaded.limits.deadline
+    limit = seconds_of(wanted) if wanted else None
+
+    def show(trial: tuning.Trial) -> None:
+        if not as_json:
+            err.print(
+                f"{dict(trial.changes)}: {trial.rows_per_s:,.1f} rows/s {trial.error}", markup=False
+            )
+
+    found = tuning.tune(_with_keys(loaded), minutes, seconds, limit, show)
+    path = write or Path(job).with_suffix(".tuned.yaml")
+    path.write_text(tuning.job_file(_raw(job), found), encoding="utf-8")
+    if as_json:
+        _print_json({**asdict(found), "settings": tuning.settings(found), "written": str(path)})
+        return
+    _show_rows(tuning.table(found))
+    for line in tuning.verdict(found):
+        out.print(line, markup=False)
+    out.print(f"written to {path}", markup=False)
 
 
 @app.command()
@@ -320,6 +361,13 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
     return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
 
 
+def _raw(path: str) -> dict[str, Any]:
+    """A job file that has been read as a job before, as it stands there."""
+    import yaml
+
+    return dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+
+
 def _changes(overrides: list[str] | None) -> dict[str, Any]:
     """What `--set FIELD=VALUE` says, {field: value}; values are YAML."""
     import yaml
@@ -532,13 +580,7 @@ def _show_report(report: Any, fresh: bool) -> None:
         table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
     table.add_row("report", escape(f"{report.run}/_raybatch/report.md"))
     out.print(table)
-    stages = Table(box=None, pad_edge=False)
-    rows = stage_table(report)
-    for name in rows[0] if rows else ():
-        stages.add_column(name, justify="left" if name == "stage" else "right")
-    for row in rows:
-        stages.add_row(*(str(value) for value in row.values()))
-    out.print(stages)
+    _show_rows(stage_table(report))
     _print_failures(report.failures)
     for one in report.advice:
         out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
@@ -553,6 +595,16 @@ def _print_page() -> None:
     else:
         command = Path(sys.argv[0]).with_name("prefect")
         out.print(f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs")
+
+
+def _show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table; its first column is text, the others are figures."""
+    table = Table(box=None, pad_edge=False)
+    for at, name in enumerate(rows[0] if rows else ()):
+        table.add_column(name, justify="right" if at else "left")
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    out.print(table)
 
 
 def _show_sample(report: Any, columns: list[str]) -> None:

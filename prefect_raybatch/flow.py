@@ -1,4 +1,4 @@
-"""The flows `batch_inference` and `retry_failed`: plan, infer, finalize."""
+"""The flows: `batch_inference` and `retry_failed` (plan, infer, finalize), and `tune_job`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from prefect_raybatch.tasks import (
     infer_shards,
     plan_retry,
     plan_shards,
+    tune_engine,
     with_blocks,
 )
 
@@ -68,6 +69,20 @@ def retry_failed(
         return cast(None, state)
     progress = infer_shards(planned.job, planned.run)
     return finalize_run(planned.job, planned.run, progress)
+
+
+@flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
+def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
+    """Tries engine settings on a sample of the job's rows; returns the fields to change.
+
+    What was tried is the artifact `raybatch-tune-JOB` of the flow run.
+
+    Args:
+        job: The job, as for `batch_inference`.
+        minutes: About how long to try.
+        deadline: Time for the whole input, such as 6h; by default limits.deadline.
+    """
+    return tune_engine(job, minutes, deadline)
 
 
 def scheduled_start() -> datetime | None:

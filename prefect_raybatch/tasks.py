@@ -13,14 +13,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
-from prefect_raybatch import flow_runs, jobs, retry, runs
+from prefect_raybatch import flow_runs, jobs, retry, runs, tune
 from prefect_raybatch import report as reports
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.events import RunEvents
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job import BatchJob, seconds_of
 from prefect_raybatch.page import OBSERVERS, Page, artifact_key
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
@@ -128,6 +128,31 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             materialize_result(report)
             events.completed(report)
         return report
+
+
+@task(name="tune_engine", cache_policy=NO_CACHE, persist_result=False)
+def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
+    """Tries engine settings for about `minutes`; a table artifact shows what was tried.
+
+    Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
+    no setting worked.
+    """
+    with logs_in_page():
+        log = get_run_logger()
+
+        def show(trial: tune.Trial) -> None:
+            said = trial.error or f"{trial.rows_per_s:,.1f} rows/s"
+            log.info("%s: %s", tune.told(trial.changes), said)
+
+        wanted = deadline or job.limits.deadline
+        limit = seconds_of(wanted) if wanted else None
+        found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
+        create_table_artifact(
+            table=tune.table(found),
+            key=artifact_key(f"tune-{job.name}"),
+            description="\n\n".join(tune.verdict(found)),
+        )
+        return tune.settings(found)
 
 
 @contextmanager

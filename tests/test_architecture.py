@@ -155,7 +155,7 @@ MAY_IMPORT["retry"] = {
     *VALUES,
 }
 # Above the pipeline everything below may be used.
-FREE = {"runs", "jobs", *ENDS}
+FREE = {"runs", "jobs", "tune", *ENDS}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
@@ -310,6 +310,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "plan_shards",
         "reconcile_jobs",
         "retry_failed",
+        "tune_job",
     ]
     for name in prefect_raybatch.__all__:
         assert getattr(prefect_raybatch, name) is not None

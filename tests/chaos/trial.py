@@ -279,12 +279,15 @@ class Trial:
         """Shards that may be in engines, or answered and not committed: `Pipeline.uncommitted`."""
         return 2 * int(self.job["engine"]["replicas"]) * (BATCHES + 1)
 
-    def _verify(self) -> list[str]:
+    def _run_store(self) -> Any:
         from prefect_raybatch.storage import open_store
+
+        return open_store(f"{self.out}/{RUN_KEY}", self.world.options(self.store) or None)
+
+    def _verify(self) -> list[str]:
         from prefect_raybatch.verify import verify
 
-        options = self.world.options(self.store)
-        verdict = verify(open_store(f"{self.out}/{RUN_KEY}", options or None))
+        verdict = verify(self._run_store())
         return [f"verify: {fault}" for fault in verdict.faults] + (
             [] if verdict.finished else ["verify: not finished"]
         )
@@ -297,10 +300,14 @@ class Trial:
         self.record.extra["processes_gone_s"] = round(waited, 1)
         problems = [f"still alive after 30 s: {', '.join(left)}"] if left else []
         odd = checker.unexpected_files(self.place)
-        temporary = [name for name in odd if "/.tmp-" in f"/{name}"]
-        if temporary:  # a killed writer's: hidden from every listing of the store
-            self.record.extra["temporary_files"] = len(temporary)
-        odd = [name for name in odd if name not in temporary]
+        # A killed writer's temporary file, a killed planner's probe: harmless, and for `reap`.
+        killed = [name for name in odd if "/.tmp-" in f"/{name}" or name.startswith("_probe-")]
+        if killed:
+            from prefect_raybatch.reap import reap
+
+            self.record.extra["left_by_a_kill"] = len(killed)
+            reap(self._run_store(), older_than=0.0)
+            odd = checker.unexpected_files(self.place)
         if odd:
             problems.append(f"unexpected files: {odd[:4]} ({len(odd)})")
         return problems
