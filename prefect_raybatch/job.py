@@ -14,7 +14,7 @@ import reprlib
 import string
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -131,8 +131,13 @@ def _plain(field: dict[str, Any]) -> None:
     """Makes of a field that may be left out a plain one without a default, for which Prefect's
     server takes null as well, and of int | float a number. Prefect's form shows a union as tabs
     named after Python's types, and to fill in a field one must find the right tab first."""
+    if "ge" in field:  # pydantic leaves the bound of a union as it is
+        field["minimum"] = field.pop("ge")
     kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]
-    if [kind.get("type") for kind in kinds] == ["integer", "number"]:
+    types = [kind.get("type") for kind in kinds]
+    if types == ["string", "array"]:
+        kinds[0]["title"], kinds[1]["title"] = "One", "Several"
+    if types == ["integer", "number"]:
         del kinds[0]
     if len(kinds) == 1:
         del field["anyOf"]
@@ -189,7 +194,7 @@ class Group(BaseModel):
 class Source(Group):
     """What to read."""
 
-    uri: Annotated[str, Field(title="One")] | Annotated[list[str], Field(title="Several")] = _field(
+    uri: str | list[str] = _field(
         1,
         title="Where",
         text="File, folder or glob, local or s3://, or a list of these. A folder is read "

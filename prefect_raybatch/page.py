@@ -149,12 +149,12 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
 
 
 def line(beat: Beat) -> str:
-    """Progress in a line: rows, share, rate, time left, failed."""
+    """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
-    return (
-        f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {beat.rate:,.0f} rows/s, "
-        f"{duration(beat.seconds_left)} left, {beat.failed:,} failed"
-    )
+    pace = beat.phase
+    if beat.seconds_left is not None:
+        pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
+    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {beat.failed:,} failed"
 
 
 def artifact_key(run_key: str) -> str:
