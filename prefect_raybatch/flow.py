@@ -49,8 +49,9 @@ def batch_inference(
 
     Args:
         job: What to read, what to ask, where to write.
-        run_key: Name of the run's directory under output.uri. The same key continues or returns
-            a run; by default the job's name and the scheduled start of the outermost flow run.
+        run_key: Name of the run's directory in the output's folder. The same key continues or
+            returns a run; by default the job's name and the scheduled start of the outermost flow
+            run.
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
     """

@@ -41,6 +41,8 @@ class Prefect:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
         self.home, self.started = home, list[subprocess.Popen[bytes]]()
+        self.worker = 0
+        self.deployments: dict[str, dict[str, Any]] = {}
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.home / f"{arguments[0]}.log").open("ab")
@@ -91,13 +93,17 @@ class Prefect:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def deploy(self) -> dict[str, dict[str, Any]]:
-        """Deploys deployments/prefect.yaml to a new work pool; the deployments by their names."""
+        """Deploys deployments/prefect.yaml to a new work pool; the deployments by their names,
+        which `deployments` keeps."""
         self.call("work-pool", "create", POOL, "--type", "process")
         self.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
-        return {item["name"]: item for item in self.ask("deployments/filter", {})}
+        found = self.ask("deployments/filter", {})
+        self.deployments = {item["name"]: item for item in found}
+        return self.deployments
 
     def work(self) -> None:
-        self.start("worker", "start", "--pool", POOL, "--name", "test")
+        """Starts a worker of the pool; `worker` is its process id."""
+        self.worker = self.start("worker", "start", "--pool", POOL, "--name", "test").pid
 
 
 @contextmanager
