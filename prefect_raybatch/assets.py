@@ -49,7 +49,9 @@ def materialize_result(report: RunReport) -> None:
     try:
         key = asset_key(report.run)
 
-        @materialize(Asset(key=key), by="prefect-raybatch", name="result_asset")
+        name = f"result-asset-{report.run_key}"
+
+        @materialize(Asset(key=key), by="prefect-raybatch", name="result_asset", task_run_name=name)
         def result_asset() -> None:
             add_asset_metadata(key, metadata(report))
 

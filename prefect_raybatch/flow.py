@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from pydantic import AwareDatetime
+from pydantic import AwareDatetime, Field
 
 from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
@@ -26,16 +26,33 @@ from prefect_raybatch.tasks import (
 )
 
 
+def titled(title: str) -> Any:
+    """A parameter's title in the form of the Prefect page, which else shows its name."""
+    return Field(json_schema_extra={"title": title})
+
+
+# The tabs of a parameter that may be left out.
+Key = Annotated[str, Field(title="Given")]
+Night = Annotated[AwareDatetime, Field(title="Given")]
+Classes = Annotated[list[str], Field(title="Given")]
+Fields = Annotated[dict[str, Any], Field(title="Given")]
+Job = Annotated[BatchJob, Field(title="Given")]
+Unset = Annotated[None, Field(title="By default")]
+
+
 @flow(name="batch_inference", flow_run_name="{job.name}", persist_result=False)
 def batch_inference(
-    job: BatchJob, run_key: str | None = None, scheduled_for: AwareDatetime | None = None
+    job: Annotated[BatchJob, titled("Job")],
+    run_key: Annotated[Key | Unset, titled("Run key")] = None,
+    scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
 ) -> RunReport:
     """Asks a model about every row of a table and writes the answers, each row exactly once.
 
     Args:
         job: What to read, what to ask, where to write.
-        run_key: Name of the run's directory under output.uri. The same key continues or returns
-            a run; by default the job's name and the scheduled start of the outermost flow run.
+        run_key: Name of the run's directory in the output's folder. The same key continues or
+            returns a run; by default the job's name and the scheduled start of the outermost flow
+            run.
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
     """
@@ -47,10 +64,10 @@ def batch_inference(
 
 @flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
 def retry_failed(
-    run_dir: str,
-    errors: list[str] | None = None,
-    overrides: dict[str, Any] | None = None,
-    job: BatchJob | None = None,
+    run_dir: Annotated[str, titled("Run directory")],
+    errors: Annotated[Classes | Unset, titled("Error classes")] = None,
+    overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
+    job: Annotated[Job | Unset, titled("Job")] = None,
 ) -> RunReport | None:
     """Asks again about the failed rows of a finished run, in a run of their own beside it.
 

@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -27,6 +28,8 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from prefect_raybatch import vllm_fields
 from prefect_raybatch.errors import ConfigError
@@ -124,6 +127,26 @@ def _nearest(name: str, known: set[str] | frozenset[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
 
 
+def _plain(field: dict[str, Any]) -> None:
+    """Makes of a field that may be left out a plain one without a default, for which Prefect's
+    server takes null as well, and of int | float a number. Prefect's form shows a union as tabs
+    named after Python's types, and to fill in a field one must find the right tab first."""
+    if "ge" in field:  # pydantic leaves the bound of a union as it is
+        field["minimum"] = field.pop("ge")
+    kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]
+    types = [kind.get("type") for kind in kinds]
+    if types == ["string", "array"]:
+        kinds[0]["title"], kinds[1]["title"] = "One", "Several"
+    if types == ["integer", "number"]:
+        del kinds[0]
+    if len(kinds) == 1:
+        del field["anyOf"]
+        field.update(kinds[0])
+        if field.get("default", ...) is None:
+            del field["default"]
+        _plain(field)
+
+
 class Group(BaseModel):
     """Fields that belong together; unknown ones are refused."""
 
@@ -140,6 +163,16 @@ class Group(BaseModel):
                     "the flow runs"
                 )
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema, with each field as the form in the Prefect page shows it best."""
+        schema = handler(core_schema)
+        for field in handler.resolve_ref_schema(schema)["properties"].values():
+            _plain(field)
+        return schema
 
     @model_serializer(mode="wrap")
     def _hidden(

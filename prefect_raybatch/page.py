@@ -82,11 +82,11 @@ class Page(Listener):
             self.log.info(line(beat))
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         if self._is_due("progress", PROGRESS_EVERY, now, share):
-            text = f"Committed rows of {self.run.run_key}."
+            text = f"Share of the rows of {self.run.run_key} that are committed."
             self._show(ProgressArtifact(progress=share, description=text), "progress", share)
         if self._is_due("live", TABLE_EVERY, now, beat):
             table = "\n".join(table_lines(live_rows(beat)))
-            text = f"{self.run.run_key} now."
+            text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
             self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
 
     def _now(self, now: float) -> Beat | None:
@@ -149,12 +149,12 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
 
 
 def line(beat: Beat) -> str:
-    """Progress in a line: rows, share, rate, time left, failed."""
+    """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
-    return (
-        f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {beat.rate:,.0f} rows/s, "
-        f"{duration(beat.seconds_left)} left, {beat.failed:,} failed"
-    )
+    pace = beat.phase
+    if beat.seconds_left is not None:
+        pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
+    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {beat.failed:,} failed"
 
 
 def artifact_key(run_key: str) -> str:

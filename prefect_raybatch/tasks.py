@@ -64,7 +64,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
         return run
 
 
-@task(name="plan_retry", **RETRY)
+@task(name="plan_retry", task_run_name="plan-retry", **RETRY)
 def plan_retry(
     run_dir: str,
     errors: list[str] | None = None,
@@ -86,7 +86,7 @@ def plan_retry(
         return made
 
 
-@task(name="infer_shards", **RETRY)
+@task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
 def infer_shards(job: BatchJob, run: Run) -> Progress:
     """Reads, infers and commits all pending shards; a live progress artifact counts commits.
 
@@ -100,7 +100,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
             return jobs.infer(job, loaded, run, page, flow_runs.owner())
 
 
-@task(name="finalize_run", **RETRY)
+@task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
     """Writes the result, proves coverage, writes the report and `_SUCCESS`.
 
@@ -113,18 +113,25 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         create_table_artifact(
             table=reports.stage_table(report),
             key=f"{key}-stages",
-            description="Time, rows and rows a second of each stage.",
+            description=f"Stages of the run {run.run_key}: time, rows, rows a second.",
         )
         if report.failures:
             create_table_artifact(
                 table=reports.failure_table(report.failures),
                 key=f"{key}-failures",
-                description="Commonest failures of rows in quarantine.",
+                description=f"Commonest failures of the rows in quarantine of {run.run_key}.",
             )
         create_markdown_artifact(
-            markdown=reports.markdown(report), key=f"{key}-report", description="Run report."
+            markdown=reports.markdown(report),
+            key=f"{key}-report",
+            description=f"Report of the run {run.run_key}.",
         )
         if not run.finished:  # else that was said when it was
+            get_run_logger().info(
+                "run %s: %s rows = %s answered + %s in quarantine + %s left out, in %s",
+                *(run.run_key, f"{report.rows:,}", f"{report.good:,}", f"{report.failed:,}"),
+                *(f"{report.skipped:,}", run.uri),
+            )
             materialize_result(report)
             events.completed(report)
         return report

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-import httpx
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.prefect_server import ROOT, Prefect, prefect_server
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools import validate
 
 from prefect_raybatch import BatchJob, batch_inference, runs
 from prefect_raybatch import flow as flows
@@ -28,9 +22,7 @@ from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "deployments"
-BIN = Path(sys.executable).parent
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     item["name"]: item
     for item in yaml.safe_load((FOLDER / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
@@ -92,6 +84,30 @@ def form_is_whole(schema: dict[str, Any]) -> None:
     assert groups["Source"]["properties"]["format"]["enum"] == ["auto", "parquet", "csv", "jsonl"]
     assert groups["Engine"]["properties"]["device"]["enum"] == ["auto", "gpu", "cpu"]
     assert "schema" in groups["Output"]["properties"]  # by its alias, as a person writes it
+    # The form shows unions as tabs; but for "one" and "several", fields are plain ones.
+    fields = {f"{n}.{f}": v for n, g in groups.items() for f, v in g["properties"].items()}
+    assert [name for name, field in fields.items() if "anyOf" in field] == ["Source.uri"]
+    assert fields["Limits.max_failed"]["type"] == "number"
+
+
+def test_the_server_takes_null_for_what_is_left_out_and_refuses_the_rest() -> None:
+    schema: Any = parameter_schema(batch_inference).model_dump()
+    job = BatchJob.from_dict(DEPLOYMENTS["dev"]["parameters"]["job"])
+    whole = job.model_dump(mode="json", by_alias=True)
+    assert whole["source"]["limit"] is whole["cluster"]["address"] is None
+    assert whole["limits"]["warn_failed"] is whole["output"]["schema"] is None
+    parameters = {"job": whole, "run_key": None, "scheduled_for": None}
+    validate(parameters, schema, raise_on_error=True)  # as it does for each run that is created
+    for group, field, value in (
+        ("source", "limit", "ten"),
+        ("source", "limit", 0),
+        ("source", "columns", "Company"),
+        ("limits", "max_failed", "few"),
+        ("limits", "max_failed", -1),
+        ("cluster", "address", 1),
+    ):
+        wrong = {**parameters, "job": {**whole, group: {**whole[group], field: value}}}
+        assert validate(wrong, schema), f"{group}.{field}: {value!r}"
 
 
 def test_a_missed_night_gets_the_key_it_would_have_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,92 +160,15 @@ def test_the_kubernetes_manifests_fit_together() -> None:
 # --- the whole way ------------------------------------------------------------------------------
 
 
-class Prefect:
-    """A server with a database of its own, and commands against it."""
-
-    def __init__(self, home: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/api"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
-        self.env = {
-            **kept,
-            "PREFECT_HOME": str(home),
-            "PREFECT_API_URL": self.url,
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
-            "PREFECT_WORKER_QUERY_SECONDS": "2",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        }
-        self.home, self.started = home, list[subprocess.Popen[bytes]]()
-
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        log = (self.home / f"{arguments[0]}.log").open("ab")
-        process = subprocess.Popen(
-            ["prefect", *arguments], env=self.env, cwd=ROOT, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def call(self, *arguments: str) -> str:
-        done = subprocess.run(
-            ["prefect", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True,
-            timeout=150,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def ask(self, path: str, body: Any = None) -> Any:
-        answer = (
-            httpx.get(f"{self.url}/{path}", timeout=30)
-            if body is None
-            else httpx.post(f"{self.url}/{path}", json=body, timeout=30)
-        )
-        answer.raise_for_status()
-        return answer.json()
-
-    def until(self, look: Callable[[], Any], seconds: float, what: str) -> Any:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError):
-                if value := look():
-                    return value
-            time.sleep(0.5)
-        logs = [path.read_text()[-3000:] for path in self.home.glob("*.log")]
-        pytest.fail(f"{what} did not come within {seconds:g} s:\n" + "\n".join(logs))
-
-    def state(self, run: str) -> dict[str, Any]:
-        return dict(self.ask(f"flow_runs/{run}")["state"])
-
-    def stop(self) -> None:
-        for process in reversed(self.started):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    made = Prefect(tmp_path_factory.mktemp("prefect"))
-    try:
-        made.start("server", "start", "--host", "127.0.0.1", "--port", str(made.port))
-        made.until(lambda: made.ask("health"), 120, "the server")
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.mark.e2e
 def test_deployed_scheduled_run_by_a_worker_and_proved(prefect: Prefect, tmp_path: Path) -> None:
-    prefect.call("work-pool", "create", "raybatch", "--type", "process")
-    prefect.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
-    found = {item["name"]: item for item in prefect.ask("deployments/filter", {})}
+    found = prefect.deploy()
     assert set(found) == {"dev", "nightly"}
     for item in found.values():
         form_is_whole(item["parameter_openapi_schema"])
@@ -255,7 +194,7 @@ def test_deployed_scheduled_run_by_a_worker_and_proved(prefect: Prefect, tmp_pat
     dev, out = found["dev"]["id"], str(tmp_path / "out")
     job = {**found["dev"]["parameters"]["job"], "output": {"uri": out, "column": "industry"}}
     body = {"parameters": {"job": job, "scheduled_for": "2026-03-01T02:00:00+01:00"}}
-    prefect.start("worker", "start", "--pool", "raybatch", "--name", "test")
+    prefect.work()
     run = prefect.ask(f"deployments/{dev}/create_flow_run", body)["id"]
     prefect.until(lambda: prefect.state(run)["type"] == "RUNNING", 90, "the run's start")
 

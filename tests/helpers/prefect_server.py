@@ -1,0 +1,118 @@
+"""A real Prefect server and worker for tests, as processes with a database of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+POOL = "raybatch"
+
+
+class Prefect:
+    """A server with a database of its own, and commands against it."""
+
+    def __init__(self, home: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = taken.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
+        self.env = {
+            **kept,
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": self.url,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.home, self.started = home, list[subprocess.Popen[bytes]]()
+        self.worker = 0
+        self.deployments: dict[str, dict[str, Any]] = {}
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        log = (self.home / f"{arguments[0]}.log").open("ab")
+        process = subprocess.Popen(
+            ["prefect", *arguments], env=self.env, cwd=ROOT, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def call(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["prefect", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True,
+            timeout=150,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        answer = (
+            httpx.get(f"{self.url}/{path}", timeout=30)
+            if body is None
+            else httpx.post(f"{self.url}/{path}", json=body, timeout=30)
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def until(self, look: Callable[[], Any], seconds: float, what: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                if value := look():
+                    return value
+            time.sleep(0.5)
+        logs = [path.read_text()[-3000:] for path in self.home.glob("*.log")]
+        pytest.fail(f"{what} did not come within {seconds:g} s:\n" + "\n".join(logs))
+
+    def state(self, run: str) -> dict[str, Any]:
+        return dict(self.ask(f"flow_runs/{run}")["state"])
+
+    def stop(self) -> None:
+        for process in reversed(self.started):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def deploy(self) -> dict[str, dict[str, Any]]:
+        """Deploys deployments/prefect.yaml to a new work pool; the deployments by their names,
+        which `deployments` keeps."""
+        self.call("work-pool", "create", POOL, "--type", "process")
+        self.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+        found = self.ask("deployments/filter", {})
+        self.deployments = {item["name"]: item for item in found}
+        return self.deployments
+
+    def work(self) -> None:
+        """Starts a worker of the pool; `worker` is its process id."""
+        self.worker = self.start("worker", "start", "--pool", POOL, "--name", "test").pid
+
+
+@contextmanager
+def prefect_server(home: Path) -> Iterator[Prefect]:
+    """A server that answers; it and all that was started with it is gone at the end."""
+    made = Prefect(home)
+    try:
+        made.start("server", "start", "--host", "127.0.0.1", "--port", str(made.port))
+        made.until(lambda: made.ask("health"), 120, "the server")
+        yield made
+    finally:
+        made.stop()

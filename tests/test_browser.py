@@ -1,0 +1,219 @@
+"""What an operator sees and clicks: Prefect's pages over a deployed flow, in a real browser."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers.browser import browser_page, form_field, picture
+from helpers.prefect_server import Prefect, prefect_server
+from playwright.sync_api import Page, expect
+
+from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.verify import verify
+
+pytestmark = pytest.mark.e2e
+
+SHARD = 50
+WORK = 420  # seconds for a run on a busy machine, which may need Prefect's retry of its start
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
+        made.deploy()
+        made.work()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def page(prefect: Prefect) -> Iterator[Page]:
+    with browser_page() as made:
+        yield made
+
+
+def site(prefect: Prefect, path: str) -> str:
+    return prefect.url.removesuffix("/api") + path
+
+
+def open_run(page: Page, prefect: Prefect, run: str) -> None:
+    page.goto(site(prefect, f"/runs/flow-run/{run}"))
+    expect(page.get_by_text("batch_inference", exact=True).first).to_be_visible()
+
+
+def open_artifact(page: Page, prefect: Prefect, key: str) -> None:
+    """Follows the operator's way: the artifacts, the key's card, its newest version."""
+    page.goto(site(prefect, "/artifacts"))
+    page.get_by_text(key, exact=True).click()
+    page.locator("a[href*='/artifacts/artifact/']").first.click()
+    expect(page.get_by_text("Show raw data")).to_be_visible()
+
+
+def tab(page: Page, name: str) -> None:
+    page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
+
+
+def commits(out: Path, key: str) -> dict[str, bytes]:
+    folder = out / key / "_raybatch/commits"
+    return {path.name: path.read_bytes() for path in folder.glob("*.json")}
+
+
+def at_work(prefect: Prefect) -> list[psutil.Process]:
+    """What the worker has started: the flow's process, Ray and the engines."""
+    return psutil.Process(prefect.worker).children(recursive=True)
+
+
+def titles(processes: list[psutil.Process]) -> list[str]:
+    """Command lines of those that still run."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
+def test_the_form_starts_a_run_and_the_pages_tell_of_it(
+    prefect: Prefect, page: Page, tmp_path: Path
+) -> None:
+    rows, out = 6000, tmp_path / "out"
+    write_customers(tmp_path / "customers.csv", rows, 3)
+    dev = prefect.deployments["dev"]["id"]
+
+    page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
+    form = page.locator("form").first
+    where = form_field(form, "Job", "Source", "Where")
+    expect(where).to_contain_text("A folder is read recursively.")
+    expect(where.locator("textarea")).to_have_value("deployments/customers.csv")
+    # Titles and not the names of fields; a choice is a list to choose from.
+    labels = form.locator(".schema-form-property__label").all_inner_texts()
+    assert len(labels) > 60 and labels[0] == "Job", labels
+    assert not [text for text in labels if "_" in text or text[:1].islower()]
+    device = form_field(form, "Job", "Engine", "Device")
+    device.locator("button.p-select-button__control").click()
+    options = page.locator(".p-select-option")
+    expect(options).to_have_text(["auto", "gpu", "cpu"])
+    options.nth(2).click()
+    expect(device).to_contain_text("cpu")
+    # Tabs with the names of Python's types are only left where both are of use.
+    assert "Property is type" not in form_field(form, "Job").inner_text()
+    form_field(form, "Job").scroll_into_view_if_needed()
+
+    where.locator("textarea").fill(str(tmp_path / "customers.csv"))
+    form_field(form, "Job", "Source", "Rows a shard").locator("input").fill(str(SHARD))
+    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(out))
+    key = form_field(form, "Run key")
+    key.get_by_role("button", name="Given").click()
+    key.locator("textarea").fill("monday")
+    page.evaluate("window.scrollTo(0, 0)")
+    form.evaluate("form => form.scrollIntoView()")
+    picture(page, "form", tmp_path, 1000)
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_text("scheduled to start")).to_be_visible()
+
+    def runs() -> Any:
+        return prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [dev]}}})
+
+    (run,) = prefect.until(runs, 60, "the run that was submitted")
+    job = run["parameters"]["job"]
+    assert job["source"] == {"uri": str(tmp_path / "customers.csv"), "rows_per_shard": SHARD} | {
+        name: job["source"][name] for name in ("format", "options")
+    }
+    assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
+
+    def working() -> bool:
+        assert prefect.state(run["id"])["type"] in ("SCHEDULED", "PENDING", "RUNNING")
+        return len(commits(out, "monday")) >= 3
+
+    prefect.until(working, WORK, "the first commits")
+    open_run(page, prefect, run["id"])
+    expect(page.get_by_text("Running", exact=True).first).to_be_visible()
+    line = page.get_by_text(re.compile(r"of 6,000 rows \(\d+%\), \d+ rows/s, .* left, 0 failed"))
+    expect(line.first).to_be_visible()
+    line.last.scroll_into_view_if_needed()
+    picture(page, "run", tmp_path)
+    open_artifact(page, prefect, "raybatch-monday-live")
+    expect(page.get_by_role("row", name=re.compile("rows .*of 6,000"))).to_be_visible()
+    expect(page.get_by_role("row", name=re.compile("state inferring"))).to_be_visible()
+    expect(page.get_by_role("row", name=re.compile("engines alive 1"))).to_be_visible()
+    picture(page, "live", tmp_path, 700)
+    open_artifact(page, prefect, "raybatch-monday-progress")
+    (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
+    assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
+
+    prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
+    assert verify(open_store(str(out / "monday"))).ok
+    open_run(page, prefect, run["id"])
+    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+    expect(page.get_by_text("6,000 rows = 6,000 answered + 0 in quarantine")).to_be_visible()
+    picture(page, "completed", tmp_path)
+    lines = page.locator(".log-row").count()
+    tab(page, "Task Runs")
+    for name in ("plan-shards", "infer-shards", "finalize-run", "result-asset"):
+        expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
+    tab(page, "Artifacts")
+    expect(page.get_by_text("raybatch-monday-report", exact=True)).to_be_visible()
+    assert lines < 60, "log lines in the page, of a run of a minute or so"
+
+    page.goto(site(prefect, "/artifacts"))
+    for kind in ("progress", "live", "stages", "report"):
+        expect(page.get_by_text(f"raybatch-monday-{kind}", exact=True)).to_be_visible()
+    picture(page, "artifacts", tmp_path, 500)
+    open_artifact(page, prefect, "raybatch-monday-report")
+    expect(page.get_by_role("heading", name="dev: completed")).to_be_visible()
+    expect(page.get_by_role("row", name="Rows answered 6,000")).to_be_visible()
+    expect(page.get_by_role("heading", name="Stages")).to_be_visible()
+    picture(page, "report", tmp_path, 1100)
+    open_artifact(page, prefect, "raybatch-monday-stages")
+    for stage in ("read", "prepare", "engine", "finish"):
+        expect(page.get_by_role("row", name=re.compile(f"^{stage} .*6,000"))).to_be_visible()
+    open_artifact(page, prefect, "raybatch-monday-progress")
+    expect(page.get_by_text("Progress: 100%")).to_be_visible()
+
+
+def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
+    prefect: Prefect, page: Page, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_customers(tmp_path / "customers.csv", 60_000, 3)
+    dev = prefect.deployments["dev"]
+    job = {
+        **dev["parameters"]["job"],
+        "source": {"uri": str(tmp_path / "customers.csv"), "rows_per_shard": SHARD},
+        "output": {"uri": str(out), "column": "industry"},
+    }
+    body = {"parameters": {"job": job, "run_key": "long"}}
+    run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
+    prefect.until(lambda: len(commits(out, "long")) >= 5, WORK, "the first commits")
+    kept, started = commits(out, "long"), at_work(prefect)
+    assert any("VLLM::" in title for title in titles(started)), titles(started)
+
+    open_run(page, prefect, run)
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
+    picture(page, "cancel", tmp_path)
+    clicked = time.monotonic()
+    page.get_by_role("button", name="Confirm", exact=True).click()
+    badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
+    expect(badge.first).to_be_visible(timeout=30_000)
+    while left := titles(started):
+        assert time.monotonic() - clicked < 30, f"these outlive the cancelled run: {left}"
+        time.sleep(0.2)
+    took = time.monotonic() - clicked
+    print(f"cancelled, and its engines gone, within {took:.1f} s of the click")
+    assert took < 30
+    assert prefect.state(run)["type"] == "CANCELLED"
+    picture(page, "cancelled", tmp_path)
+
+    now = commits(out, "long")
+    assert kept.items() <= now.items(), "a commit was changed or lost"
+    assert len(now) < 60_000 // SHARD and not (out / "long/_SUCCESS").exists()
+    time.sleep(3)
+    assert commits(out, "long") == now, "something goes on committing"
