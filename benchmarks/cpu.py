@@ -131,7 +131,7 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
 
 
 def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
-    from prefect_raybatch import cluster, runs
+    from prefect_raybatch import cluster, runs, sized
     from prefect_raybatch.ledger import Ledger
     from prefect_raybatch.pipeline import Pipeline
     from prefect_raybatch.records import Unit
@@ -155,8 +155,9 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
         units = [Unit(i, 0, shards[i].rows) for i in range(plan.shards)]
         ends = []
         with cluster.connected(batch) as have:
-            kind = cluster.check_fit(batch, have).device
-            pipeline = Pipeline(batch, plan, shards, ledger.store, "bench", kind, {})
+            size = sized.for_attempt(batch, plan, ledger, have)
+            cluster.check_fit(batch, have, size.pool)
+            pipeline = Pipeline(batch, plan, shards, ledger.store, "bench", size, {})
             pipeline.finish = type(pipeline.finish)(
                 **{**pipeline.finish.__dict__, "store": Nowhere(run.uri)}
             )

@@ -15,7 +15,8 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   vllm       the synchronous `LLM.chat` over the whole list
   raydata    `ray.data.llm` as its guides configure it: all its stages on, no checkpoint
   raydata3   the same with three engines on a GPU
-  ours       runs.plan_run, infer_run, finalize_run with commits on; `ours3`: three engines a GPU
+  ours       runs.plan_run, infer_run, finalize_run with commits on, one engine a GPU; `ours3`:
+             three engines a GPU; `auto`: as many as the package chooses by itself
 
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
 the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
@@ -241,7 +242,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     return {"rows_s": (high - low) / (at[high] - at[low]), "first_row_s": at[0] - START}
 
 
-def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[str, float]:
+def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> dict[str, float]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -251,6 +252,9 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
         rows = make_rows(args.work, args.rows)
         pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
         own = args.work in ("long", "varied", "prefix")
+        arguments = engine_arguments(args)
+        if engines != 1:  # left to the package
+            del arguments["gpu_memory_utilization"]
         prompt = {"function": "gpu:ask"} if own else {"system": SYSTEM, "template": "{text}"}
         job = BatchJob.from_dict(
             {
@@ -260,10 +264,9 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
                 "sampling": sampling_of(512 if own else 0),
                 "engine": {
                     "model": model,
-                    "replicas": args.gpus * engines,
+                    "replicas": args.gpus,
                     "engines_per_gpu": engines,
-                    **engine_arguments(args),
-                    **({"gpu_memory_utilization": 0.9 / engines} if engines > 1 else {}),
+                    **arguments,
                 },
                 "output": {"uri": f"{folder}/out", "columns": []},
             }
@@ -283,6 +286,7 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
             "first_row_s": first,
             "finalize_s": time.time() - began,
             "shards": report.shards,
+            "engines_a_gpu": _packed(job, run),
             "engine_task_s": sums["engine_s"],
             "prepare_task_s": sums["prepare_s"],
             "finish_task_s": sums["finish_s"],
@@ -290,6 +294,19 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int = 1) -> dict[st
             "output_tokens": sums["output_tokens"] / args.rows,
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
         }
+
+
+def _packed(job: Any, run: Any) -> int:
+    """Engines on a GPU, as they were chosen."""
+    from prefect_raybatch import cluster, sized
+    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.storage import open_store
+
+    ledger = Ledger(open_store(run.uri))
+    plan = ledger.load_plan()
+    if plan is None:
+        raise SystemExit("the plan is gone")
+    return sized.for_attempt(job, plan, ledger, cluster.capacity()).pool.engines_per_gpu
 
 
 PEERS = {
@@ -302,6 +319,7 @@ PEERS = {
     "ours4": (peer_ours, 4),
     "ours5": (peer_ours, 5),
     "ours6": (peer_ours, 6),
+    "auto": (peer_ours, "auto"),
 }
 
 
@@ -336,7 +354,7 @@ def main() -> int:
     if args.peer:
         run, engines = PEERS[args.peer]
         model = make_model(args.sizes, Path(args.models))
-        more = (engines,) if engines > 1 else ()
+        more = (engines,) if engines != 1 else ()
         print("RESULT", json.dumps(run(args, model, *more)), flush=True)  # type: ignore[operator]
         return 0
     failed = 0

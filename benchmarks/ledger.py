@@ -191,9 +191,12 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
     def build(units: Any, isolated: bool) -> Iterator[Any]:
         with steps.step("import Ray"):
             from prefect_raybatch.pipeline import Pipeline
+            from prefect_raybatch.sizing import Capacity, resolve
             from prefect_raybatch.stages.read import ShardDatasource
         with steps.step("read tasks") as counts:
-            pipeline = Pipeline(job, plan, shards, store, "attempt", "cpu", {}, shuffle="attempt")
+            have = Capacity(16, 0, 1, "nowhere")
+            size = resolve(job, plan.rows, 0, have, planned=plan.rows_per_shard)
+            pipeline = Pipeline(job, plan, shards, store, "attempt", size, {}, shuffle="attempt")
             datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units))
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough

@@ -88,11 +88,28 @@ def demo(
 
 
 @app.command()
-def plan(job: JobFile, run_key: RunKey = None, set_: Set = None, as_json: Json = False) -> None:
-    """Dry run: shards, rows, shards an engine, saturation, needs against the cluster."""
-    found = runs.dry_run(_with_keys(_job(job, set_)), run_key)
+def plan(
+    job: JobFile,
+    run_key: RunKey = None,
+    set_: Set = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Of a cluster of these, such as H100.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="That has so many GPUs, 8 a node.")
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="And so many CPUs.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Dry run: every size with its reason, shards, needs against the cluster."""
+    what_if = None
+    if gpu is not None or gpus is not None or cpus is not None:
+        from prefect_raybatch.sizing import imagined
+
+        what_if = imagined(gpu, gpus, cpus)
+    found = runs.dry_run(_with_keys(_job(job, set_)), run_key, what_if)
     if as_json:
-        _print_json(found)
+        _print_json({**asdict(found), "sizing": found.sizing.to_dict()})
     else:
         _show_plan(found)
     if found.problems:
@@ -531,31 +548,36 @@ def _show_findings(found: Sequence[Any]) -> None:
 
 
 def _show_plan(found: runs.DryRun) -> None:
-    size = found.sizing
+    size, have = found.sizing, found.have
     table = _grid()
     table.add_row("input", f"{found.rows:,} rows in {found.files:,} {found.format} files")
     table.add_row("columns", escape(", ".join(found.columns)))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {size.rows_per_shard:,} rows")
-    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.workers} engines)")
+    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.pool.engines} engines)")
     table.add_row(
         "saturation",
         f"{size.rows_per_shard:,} rows * {size.concurrent} at once "
         f"{'>=' if size.saturated else '<'} {size.max_num_seqs} sequences",
     )
     table.add_row("needs", f"{found.needs['cpus']:g} CPUs, {found.needs['gpus']:g} GPUs")
-    have = found.have
+    kinds = " and ".join(have["accelerators"]) or "of unknown kind"
+    gpus = f"{have['gpus']:g} GPUs {kinds}" if have["gpus"] else "no GPU"
+    asked = "assumed, as it cannot be asked" if have["assumed"] else f"at {have['address']}"
     table.add_row(
-        "cluster",
-        f"{have['cpus']:g} CPUs, {have['gpus']:g} GPUs, {have['nodes']} nodes"
-        if have
-        else "a local one, started for the run",
+        "cluster", escape(f"{have['cpus']:g} CPUs, {gpus}, {have['nodes']} nodes, {asked}")
     )
     table.add_row("run directory", escape(found.run))
     out.print(table)
-    for note in size.notes:
-        out.print(f"  {note}", markup=False)
+    sizes = Table(box=None, pad_edge=False)
+    for name in ("size", "value", "why"):
+        sizes.add_column(name, overflow="fold")
+    for figure in found.figures:
+        sizes.add_row(figure.name, escape(figure.value), escape(figure.why))
+    out.print(sizes)
+    for warning in size.warnings:
+        out.print(f"[yellow]warning[/]: {escape(warning)}")
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
 

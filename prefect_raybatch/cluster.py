@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,22 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.cards import card
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.sizing import Capacity, Pool, choose_pool
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What the cluster has in all (logical CPUs, GPUs, nodes) and where it is."""
-
-    cpus: float
-    gpus: float
-    nodes: int
-    address: str
-    node_gpus: float = 0.0  # of the node with most
-    accelerators: tuple[str, ...] = ()  # Ray's names
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,17 @@ class Needs:
     cpus: float
     gpus: float
     device: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine: its product name, MiB of memory in all and in use."""
+
+    index: int
+    name: str
+    mib: float
+    used_mib: float
+    driver: str
 
 
 def address_of(job: BatchJob) -> str | None:
@@ -101,15 +105,76 @@ def capacity() -> Capacity:
 
     total = ray.cluster_resources()
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = [node for node in alive if node.get("GPU", 0) >= 1]
     mark = "accelerator_type:"
     return Capacity(
         total.get("CPU", 0.0),
         total.get("GPU", 0.0),
         len(alive),
         ray.get_runtime_context().gcs_address,
-        max((node.get("GPU", 0.0) for node in alive), default=0.0),
+        tuple(sorted(node["GPU"] for node in gpus)),
         tuple(sorted(name.removeprefix(mark) for name in total if name.startswith(mark))),
+        min((node.get("CPU", 0.0) / node["GPU"] for node in gpus), default=0.0),
+        # Other nodes have other cards; of this one the driver can say more than its name.
+        _measured() if len(alive) == 1 and gpus else 0,
     )
+
+
+def glance(job: BatchJob) -> Capacity | None:
+    """What can be told of the job's cluster without joining it: all of one that this process is in,
+    this machine where the run starts one itself; None for one that is elsewhere."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return capacity()
+    if address_of(job) or job.cluster.job_server:
+        return None
+    cards, _ = gpus_here()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        cards = cards[: len([name for name in visible.split(",") if name.strip()])]
+    cpus, count = local_cpus(job), len(cards)
+    return Capacity(
+        cpus,
+        count,
+        1,
+        "this machine",
+        (count,) if count else (),
+        tuple(sorted({found.name if (found := card(c.name)) else c.name for c in cards})),
+        cpus / count if count else 0.0,
+        _measured(),
+    )
+
+
+def gpus_here() -> tuple[list[Gpu], str]:
+    """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], ""
+    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=8,
+        )
+    except subprocess.TimeoutExpired:
+        return [], "nvidia-smi does not answer within 8 s"
+    if done.returncode:
+        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
+    cards = []
+    for line in done.stdout.splitlines():
+        index, name, total, used, driver = (part.strip() for part in line.split(","))
+        try:
+            cards.append(Gpu(int(index), name, float(total), float(used), driver))
+        except ValueError:  # [N/A] or [Not Supported]: a GPU that was cut into parts
+            return [], f"nvidia-smi says of GPU {index}: {total} MiB, {used} used"
+    return cards, "" if cards else "nvidia-smi shows no GPU"
+
+
+def _measured() -> int:
+    """Bytes of the smallest GPU of this machine; 0 where none is shown."""
+    return int(min((gpu.mib for gpu in gpus_here()[0]), default=0)) << 20
 
 
 def actor_states(kind: str) -> dict[str, int]:
@@ -129,37 +194,37 @@ def actor_states(kind: str) -> dict[str, int]:
     return dict(Counter(name for name in names if name != "DEAD"))
 
 
-def device(job: BatchJob, gpus: float) -> str:
-    """cpu or gpu, as the job says or as the cluster has."""
-    if job.engine.device != "auto":
-        return job.engine.device
-    return "gpu" if gpus >= 1 else "cpu"
+def needs(job: BatchJob, pool: Pool) -> Needs:
+    """What the job takes at least while it runs with that pool of engines."""
+    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job)
+    return Needs(cpus, pool.gpus[0], pool.device)
 
 
-def needs(job: BatchJob, gpus: float) -> Needs:
-    """What the job takes on a cluster with `gpus` GPUs."""
-    kind = device(job, gpus)
-    wanted = job.engine.gpus if kind == "gpu" else 0
-    return Needs(job.engine.replicas * job.engine.num_cpus + _stage_cpus(job), wanted, kind)
+def pool_for(job: BatchJob, have: Capacity) -> Pool:
+    """The engines as far as they can be told without the model's sizes."""
+    return choose_pool(job, have, None, 0, {})
 
 
-def check_fit(job: BatchJob, have: Capacity) -> Needs:
+def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
     """Raises `InsufficientResources` before an engine starts if the cluster can never hold it."""
-    want = needs(job, have.gpus)
+    pool = pool or pool_for(job, have)
+    want, engine = needs(job, pool), job.engine
     short = []
+    parallel = f"tensor_parallel_size {engine.tensor_parallel_size} * pipeline_parallel_size "
+    parallel += f"{engine.pipeline_parallel_size}"
+    slots = sum(int(gpus // engine.gpus_per_replica) for gpus in have.gpus_by_node)
     if want.gpus > have.gpus:
         short.append(
-            f"{want.gpus:g} GPUs ({job.engine.replicas} engines * "
-            f"{job.engine.gpus_per_replica}, {job.engine.engines_per_gpu} engines a GPU) of "
-            f"{have.gpus:g}; lower engine.replicas or "
-            "tensor_parallel_size, or set engine.device: cpu"
+            f"{want.gpus:g} GPUs ({pool.replicas[0]} replicas * {parallel}) of {have.gpus:g}; "
+            "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
-    elif want.gpus and job.engine.gpus_per_replica > have.node_gpus:
+    elif want.gpus and slots < pool.replicas[0]:
         short.append(
-            f"{job.engine.gpus_per_replica} GPUs on one node for an engine, where no node has more "
-            f"than {have.node_gpus:g}; lower tensor_parallel_size or pipeline_parallel_size"
+            f"{engine.gpus_per_replica} GPUs on one node for each of {pool.replicas[0]} replicas "
+            f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
+            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size"
         )
-    kind = job.engine.accelerator_type
+    kind = engine.accelerator_type
     if want.gpus and kind and kind not in have.accelerators:
         short.append(
             f"accelerator {kind}, where the cluster has {', '.join(have.accelerators) or 'none'}; "
@@ -167,14 +232,18 @@ def check_fit(job: BatchJob, have: Capacity) -> Needs:
         )
     if want.cpus > have.cpus:
         short.append(
-            f"{want.cpus:g} logical CPUs of {have.cpus:g}; lower engine.replicas, engine.num_cpus "
-            "or cluster.prepare/finish.num_cpus"
+            f"{want.cpus:g} logical CPUs of {have.cpus:g}; lower engine.replicas, "
+            "engine.engines_per_gpu, engine.num_cpus or cluster.prepare/finish.num_cpus"
         )
     if short:
         raise InsufficientResources(
             f"the Ray cluster at {have.address} is too small: needs " + "; and ".join(short)
         )
     return want
+
+
+def _list(gpus: tuple[float, ...]) -> str:
+    return ", ".join(f"{count:g}" for count in gpus) or "none"
 
 
 def _stage_cpus(job: BatchJob) -> float:

@@ -333,6 +333,26 @@ class Sampling(Group):
         return self
 
 
+MOST_REPLICAS = 4096
+
+
+def _count(value: Any, most: int, auto: bool = True) -> Any:
+    """A whole number from 1 to `most`, or auto; ValueError otherwise. A form sends text."""
+    if auto and value == "auto":
+        return value
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        if not (isinstance(value, float) and value.is_integer()):
+            raise ValueError(f"is no whole number{' and not auto' if auto else ''}")
+        value = int(value)
+    if value < 1:
+        raise ValueError("should be greater than 0")
+    if value > most:
+        raise ValueError(f"should be at most {most}")
+    return value
+
+
 class Engine(Group):
     """The model and how it is run. Any vLLM engine argument may be added and is passed through."""
 
@@ -350,8 +370,12 @@ class Engine(Group):
     device: Literal["auto", "gpu", "cpu"] = _field(
         3, "auto", title="Device", text="auto: GPU where the cluster has one."
     )
-    replicas: int = _field(
-        4, 1, title="Engines", text="How many engines work side by side.", gt=0, le=4096
+    replicas: int | Literal["auto"] | list[int] = _field(
+        4,
+        "auto",
+        title="Replicas",
+        text="Copies of the model, each on tensor * pipeline GPUs, or on a CPU. auto: on all GPUs "
+        "of the cluster, one on a CPU. [fewest, most]: as many as the cluster gives room for.",
     )
     tensor_parallel_size: int = _field(
         5, 1, title="Tensor parallel", text="GPUs that share each layer.", gt=0
@@ -400,21 +424,37 @@ class Engine(Group):
     env: dict[str, str] = _field(
         14, {}, title="Environment", text="Environment variables for the engine's process."
     )
-    engines_per_gpu: int = _field(
+    engines_per_gpu: int | Literal["auto"] = _field(
         15,
-        1,
+        "auto",
         title="Engines a GPU",
         text="Engines that share a GPU, each with its part of the memory: one engine is held back "
-        "by Python on one core long before a small model fills the chip. `replicas` counts "
-        "engines.",
-        gt=0,
-        le=16,
+        "by Python on one core before a small model with short answers fills the chip. auto: as "
+        "many as pay and fit. A replica on one GPU is so many engines.",
     )
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _replicas(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return _count(value, MOST_REPLICAS)
+        if len(value) != 2:
+            raise ValueError("write [fewest, most], such as [2, 8]")
+        fewest, most = (_count(number, MOST_REPLICAS, auto=False) for number in value)
+        if fewest > most:
+            raise ValueError(f"the fewest ({fewest}) are more than the most ({most})")
+        return [fewest, most]
+
+    @field_validator("engines_per_gpu", mode="before")
+    @classmethod
+    def _engines_per_gpu(cls, value: Any) -> Any:
+        return _count(value, 16)
 
     @model_validator(mode="after")
     def _known(self) -> Engine:
         extra = self.model_extra or {}
-        if self.engines_per_gpu > 1 and self.gpus_per_replica > 1:
+        packed = self.engines_per_gpu != "auto" and self.engines_per_gpu > 1
+        if packed and self.gpus_per_replica > 1:
             raise ValueError(
                 "engines_per_gpu packs engines of one GPU each; set tensor_parallel_size and "
                 "pipeline_parallel_size to 1 or engines_per_gpu to 1"
@@ -425,11 +465,6 @@ class Engine(Group):
     @property
     def gpus_per_replica(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that all engines take."""
-        return -(-self.replicas * self.gpus_per_replica // self.engines_per_gpu)
 
 
 class Output(Group):

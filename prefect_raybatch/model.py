@@ -17,6 +17,8 @@ from prefect_raybatch.records import digest, dump
 from prefect_raybatch.storage import Store, is_remote, open_store
 
 DEMO = "demo"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+MAX_CONFIG_BYTES = 4 << 20
 SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
@@ -76,6 +78,60 @@ def with_tokenizer(model: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     extra = engine.model_extra or {}
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
+
+
+def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """(config.json, bytes of the weight files or None) of a model, without fetching its weights.
+
+    Raises `ConfigError` when its config.json cannot be had from here.
+    """
+    source = str(model["source"])
+    try:
+        if is_remote(source):
+            store = open_store(source)
+            sizes = {file.path: file.size for file in store.list()}
+            return _object(store.read("config.json", MAX_CONFIG_BYTES)), _weight_bytes(sizes)
+        folder = Path(demo.demo_model_path() if source == DEMO else source)
+        if not folder.exists():
+            return _hub_config(source, model.get("revision"))
+        sizes = {str(file.name): file.stat().st_size for file in folder.iterdir()}
+        return _object((folder / "config.json").read_bytes()), _weight_bytes(sizes)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"engine.model: config.json of {source} is not readable: {error}"
+        ) from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, not an object")
+    return value
+
+
+def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
+    """Bytes of the weights among a model's files: of one form, where they are there in several."""
+    for ending in WEIGHTS:
+        # Mistral's own form of the same weights lies beside the usual one.
+        files = {n: size for n, size in sizes.items() if n.endswith(ending) and "/" not in n}
+        usual = [size for name, size in files.items() if not name.startswith("consolidated")]
+        if found := sum(usual or files.values()):
+            return found
+    return None
+
+
+def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    config = _object(Path(hf_hub_download(name, "config.json", revision=revision)).read_bytes())
+    if HF_HUB_OFFLINE:
+        return config, None
+    try:
+        info = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True)
+    except OSError:
+        return config, None  # the sizes then follow from the config
+    return config, _weight_bytes({f.rfilename: f.size or 0 for f in info.siblings or ()})
 
 
 def context_length(path: str) -> int | None:

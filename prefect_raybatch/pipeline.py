@@ -21,8 +21,9 @@ from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import BatchJob, Stage
 from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import Shards, concurrent_batches, decode_schema
+from prefect_raybatch.plan import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit
+from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 class Pipeline:
     """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
 
-    `device` is cpu or gpu; `input_options` are the s3fs options of an input read in place;
-    `shuffle` (any text) decides the order of the shards.
+    `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
+    read in place; `shuffle` (any text) decides the order of the shards.
     """
 
     job: BatchJob
@@ -47,7 +48,7 @@ class Pipeline:
     shards: Shards
     store: Store
     attempt: str
-    device: str
+    size: Sizing
     input_options: dict[str, Any]
     shuffle: str | None = None
     engine: type = EngineStage
@@ -81,7 +82,7 @@ class Pipeline:
         Units whose task died with its process have no receipt: the caller sees what is missing.
         """
         with _context() as context:
-            limit_in_flight(context, self.uncommitted)
+            limit_in_flight(context, self.size.uncommitted)
             self._running = self._dataset(units, isolated)
             for batch in self._running.iter_batches(
                 batch_size=None, batch_format="pyarrow", prefetch_batches=0
@@ -91,7 +92,7 @@ class Pipeline:
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         prepare = Prepare(self.job.prompt, self.model, self.job.engine.max_model_len)
-        spec = engine_spec(self.job, dict(self.plan.model), self.device, self._done)
+        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
         return (
             ShardDatasource(self.reader, self._tasks(units))
             .dataset(**_resources(self.job.cluster.prepare))
@@ -122,20 +123,6 @@ class Pipeline:
             if thread.name == name and isinstance(thread, StreamingExecutor):
                 thread.shutdown(force=True)
 
-    @property
-    def in_flight(self) -> int:
-        """Units an engine works on at once."""
-        return concurrent_batches(self.job, self.plan.rows_per_shard)
-
-    @property
-    def uncommitted(self) -> int:
-        """Shards that may be in engines, or answered and not yet committed: what a crash costs.
-
-        Twice what engines hold and what waits at their doors, so that they need not wait for the
-        stage behind them.
-        """
-        return 2 * self.job.engine.replicas * (self.in_flight + 1)
-
     def quarantine(self, unit: Unit, reason: str) -> Receipt:
         """The receipt of a single row that keeps killing its engine, with its piece written."""
         (task,) = self.reader.tasks(self._starts([unit]))
@@ -156,9 +143,11 @@ class Pipeline:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
 
     def _pool(self, isolated: bool) -> ActorPoolStrategy:
-        calls = 1 if isolated else self.in_flight
+        calls, pool = 1 if isolated else self.size.concurrent, self.size.pool
         return ActorPoolStrategy(
-            size=self.job.engine.replicas,
+            # Equal when the number is fixed: then Ray starts them all at once.
+            min_size=pool.fewest,
+            max_size=pool.engines,
             max_concurrent_calls_per_actor=calls,
             # One more waits at the actor, so that a freed slot is filled without a round trip.
             max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),
@@ -174,9 +163,9 @@ class Pipeline:
             "max_restarts": 3,
             "max_task_retries": 0,
         }
-        if self.device == "gpu":
+        if self.size.pool.device == "gpu":
             # Rounded down to what Ray counts in, so that all of them fit.
-            whole = engine.gpus_per_replica / engine.engines_per_gpu
+            whole = engine.gpus_per_replica / self.size.pool.engines_per_gpu
             resources["num_gpus"] = math.floor(whole * 1000) / 1000
             if engine.accelerator_type:
                 resources["accelerator_type"] = engine.accelerator_type

@@ -1,4 +1,4 @@
-"""Inventory and job to plan: shards, fingerprint, sizing. Pure; imports neither Ray nor Prefect."""
+"""Inventory and job to plan: shards and fingerprint. Pure; imports neither Ray nor Prefect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,12 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
 from prefect_raybatch.job import BatchJob, template_fields
 from prefect_raybatch.records import InputFile, Plan, Shard, digest, dump
+from prefect_raybatch.shard_sizes import choose_rows_per_shard
+from prefect_raybatch.sizing import expected_engines
 from prefect_raybatch.trust import check_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-SHARDS_A_WORKER = 8  # 2 to 4 is the least that balances; more makes resume and progress finer
-MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
-MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
@@ -156,84 +154,6 @@ def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> 
         f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
         + "\n  ".join(lines)
         + "\nRun under another --run-key, or put the job back as it was."
-    )
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """What the plan resolved, each figure with its reason, for `raybatch plan` and the report."""
-
-    rows_per_shard: int
-    shards: int
-    workers: int
-    shards_a_worker: float
-    concurrent: int
-    max_num_seqs: int
-    saturated: bool
-    notes: tuple[str, ...]
-
-
-def choose_rows_per_shard(rows: int, row_bytes: float, job: BatchJob) -> tuple[int, str]:
-    """(rows a shard, why).
-
-    rows / (workers * 8), not under `batch_size` (smaller blocks starve the engine) nor over 4,000
-    rows or 128 MiB. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4
-    partitions a worker and blocks no smaller than the batch; 8 make progress and resume finer.
-    """
-    if job.source.rows_per_shard:
-        return min(job.source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
-    wanted = math.ceil(rows / (job.engine.replicas * SHARDS_A_WORKER))
-    by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
-    chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
-    why = f"{rows:,} rows / ({job.engine.replicas} engines * {SHARDS_A_WORKER} shards)"
-    if chosen == by_bytes:
-        why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
-    elif chosen == MOST_ROWS:
-        why += f", at most {MOST_ROWS:,}"
-    elif chosen > wanted:
-        why += f", at least engine.batch_size {job.engine.batch_size}"
-    return chosen, why
-
-
-def concurrent_batches(job: BatchJob, rows_per_shard: int) -> int:
-    """Shards in flight in an engine: set, or so many that rows in flight cover max_num_seqs
-    twice over the one being filled, at least 2 (the tail of one overlaps the head of the next)."""
-    if job.engine.max_concurrent_batches:
-        return job.engine.max_concurrent_batches
-    return max(2, math.ceil(job.engine.max_num_seqs / rows_per_shard) + 1)
-
-
-def sizing(job: BatchJob, rows: int, row_bytes: float, planned: int | None = None) -> Sizing:
-    """Resolved sizes. `planned` is the rows a shard of an existing plan, which stay as they are."""
-    chosen, why = choose_rows_per_shard(rows, row_bytes, job)
-    if planned:
-        chosen, why = planned, "the run's plan"
-    shards = math.ceil(rows / chosen)
-    concurrent = concurrent_batches(job, chosen)
-    workers = job.engine.replicas
-    saturated = min(chosen, max(rows, 1)) * concurrent >= job.engine.max_num_seqs
-    notes = [f"rows a shard: {chosen:,} ({why})"]
-    if not saturated:
-        need = math.ceil(job.engine.max_num_seqs / chosen)
-        notes.append(
-            f"engines starve: {chosen} rows * {concurrent} shards at once is under max_num_seqs "
-            f"{job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
-        )
-    if shards < 2 * workers:
-        fit = max(1, math.ceil(rows / (4 * workers)))
-        notes.append(
-            f"{shards} shards for {workers} engines leave some idle; set source.rows_per_shard "
-            f"to {fit:,}"
-        )
-    return Sizing(
-        chosen,
-        shards,
-        workers,
-        round(shards / workers, 2),
-        concurrent,
-        job.engine.max_num_seqs,
-        saturated,
-        tuple(notes),
     )
 
 
@@ -387,13 +307,16 @@ def make_plan(
     snapshot: bool,
     retry: Mapping[str, Any] | None = None,
     numbers: bytes | None = None,
+    engines: int | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
-    `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's.
+    `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's. The
+    shards are cut for `engines`, by default for those of a cluster that cannot be asked.
     """
     rows = sum(file.rows for file in files)
-    size = choose_rows_per_shard(rows, row_bytes, job)[0]
+    engines = engines or expected_engines(job, None)
+    size = choose_rows_per_shard(rows, row_bytes, job, engines)[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)
     tables = {
@@ -420,6 +343,7 @@ def make_plan(
         job=public_job(job),
         parent=retry["parent"] if retry else None,
         numbers_table=names[2],
+        row_bytes=round(row_bytes, 1),
     )
     return plan, tables
 

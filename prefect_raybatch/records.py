@@ -135,6 +135,7 @@ class Plan:
     hash in their name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of
     the record's bytes and stands in every commit. A run that retries failed rows has the run key
     of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
+    `row_bytes` is the mean of the input's bytes a row, by which engines are packed.
     """
 
     run_key: str
@@ -154,11 +155,14 @@ class Plan:
     parent: str | None = None
     format: int = FORMAT
     numbers_table: str | None = None
+    row_bytes: float | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
-        if self.numbers_table is None:  # plans from before this field keep their bytes and hash
-            del value["numbers_table"]
+        # Plans from before these fields keep their bytes and hash.
+        for name in ("numbers_table", "row_bytes"):
+            if value[name] is None:
+                del value[name]
         return dump(value)
 
     @cached_property  # every commit is compared with it
@@ -177,6 +181,8 @@ class Plan:
         for name in ("rows", "rows_per_shard", "shards"):
             if not isinstance(getattr(plan, name), int) or getattr(plan, name) < 0:
                 raise CorruptRun(f"plan.json: {name} is {getattr(plan, name)!r}, not a count")
+        if not isinstance(plan.row_bytes, (int, float, type(None))):
+            raise CorruptRun(f"plan.json: row_bytes is {plan.row_bytes!r}, not a number")
         for name in ("shards_table", "files_table", "numbers_table"):
             table = getattr(plan, name)
             if name == "numbers_table" and table is None:

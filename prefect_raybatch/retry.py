@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
-from prefect_raybatch import runs
+from prefect_raybatch import runs, sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import Family, Member, load_family, place
 from prefect_raybatch.job import BatchJob, with_fields
@@ -202,6 +202,7 @@ def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
         snapshot=True,
         retry=asked.selection,
         numbers=numbers_table(numbers),
+        engines=sized.expected_engines(job),
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
+from prefect_raybatch import sized
+from prefect_raybatch import sizing as sizes
 from prefect_raybatch.advice import advise
-from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
+from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources
+from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
-from prefect_raybatch.plan import Shards, Sizing
+from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
+from prefect_raybatch.shard_sizes import problems
+from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.trust import check_trust
@@ -65,7 +70,8 @@ class DryRun:
     model: dict[str, Any]
     run: str
     needs: dict[str, Any]
-    have: dict[str, Any] | None
+    have: dict[str, Any]
+    figures: tuple[Figure, ...]
     problems: tuple[str, ...]
 
 
@@ -229,6 +235,7 @@ def _new_plan(
         found.row_bytes,
         {**pinned, **({"identity": model["identity"]} if model else {})},
         snapshot=copied,
+        engines=sized.expected_engines(job),
     )
     return ledger.create_plan(plan, tables)
 
@@ -256,10 +263,11 @@ def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
     )
 
 
-def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
+def dry_run(job: BatchJob, run_key: str | None = None, what_if: Capacity | None = None) -> DryRun:
     """What a run would do, without writing and without Ray, unless a cluster is named: then its
-    capacity is asked. `problems` is empty when the run can start."""
-    from prefect_raybatch import cluster, source
+    capacity is asked. `what_if` takes the cluster's place. `problems` is empty when the run can
+    start and its engines are kept busy."""
+    from prefect_raybatch import source
 
     check_places(job)
     check_trust(job)
@@ -269,17 +277,18 @@ def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     rows = sum(file.rows for file in found.files)
-    size = planning.sizing(job, rows, found.row_bytes)
-    have = None
-    problems = [note for note in size.notes if not note.startswith("rows a shard")]
-    if cluster.address_of(job):
-        with cluster.connected(job) as capacity:
-            have = asdict(capacity)
-            try:
-                cluster.check_fit(job, capacity)
-            except RayBatchError as error:
-                problems.append(str(error))
-    needs = cluster.needs(job, have["gpus"] if have else 0)
+    model = models.resolve(job.engine)
+    have = what_if or sized.ask(job)
+    known, unknown = sized.model_sizes(job, model, have)
+    expected = sizes.expected_engines(job, what_if) if what_if else sized.expected_engines(job)
+    wrong: list[str] = []
+    try:
+        size = sizes.resolve(job, rows, found.row_bytes, have, known, unknown, expected=expected)
+    except (ConfigError, InsufficientResources) as error:
+        wrong.append(str(error))
+        size = sizes.resolve(job, rows, found.row_bytes, have, expected=expected)
+    wrong += size.problems
+    needs = sized.needs(job, have, size, wrong)
     return DryRun(
         job=job.name,
         rows=rows,
@@ -287,11 +296,12 @@ def dry_run(job: BatchJob, run_key: str | None = None) -> DryRun:
         format=found.format,
         sizing=size,
         columns=tuple(found.schema.names),
-        model=models.resolve(job.engine),
+        model=model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
-        needs=asdict(needs),
-        have=have,
-        problems=tuple(problems),
+        needs=needs,
+        have=asdict(have),
+        figures=tuple(figures(job, have, size, known)),
+        problems=tuple(wrong),
     )
 
 
@@ -333,21 +343,24 @@ def infer_run(
 
     ledger.note_attempt(attempt, _whoami(plan))
     with monitor, cluster.connected(job) as capacity:
-        want = cluster.check_fit(job, capacity)
+        size = sized.for_attempt(job, plan, ledger, capacity)
+        cluster.check_fit(job, capacity, size.pool)
+        for warning in size.warnings:
+            log.warning(warning)
         lazy.pipeline = Pipeline(
             job,
             plan,
             shards,
             store,
             attempt,
-            want.device,
+            size,
             dict(job.source.options),
             # Another attempt may be alive. Ours is noted before we look, so that of two that start
             # at the same moment one at least sees the other.
             shuffle=attempt if ledger.attempts() > 1 else None,
             **({"engine": engine} if engine else {}),
         )
-        driver.suspects = job.engine.replicas * (1 + lazy.pipeline.in_flight)
+        driver.suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run()
 
 
@@ -427,7 +440,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*planning.sizing(job, plan.rows, 1.0, plan.rows_per_shard).notes, *_of_whom(plan)),
+        notes=(*_notes(job, plan), *_of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
     )
@@ -447,6 +460,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         }
     )
     return _end(ledger, plan, True)
+
+
+def _notes(job: BatchJob, plan: Plan) -> list[str]:
+    engines = sizes.certain_engines(job)
+    shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
+    return [shards, *problems(job, plan.rows, plan.rows_per_shard, engines)]
 
 
 def _of_whom(plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import runs
+from prefect_raybatch import runs, sized, sizing
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
@@ -32,8 +32,9 @@ BETTER = 1.03  # times the best rate so far: less is noise
 SAMPLE = 100_000  # rows of an input that must be copied
 MOST_SHARDS = 4096  # of batch_size rows: more than a trial gets through
 SPARE = 1.1  # of the engines that a deadline needs
-ENGINES, SEQUENCES, TOKENS = (
+ENGINES, REPLICAS, SEQUENCES, TOKENS = (
     "engine.engines_per_gpu",
+    "engine.replicas",
     "engine.max_num_seqs",
     "engine.max_num_batched_tokens",
 )
@@ -42,25 +43,26 @@ ENGINES, SEQUENCES, TOKENS = (
 @dataclass(frozen=True)
 class Trial:
     """Settings (field: value) that were tried: rows a second in the steady state, seconds until
-    the first row was in an engine; or why it did not work."""
+    the first row was in an engine, replicas of the model and engines in all; or why it did not
+    work."""
 
     changes: Mapping[str, Any]
     rows_per_s: float = 0.0
     start_s: float = 0.0
     rows: int = 0
+    replicas: int = 1
+    engines: int = 1
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of it. `rows` of the whole input, which would take `seconds` with `best`;
-    `engines` at work in it. `deadline`, in seconds, and the engines it `needs`, where one was given
-    and can be met."""
+    """What came of it. `rows` of the whole input, which would take `seconds` with `best`.
+    `deadline`, in seconds, and the replicas it `needs`, where one was given and can be met."""
 
     trials: tuple[Trial, ...]
     best: Trial
     rows: int
-    engines: int
     seconds: float
     deadline: float | None = None
     needs: int | None = None
@@ -91,17 +93,18 @@ def tune(
     try:
         with cluster.connected(job) as have:
             bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
-            trials = list(search(job, _axes(job, have), bench, ends, observe))
+            starts = bench.starts()
+            trials = list(search(starts, _axes(job, have), bench, ends, observe))
     finally:
         _remove(store)
     best = max(trials, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    return _told(job, tuple(trials), best, rows, deadline)
+    return _told(tuple(trials), best, rows, deadline)
 
 
 def search(
-    job: BatchJob,
+    starts: Mapping[str, Any],
     axes: Mapping[str, Callable[[Any], list[Any]]],
     bench: Callable[[Mapping[str, Any]], Trial],
     ends: float,
@@ -110,6 +113,9 @@ def search(
 ) -> Iterator[Trial]:
     """Trials, the job as it is first; then one field after the other is moved from the best so
     far, and on in the same direction while that helps, until there is no time for another trial.
+
+    `starts` are the values that the fields have in the job as it is, `axes` say where to go from a
+    value.
     """
     took = 0.0
 
@@ -125,7 +131,7 @@ def search(
     yield best
     seen = {_key(best.changes)}
     for name, moves in axes.items():
-        now = best.changes.get(name, _value(job, name))
+        now = starts[name]
         ways = [[value] for value in moves(now)]
         while ways:
             (value,) = ways.pop(0)
@@ -158,7 +164,18 @@ class Bench:
     ):
         self.job, self.store, self.have, self.seconds = job, store, have, seconds
         self.engine = engine
-        self.plan, self.shards = runs.load_run(Ledger(store), run)
+        self.ledger = Ledger(store)
+        self.plan, self.shards = runs.load_run(self.ledger, run)
+
+    def starts(self) -> dict[str, Any]:
+        """What the job's own fields come to, those that are automatic included."""
+        size = sized.for_attempt(self.job, self.plan, self.ledger, self.have)
+        return {
+            ENGINES: size.pool.engines_per_gpu,
+            REPLICAS: size.pool.replicas[1],
+            SEQUENCES: self.job.engine.max_num_seqs,
+            TOKENS: size.arguments["max_num_batched_tokens"],
+        }
 
     def __call__(self, changes: Mapping[str, Any]) -> Trial:
         """One trial; what went wrong stands in its `error`."""
@@ -172,7 +189,8 @@ class Bench:
         from prefect_raybatch.pipeline import Pipeline
 
         job = changed(self.job, changes)
-        want = cluster.check_fit(job, self.have)
+        size = sized.for_attempt(job, self.plan, self.ledger, self.have)
+        cluster.check_fit(job, self.have, size.pool)
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         pipeline = Pipeline(
             job,
@@ -180,7 +198,7 @@ class Bench:
             self.shards,
             self.store,
             uuid.uuid4().hex,
-            want.device,
+            size,
             dict(job.source.options),
             **more,
         )
@@ -190,7 +208,9 @@ class Bench:
             return Trial(changes, error=error or "no shard came through in time")
         first = min(receipt.stats["started"] for receipt in done)
         rate, rows = steady(done)
-        return Trial(changes, round(rate, 1), round(first - began, 1), rows)
+        pool = size.pool
+        start = round(first - began, 1)
+        return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
         """Receipts of shards that got through until time is up, and why one did not."""
@@ -267,13 +287,12 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
 
 def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     """Which fields are moved, and from a value where to."""
-    from prefect_raybatch import cluster
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if cluster.device(job, have.gpus) == "gpu":
+    if sizing.device(job, have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[SEQUENCES] = twice_or_half(64, 1024)
@@ -281,39 +300,26 @@ def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     else:
         room = have.cpus - job.cluster.prepare.num_cpus - job.cluster.finish.num_cpus
         most = int(room / job.engine.num_cpus)
-        axes["engine.replicas"] = lambda value: [v for v in (value + 1,) if v <= most]
+        axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
         axes[SEQUENCES] = twice_or_half(32, 512)
     return axes
-
-
-def _value(job: BatchJob, name: str) -> Any:
-    value = getattr(job.engine, name.removeprefix("engine."))
-    return 16384 if value is None and name == TOKENS else value
 
 
 def _key(changes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(changes.items()))
 
 
-def _told(
-    job: BatchJob,
-    trials: tuple[Trial, ...],
-    best: Trial,
-    rows: int,
-    deadline: float | None,
-) -> Tuned:
-    engine = changed(job, best.changes).engine
-    seconds = best.start_s + rows / best.rows_per_s
+def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
+    work = rows / best.rows_per_s
+    seconds = round(best.start_s + work, 1)
     if deadline is None or seconds <= deadline:
-        return Tuned(trials, best, rows, engine.replicas, round(seconds, 1), deadline)
+        return Tuned(trials, best, rows, seconds, deadline)
     left = deadline - best.start_s
     if left <= 0:
         note = f"the engines alone take {best.start_s:,.0f} s to start, so no number of them helps"
-        return Tuned(
-            trials, best, rows, engine.replicas, round(seconds, 1), deadline, notes=(note,)
-        )
-    needs = math.ceil(engine.replicas * rows / best.rows_per_s / left * SPARE)
-    return Tuned(trials, best, rows, engine.replicas, round(seconds, 1), deadline, needs)
+        return Tuned(trials, best, rows, seconds, deadline, notes=(note,))
+    needs = math.ceil(best.replicas * work / left * SPARE)
+    return Tuned(trials, best, rows, seconds, deadline, needs)
 
 
 def _remove(store: Store) -> None:
@@ -347,8 +353,8 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
 def verdict(tuned: Tuned) -> list[str]:
     """What it comes to, in sentences."""
     said = [
-        f"{tuned.rows:,} rows would take {duration(tuned.seconds)} with {tuned.engines} engines at "
-        f"{tuned.best.rows_per_s:,.1f} rows/s in all"
+        f"{tuned.rows:,} rows would take {duration(tuned.seconds)} with {tuned.best.engines} "
+        f"engines at {tuned.best.rows_per_s:,.1f} rows/s in all"
     ]
     if tuned.deadline is not None:
         meets = f"the deadline of {duration(tuned.deadline)}"
@@ -361,7 +367,7 @@ def verdict(tuned: Tuned) -> list[str]:
 
 def settings(tuned: Tuned) -> dict[str, Any]:
     """The fields to change in the job."""
-    more = {"engine.replicas": tuned.needs} if tuned.needs else {}
+    more = {REPLICAS: tuned.needs} if tuned.needs else {}
     return {**tuned.best.changes, **more}
 
 

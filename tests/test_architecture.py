@@ -42,7 +42,14 @@ MAY_IMPORT = {
     "demo": set(),
     "part_files": {"storage", *VALUES},
     "source": {"trust", "job", "part_files", "storage", *VALUES},
-    "plan": {"trust", "functions", "job", *VALUES},
+    "cards": set(),
+    "memory": {"errors"},
+    "packing": {"cards", "errors", "job", "memory"},
+    "misfit": {"cards", "errors", "job", "memory"},
+    "shard_sizes": {"job"},
+    "sizing": {"cards", "job", "memory", "misfit", "packing", "shard_sizes"},
+    "figures": {"job", "memory", "misfit", "sizing"},
+    "plan": {"trust", "functions", "job", "shard_sizes", "sizing", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
     "checkpoints": {"storage", *VALUES},
     "row_numbers": {"plan", *VALUES},
@@ -63,7 +70,8 @@ MAY_IMPORT = {
         *VALUES,
     },
     "driver": {"checkpoints", "job", "ledger", "plan", "tally", *VALUES},
-    "cluster": {"errors", "job"},
+    "cluster": {"cards", "errors", "job", "sizing"},
+    "sized": {"cluster", "job", "ledger", "memory", "model", "sizing", *VALUES},
     "stages": set(),
     "stages.blocks": {"records"},
     "stages.reaper": set(),
@@ -71,14 +79,14 @@ MAY_IMPORT = {
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
     "stages.window": set(),
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
-    "stages.memory": {*VALUES},
     "stages.figures": {"stages.blocks"},
     "stages.engine": {
         "job",
+        "memory",
         "model",
+        "sizing",
         "stages.blocks",
         "stages.figures",
-        "stages.memory",
         "stages.stepper",
         "storage",
         *VALUES,
@@ -137,7 +145,17 @@ MAY_IMPORT["doctor"] = {
     *VALUES,
 }
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
-MAY_IMPORT["pipeline"] = {"cluster", "job", "ledger", "model", "plan", "storage", *STAGES, *VALUES}
+MAY_IMPORT["pipeline"] = {
+    "cluster",
+    "job",
+    "ledger",
+    "model",
+    "plan",
+    "sizing",
+    "storage",
+    *STAGES,
+    *VALUES,
+}
 PREFECT_SIDE = {"tasks", "flow", "flow_runs", "blocks", "assets", "events", "page"}
 # What users touch: imported by nobody below.
 ENDS = {*PREFECT_SIDE, "cli", "remote", "__init__"}
@@ -150,6 +168,7 @@ MAY_IMPORT["retry"] = {
     "results",
     "row_numbers",
     "runs",
+    "sized",
     "source",
     "stages.finish",
     *VALUES,

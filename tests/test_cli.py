@@ -17,6 +17,7 @@ import pytest
 import yaml
 from helpers.engines import FAILS, CrashingEngine, FakeEngine
 from helpers.small import job_dict, receipts, small_run
+from test_memory import LLAMA_8B
 
 from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
@@ -267,9 +268,33 @@ def test_plan_as_json_with_overrides(tmp_path, call):
     )
     found = json.loads(out)
     assert code == 1  # three shards for two engines: a problem, and the same in words
-    assert (found["rows"], found["sizing"]["shards"], found["sizing"]["workers"]) == (25, 3, 2)
-    assert found["run"].endswith("out/mine") and found["have"] is None
+    assert (found["rows"], found["sizing"]["shards"]) == (25, 3)
+    assert found["sizing"]["pool"]["engines"] == 2
+    assert found["run"].endswith("out/mine") and found["have"]["address"] == "this machine"
     assert any("source.rows_per_shard" in problem for problem in found["problems"])
+
+
+def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
+    """What if: the engines of a cluster of H200s, and a model that no L4 holds."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA_8B))
+    path = write_job(tmp_path, engine={"model": str(tmp_path / "model")})
+    asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
+    code, out, err = call(*asked)
+    assert code == 1 and err == ""  # 4 shards for 6 engines
+    for words in ("2 GPUs H200", "3 keep the GPU busy", "16384", "replicas * engines a GPU"):
+        assert words in " ".join(out.split())
+    found = json.loads(call(*asked, "--json")[1])
+    assert found["sizing"]["pool"]["engines"] == 6 and found["needs"]["gpus"] == 2
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert figures["engines a GPU"]["value"] == "3" and figures["engines a GPU"]["why"]
+    assert not (tmp_path / "out").exists()
+    code, out, _ = call("plan", path, "--gpu", "T4", "--json")
+    (wrong,) = [text for text in json.loads(out)["problems"] if "does not fit on T4" in text]
+    assert code == 1 and "engine.tensor_parallel_size 2" in wrong
+    code, out, _ = call("plan", path, "--gpu", "L4", "--gpus", "2", "--set",
+                        "engine.tensor_parallel_size=2")  # fmt: skip
+    assert code == 0 and "warning" in out and "PCIe" in out
 
 
 def test_set_makes_the_groups_it_needs(tmp_path, call):

@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3server import S3Server, proxy, start_s3
 
-from prefect_raybatch import cli, doctor
+from prefect_raybatch import cli, cluster, doctor
 from prefect_raybatch.doctor import Finding, Patient, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import BatchJob
@@ -109,7 +109,7 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
     assert one(machine.check_gpus, make_job(engine=GPU)).mark == "fail"
     away = make_job(engine=GPU, cluster={"address": "head:6379"})  # the GPUs are elsewhere
     assert set(found(machine.check_gpus, away)) == {"CPU"}
@@ -122,7 +122,7 @@ def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_cpu_can_do(
     flags: str | None, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"flags\t: {flags}\n")

@@ -14,7 +14,9 @@ from helpers.small import MODEL, input_rows, make_job
 
 from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
+from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import Unit
+from prefect_raybatch.sizing import Capacity, resolve
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import stepper
 from prefect_raybatch.stages.blocks import (
@@ -238,16 +240,21 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
     assert seen == ["set"]
 
 
+def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
+    size = resolve(job, 1000, 50, Capacity(16, gpus, 1, "here"))
+    return engine_spec(job, dict(MODEL), size)
+
+
 def test_every_sizing_argument_is_set_on_purpose():
-    cpu = engine_spec(make_job(), dict(MODEL), "cpu").arguments
-    gpu = engine_spec(make_job(engine={"max_model_len": 99}), dict(MODEL), "gpu").arguments
+    cpu = spec_of(make_job()).arguments
+    gpu = spec_of(make_job(engine={"max_model_len": 99}), gpus=1).arguments
     for arguments in (cpu, gpu):
         assert arguments["max_num_seqs"] == 256
         assert arguments["enable_prefix_caching"] is True
     assert cpu["enforce_eager"] is True and "enforce_eager" not in gpu
     assert (cpu["max_num_batched_tokens"], gpu["max_num_batched_tokens"]) == (4096, 16384)
     assert gpu["max_model_len"] == 99
-    assert engine_spec(make_job(), dict(MODEL), "cpu").env == CPU_ENV
+    assert spec_of(make_job()).env == CPU_ENV
 
 
 def test_what_the_job_says_beats_the_defaults():
@@ -261,7 +268,7 @@ def test_what_the_job_says_beats_the_defaults():
         },
         sampling={"max_tokens": 3, "top_p": 0.5, "choice": ["a", "b"]},
     )
-    spec = engine_spec(job, dict(MODEL), "cpu")
+    spec = spec_of(job)
     assert spec.arguments["enforce_eager"] is False
     assert spec.arguments["max_num_batched_tokens"] == 123
     assert spec.arguments["tensor_parallel_size"] == 2

@@ -1,22 +1,16 @@
-"""What an engine takes of a GPU, from the model's own files."""
+"""What an engine takes of a GPU, from the model's own config."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefect_raybatch.cards import CARDS, card, without_nvlink
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.stages.memory import (
-    USABLE,
-    kv_token_bytes,
-    packed,
-    share,
-    weight_bytes,
-)
+from prefect_raybatch.memory import USABLE, describe, packed, share
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -25,49 +19,192 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
 }
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+MIXTRAL = {
+    **LLAMA_8B,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN_30B_A3B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "quantization_config": {"quant_method": "fp8"},
+}
 H200 = 141 * 10**9
 SIZES = {"max_num_batched_tokens": 16384, "max_num_seqs": 256}
 
 
-def folder_of(tmp_path: Path, **changes: object) -> Path:
-    config = {name: value for name, value in {**LLAMA_8B, **changes}.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+@pytest.mark.parametrize(
+    ("config", "params", "active"),
+    [  # billions, by the model cards
+        (LLAMA_8B, 8.03, 7.5),
+        (LLAMA_70B, 70.6, 69.5),
+        (MIXTRAL, 46.7, 12.7),
+        (QWEN_30B_A3B, 30.5, 3.0),
+        (DEEPSEEK_V3, 671, 36.6),
+    ],
+    ids=["llama-8b", "llama-70b", "mixtral", "qwen-moe", "deepseek"],
+)
+def test_known_models_have_their_known_sizes(config, params, active):
+    found = describe(config, {})
+    assert found.params == pytest.approx(params * 1e9, rel=0.01)
+    assert found.active == pytest.approx(active * 1e9, rel=0.05)
 
 
-def test_a_llama_8b_has_its_known_size(tmp_path):
-    # 8.03 billion parameters, by its model card; 128 KiB of KV cache a token.
-    assert weight_bytes(folder_of(tmp_path)) == pytest.approx(2 * 8.03e9, rel=0.001)
-    assert kv_token_bytes(tmp_path) == 128 * 1024
+def test_a_text_model_inside_another_is_found():
+    assert describe({"text_config": LLAMA_8B}, {}) == describe(LLAMA_8B, {})
 
 
-def test_weight_files_count_where_there_are_any(tmp_path):
-    folder = folder_of(tmp_path)
-    (folder / "a.safetensors").write_bytes(b"x" * 300)
-    (folder / "b.safetensors").write_bytes(b"x" * 700)
-    (folder / "old.bin").write_bytes(b"x" * 999)  # the same weights in another form
-    assert weight_bytes(folder) == 1000
+def test_kv_cache_a_token():
+    llama = describe(LLAMA_8B, {})
+    assert llama.kv_bytes(10) == 10 * 128 * 1024
+    assert llama.kv_bytes(10, tensor=4) == 10 * 32 * 1024
+    assert llama.kv_bytes(10, tensor=16) == 10 * 16 * 1024  # 8 heads: no more than 8 parts
+    assert llama.kv_bytes(10, pipeline=2) == 10 * 64 * 1024
+    assert describe(LLAMA_8B, {"kv_cache_dtype": "fp8"}).kv_bytes(10) == 10 * 64 * 1024
+    latent = describe(DEEPSEEK_V3, {})
+    assert latent.kv_bytes(1) == latent.kv_bytes(1, tensor=8) == 61 * (512 + 64) * 2
 
 
-def test_engines_share_a_gpu_and_leave_some_free(tmp_path):
-    folder = folder_of(tmp_path)
+def test_layers_with_a_window_keep_no_more_than_it():
+    kinds = ["sliding_attention"] * 24 + ["full_attention"] * 8
+    found = describe({**LLAMA_8B, "layer_types": kinds, "sliding_window": 1024}, {})
+    assert found.kv_bytes(1000) == 1000 * 128 * 1024
+    assert found.kv_bytes(9000) == (9000 * 8 + 1024 * 24) * 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "stored", "gigabytes"),
+    [
+        ({}, {}, None, 16.06),
+        ({"torch_dtype": "float32"}, {}, None, 16.06),  # vLLM halves it
+        ({}, {"dtype": "float32"}, None, 32.12),
+        ({"torch_dtype": "float32"}, {}, 32_120_000_000, 16.06),
+        ({}, {"dtype": "half"}, 16_000_000_000, 16.0),
+        ({}, {"quantization": "fp8"}, 16_060_000_000, 9.08),  # made when it is loaded
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, None, 9.08),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, 9_100_000_000, 9.1),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, None, 5.77),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, {}, None, 9.08),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, {}, None, 9.08),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            {},
+            None,
+            5.77,
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+                }
+            },
+            {},
+            None,
+            5.77,
+        ),
+        ({}, {"quantization": "bitsandbytes"}, None, 5.77),
+    ],
+)
+def test_weights_by_dtype_and_quantization(changes, arguments, stored, gigabytes):
+    found = describe({**LLAMA_8B, **changes}, arguments, stored)
+    assert found.weights == pytest.approx(gigabytes * 1e9, rel=0.005)
+
+
+def test_engines_share_a_gpu_and_leave_some_free():
+    model = describe(LLAMA_8B, {})
     for engines in (2, 3, 4):
-        one = share(folder, SIZES, H200, engines)
+        one = share(model, SIZES, H200, engines)
         assert engines * (one.weights + one.working + one.kv_cache) <= USABLE * H200
-        arguments = packed(folder, SIZES, H200, engines)
+        arguments = packed(model, SIZES, H200, engines)
         assert arguments["kv_cache_memory_bytes"] == one.kv_cache
-        assert arguments["gpu_memory_utilization"] * engines <= USABLE + 0.01
-    assert packed(folder, {**SIZES, "gpu_memory_utilization": 0.2}, H200, 3)[
-        "gpu_memory_utilization"
-    ] == pytest.approx(0.2)
+        assert arguments["gpu_memory_utilization"] * engines <= USABLE
 
 
-def test_what_does_not_fit_is_said_with_the_figures(tmp_path):
+def test_what_the_job_says_of_memory_is_for_all_engines_of_a_gpu():
+    model = describe(LLAMA_8B, {})
+    half = packed(model, {**SIZES, "gpu_memory_utilization": 0.6}, H200, 2)
+    assert half["gpu_memory_utilization"] == 0.3
+    assert half["kv_cache_memory_bytes"] < packed(model, SIZES, H200, 2)["kv_cache_memory_bytes"]
+    own = packed(model, {**SIZES, "kv_cache_memory_bytes": 7}, H200, 3)
+    assert own["kv_cache_memory_bytes"] == 7
+
+
+def test_what_does_not_fit_is_said_with_the_figures():
     with pytest.raises(ConfigError, match=r"7 engines do not fit on a GPU of 131.3 GiB: .*15.0"):
-        share(folder_of(tmp_path), SIZES, H200, 7)
+        share(describe(LLAMA_8B, {}), SIZES, H200, 7)
 
 
-def test_a_config_that_says_too_little_is_refused(tmp_path):
-    folder = folder_of(tmp_path, intermediate_size=None)
-    with pytest.raises(ConfigError, match=r"no intermediate_size.*kv_cache_memory_bytes"):
-        weight_bytes(folder)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"intermediate_size": None}, "no intermediate_size"),
+        ({"hidden_size": None, "vocab_size": None}, "no hidden_size, vocab_size"),
+        ({"mamba_d_state": 16}, "no plain attention layers"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=f"{said}.*kv_cache_memory_bytes"):
+        describe({**LLAMA_8B, **changes}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("A100-80G", "A100-80G"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("GB200", None),
+        ("", None),
+    ],
+)
+def test_cards_are_known_by_rays_and_by_the_makers_name(name, kind):
+    found = card(name)
+    assert (found.name if found else None) == kind
+
+
+def test_which_cards_have_no_nvlink():
+    assert {name for name in CARDS if without_nvlink(name)} == {"L4", "L40S", "A10G", "A10", "T4"}
+    assert without_nvlink("RTX-PRO-6000") and without_nvlink("NVIDIA GeForce RTX 4090")
+    assert not without_nvlink("MI300X")

@@ -1,4 +1,4 @@
-"""Shards, sizing, and the fingerprint: what makes a job another job, and what does not."""
+"""Shards and the fingerprint: what makes a job another job, and what does not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ from prefect_raybatch.plan import (
     FINGERPRINTED,
     FREE,
     FREE_ENGINE_ARGUMENTS,
-    MOST_BYTES,
-    MOST_ROWS,
     Shards,
     check_against_schema,
     check_same,
-    choose_rows_per_shard,
-    concurrent_batches,
     decode_schema,
     difference,
     encode_schema,
@@ -40,7 +36,6 @@ from prefect_raybatch.plan import (
     read_shards,
     shard_starts,
     shards_table,
-    sizing,
 )
 from prefect_raybatch.records import InputFile, dump
 
@@ -112,69 +107,6 @@ def test_schemas_round_trip_and_damage_is_corrupt():
     for text in ("", "%%%", base64.b64encode(b"nothing of ours").decode(), "ä"):
         with pytest.raises(CorruptRun, match="schema"):
             decode_schema(text)
-
-
-# --- sizing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "row_bytes", "engine", "source", "chosen", "why"),
-    [
-        (10_000, 50, {}, {}, 1250, "10,000 rows / (1 engines * 8 shards)"),
-        (10_000, 50, {"replicas": 4}, {}, 313, "(4 engines * 8 shards)"),
-        (10_000, 50, {"replicas": 10}, {}, 256, "at least engine.batch_size 256"),
-        (1_000_000, 50, {}, {}, MOST_ROWS, "at most 4,000"),
-        (100, 50, {}, {}, 100, "at least engine.batch_size"),
-        (1_000_000, 1 << 20, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
-        (1000, 1 << 40, {}, {}, 1, "128 MiB"),
-        (1_000_000, 50, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
-        (10, 50, {}, {"rows_per_shard": 9000}, 10, "source.rows_per_shard"),
-    ],
-)
-def test_rows_a_shard(rows, row_bytes, engine, source, chosen, why):
-    job = make_job(engine=engine, source={"uri": "in", **source})
-    found, reason = choose_rows_per_shard(rows, row_bytes, job)
-    assert found == chosen
-    assert why in reason
-
-
-@given(
-    rows=st.integers(1, 20_000_000),
-    row_bytes=st.floats(0, 1 << 32),
-    replicas=st.integers(1, 64),
-    batch=st.integers(1, 5000),
-)
-def test_rows_a_shard_stay_in_bounds(rows, row_bytes, replicas, batch):
-    job = make_job(engine={"replicas": replicas, "batch_size": batch})
-    chosen, _ = choose_rows_per_shard(rows, row_bytes, job)
-    assert 1 <= chosen <= min(rows, MOST_ROWS)
-    assert chosen == 1 or chosen * row_bytes <= MOST_BYTES
-
-
-@given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
-def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
-    job = make_job(engine={"max_num_seqs": seqs})
-    calls = concurrent_batches(job, rows)
-    assert calls >= 2
-    assert (calls - 1) * rows >= seqs  # one more is being filled
-    assert sizing(job, rows, 1.0, planned=rows).saturated
-
-
-def test_starving_and_idle_engines_are_told_with_the_remedy():
-    job = make_job(
-        engine={"max_num_seqs": 256, "max_concurrent_batches": 2, "replicas": 8},
-        source={"uri": "in", "rows_per_shard": 100},
-    )
-    found = sizing(job, 1000, 50)
-    assert (found.shards, found.workers, found.shards_a_worker) == (10, 8, 1.25)
-    assert not found.saturated
-    text = "\n".join(found.notes)
-    assert "set engine.max_concurrent_batches to 3" in text
-    assert "set source.rows_per_shard to 32" in text
-    better = job.model_copy(
-        update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
-    )
-    assert sizing(better, 1000, 50).saturated  # the remedy helps
 
 
 # --- the fingerprint ----------------------------------------------------------------------------
@@ -253,6 +185,7 @@ CHANGED: dict[str, Any] = {
     "limits.stall_seconds": 90.0,
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
+    "limits.deadline": "6h",
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,

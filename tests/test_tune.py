@@ -41,8 +41,8 @@ def tried(
         return Trial(changes, rate(seqs, changes.get("engine.replicas", 1)))
 
     found: list[Trial] = []
-    job = make_job(engine={"model": "demo", "max_num_seqs": 256})
-    trials = list(search(job, AXES, bench, ends, found.append, lambda: now[0]))
+    starts = {"engine.max_num_seqs": 256, "engine.replicas": 1}
+    trials = list(search(starts, AXES, bench, ends, found.append, lambda: now[0]))
     assert trials == found and trials[0].changes == {}
     assert len({tuple(sorted(t.changes.items())) for t in trials}) == len(trials)
     return trials, max(trials, key=lambda trial: trial.rows_per_s)
@@ -90,10 +90,10 @@ def test_the_rate_is_that_of_the_steady_state():
 def tuned(**more: Any) -> Tuned:
     trials = (
         Trial({}, 100.0, 20.0, 3000),
-        Trial({"engine.max_num_seqs": 512}, 125.0, 20.0, 3700),
+        Trial({"engine.max_num_seqs": 512}, 125.0, 20.0, 3700, replicas=2, engines=2),
         Trial({"engine.replicas": 9}, error="InsufficientResources: too small"),
     )
-    values = {"rows": 1_000_000, "engines": 2, "seconds": 8020.0, **more}
+    values = {"rows": 1_000_000, "seconds": 8020.0, **more}
     return Tuned(trials, trials[1], **values)
 
 
@@ -110,16 +110,15 @@ def test_the_job_file_has_the_settings_and_what_was_tried():
 
 
 def test_a_deadline_says_how_many_engines():
-    job = make_job(engine={"model": "demo", "replicas": 2})
     trials = tuned().trials
-    found = tune._told(job, trials, trials[1], 1_000_000, 3620.0)
+    found = tune._told(trials, trials[1], 1_000_000, 3620.0)
     # 8,000 s of work in 3,600 s: 2 * 8000 / 3600 * 1.1 = 4.9 engines
     assert found.needs == 5
     assert settings(found) == {"engine.max_num_seqs": 512, "engine.replicas": 5}
     assert "needs engine.replicas: 5" in "\n".join(verdict(found))
-    met = tune._told(job, trials, trials[1], 1_000_000, 9000.0)
+    met = tune._told(trials, trials[1], 1_000_000, 9000.0)
     assert met.needs is None and "is met" in "\n".join(verdict(met))
-    never = tune._told(job, trials, trials[1], 1_000_000, 15.0)
+    never = tune._told(trials, trials[1], 1_000_000, 15.0)
     assert never.needs is None and "no number of them helps" in "\n".join(verdict(never))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from prefect_raybatch import cluster
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 
 PACKAGES = ("prefect", "sqlalchemy", "ray", "pyarrow", "s3fs")
@@ -80,18 +79,18 @@ def _version(
 def check_gpus(patient: Patient) -> Iterator[Finding]:
     """GPUs that the driver shows; without any, whether the CPU can run the engine."""
     device = patient.job.engine.device if patient.job else "auto"
-    cards, trouble = _cards()
+    cards, trouble = cluster.gpus_here()
     if cards and device != "cpu":
-        for index, name, total, used, driver in cards:
-            text = f"{name}, {total / 1024:.0f} GiB, driver {driver}"
-            if used > 0.1 * total:
+        for gpu in cards:
+            text = f"{gpu.name}, {gpu.mib / 1024:.0f} GiB, driver {gpu.driver}"
+            if gpu.used_mib > 0.1 * gpu.mib:
                 yield warned(
-                    f"GPU {index}",
-                    f"{text}; {used / 1024:.1f} GiB are in use",
+                    f"GPU {gpu.index}",
+                    f"{text}; {gpu.used_mib / 1024:.1f} GiB are in use",
                     "end what uses it (nvidia-smi lists the processes) before a run begins here",
                 )
             else:
-                yield passed(f"GPU {index}", text)
+                yield passed(f"GPU {gpu.index}", text)
         return
     if device == "gpu" and not (patient.job and patient.job.cluster.address):
         yield failed(
@@ -104,27 +103,6 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
     if trouble:
         yield warned("GPUs", trouble, "reload or reinstall NVIDIA's driver if GPUs are to be used")
     yield _cpu()
-
-
-def _cards() -> tuple[list[tuple[int, str, float, float, str]], str]:
-    """(index, name, MiB in all, MiB used, driver) for each card, and what is wrong otherwise."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return [], ""
-    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
-    done = subprocess.run(
-        [program, query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=8,
-    )
-    if done.returncode:
-        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
-    cards = []
-    for line in done.stdout.splitlines():
-        index, name, total, used, driver = (part.strip() for part in line.split(","))
-        cards.append((int(index), name, float(total), float(used), driver))
-    return cards, "" if cards else "nvidia-smi shows no GPU"
 
 
 def _cpu() -> Finding:

@@ -116,7 +116,7 @@ def _local(job: BatchJob | None) -> Finding:
     text = f"none named: a local one with {cpus} CPUs is started for each run"
     if job is None:
         return passed("cluster", text)
-    if (need := cluster.needs(job, 0).cpus) > cpus:
+    if (need := _cpus_needed(job)) > cpus:
         return warned(
             "cluster",
             f"{text}, where the job takes {need:g}",
@@ -124,6 +124,11 @@ def _local(job: BatchJob | None) -> Finding:
             "cluster in cluster.address",
         )
     return passed("cluster", text)
+
+
+def _cpus_needed(job: BatchJob) -> float:
+    have = cluster.Capacity(0, 0, 1, "this machine")
+    return cluster.needs(job, cluster.pool_for(job, have)).cpus
 
 
 def _closed(address: str) -> str:

@@ -20,6 +20,8 @@ import pyarrow as pa
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.memory import describe, packed
+from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -38,15 +40,14 @@ from prefect_raybatch.stages.blocks import (
     units_of,
 )
 from prefect_raybatch.stages.figures import Sampler
-from prefect_raybatch.stages.memory import packed
 
 log = logging.getLogger(__name__)
 STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
+SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
 
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,  # compiling takes half a minute and pays back little on a CPU
-    "max_num_batched_tokens": 4096,
     "enable_prefix_caching": True,
     "disable_log_stats": True,
 }
@@ -59,7 +60,6 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 GPU_DEFAULTS: dict[str, Any] = {
-    "max_num_batched_tokens": 16384,
     "enable_prefix_caching": True,
     "disable_log_stats": True,
 }
@@ -68,45 +68,39 @@ GPU_DEFAULTS: dict[str, Any] = {
 @dataclass(frozen=True)
 class EngineSpec:
     """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
-    `engines_per_gpu` above 1 means that this one may take only its share of the GPU; `done` says
-    whether a shard (by id) is committed, and travels to the actor."""
+    `engines_per_gpu` above 1 means that this one may take only its share of the GPU: the arguments
+    in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
+    says whether a shard (by id) is committed, and travels to the actor."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
     arguments: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     engines_per_gpu: int = 1
+    gpu_bytes: int = 0
+    share: dict[str, Any] = field(default_factory=dict)
     done: Callable[[int], bool] | None = None
 
 
 def engine_spec(
     job: BatchJob,
     model: dict[str, Any],
-    device: str,
+    size: Sizing,
     done: Callable[[int], bool] | None = None,
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
-    engine = job.engine
-    defaults = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
-    arguments: dict[str, Any] = {
-        **defaults,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "max_num_seqs": engine.max_num_seqs,
-        **(engine.model_extra or {}),
-    }
-    for name in ("max_num_batched_tokens", "max_model_len"):
-        if getattr(engine, name):
-            arguments[name] = getattr(engine, name)
+    cpu = size.pool.device == "cpu"
+    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments}
     sampling = {
         name: value
         for name, value in job.sampling.model_dump(mode="json").items()
         if value is not None
     }
-    ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if device == "cpu" else {}
-    env = {**ours, **engine.env}
-    packed = engine.engines_per_gpu if device == "gpu" else 1
-    return EngineSpec(model, sampling, arguments, env, packed, done)
+    ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
+    env = {**ours, **job.engine.env}
+    pool = size.pool
+    share = (pool.engines_per_gpu, pool.gpu_bytes, size.share)
+    return EngineSpec(model, sampling, arguments, env, *share, done)
 
 
 class EngineStage:
@@ -156,13 +150,21 @@ class EngineStage:
     def _arguments(self) -> dict[str, Any]:
         path = models.local_path(self.spec.model)
         arguments = self.spec.arguments
-        if self.spec.engines_per_gpu > 1 and not arguments.get("kv_cache_memory_bytes"):
-            from vllm.platforms import current_platform
-
-            folder = models.local_folder(self.spec.model)
-            size = current_platform.get_device_total_memory()
-            arguments = packed(folder, arguments, size, self.spec.engines_per_gpu)
+        if self.spec.engines_per_gpu > 1:
+            arguments = {**arguments, **self._share()}
         return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
+
+    def _share(self) -> dict[str, Any]:
+        """Of the GPU that is here: as it was resolved, unless the GPU is smaller than was thought
+        or nobody knew it."""
+        from vllm.platforms import current_platform
+
+        there = current_platform.get_device_total_memory()
+        if self.spec.share and there >= SAME * self.spec.gpu_bytes:
+            return self.spec.share
+        config, stored = models.read_config(self.spec.model)
+        model = describe(config, self.spec.arguments, stored)
+        return packed(model, self.spec.arguments, there, self.spec.engines_per_gpu)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""

@@ -1,0 +1,63 @@
+"""GPU kinds: memory, bandwidth and speed, to choose sizes where no GPU can be asked.
+
+Figures are those of the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity), and
+gigabytes of 10**9 bytes, which is at most what the card really shows. Under one name Ray knows
+cards of several sizes (A100, H100, V100): `memory` is the smallest, `most` the largest.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind: bytes of memory, bytes a second, FLOPs a second, and whether its GPUs have NVLink
+    between them in the servers it is sold in."""
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    nvlink: bool
+    most: int
+
+
+def _card(name: str, gb: int, gb_s: float, tflops: float, nvlink: bool, most: int = 0) -> Card:
+    return Card(name, gb * GB, gb_s * GB, tflops * 1e12, nvlink, (most or gb) * GB)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("B200", 180, 7700, 2250, True, 192),
+        _card("H200", 141, 4800, 989, True),
+        _card("H100", 80, 3350, 989, True, 94),
+        _card("A100", 40, 1555, 312, True, 80),
+        _card("A100-40G", 40, 1555, 312, True),
+        _card("A100-80G", 80, 2039, 312, True),
+        _card("L40S", 48, 864, 362, False),
+        _card("L4", 24, 300, 121, False),
+        _card("A10G", 24, 600, 70, False),
+        _card("A10", 24, 600, 125, False),
+        _card("T4", 16, 320, 65, False),
+        _card("V100", 16, 900, 125, True, 32),
+    )
+}
+
+
+def card(name: str) -> Card | None:
+    """The card that Ray, or the driver's product name, calls so: `L4`, `NVIDIA H100 80GB HBM3`."""
+    if name in CARDS:
+        return CARDS[name]
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    return next((found for key, found in CARDS.items() if key in words), None)
+
+
+def without_nvlink(name: str) -> bool:
+    """Whether GPUs of that name talk over PCIe alone; False where that is not known."""
+    found = card(name)
+    return not found.nvlink if found else "RTX" in re.split(r"[^A-Z0-9]+", name.upper())

@@ -1,0 +1,251 @@
+"""What a model takes of a GPU, estimated from its config.json: no GPU and no weights are touched.
+
+Engines that share a GPU each need a fixed KV cache: left to itself, vLLM measures what is free
+while the others are allocating, and dies with "No available memory for the cache blocks".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+
+USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's and fragmentation
+FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
+LEAST_FIXED = 1 << 30  # what no engine does without
+LEAST_KV = 1 << 29
+_BYTES = {"float32": 4, "float": 4, "float8_e4m3fn": 1, "fp8": 1}
+# Bits a weight with scales and zeros of groups of 128.
+_METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bitsandbytes": 4.2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model: parameters in all and those a token goes through, bytes of weights as
+    loaded, bytes of KV cache a token (`kv_full` in layers that keep all, `kv_window` in those that
+    keep the last `window` tokens), and what activations follow from."""
+
+    params: float
+    active: float
+    weights: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    kv_full: int
+    kv_window: int
+    window: int
+    context: int | None
+
+    def kv_bytes(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
+        """KV cache of one sequence on one of tensor * pipeline GPUs."""
+        whole = self.kv_full * tokens + self.kv_window * min(tokens, self.window)
+        return math.ceil(whole / min(tensor, self.kv_heads) / pipeline)
+
+    def working(self, batched: int, seqs: int, fixed: int = FIXED, tensor: int = 1) -> int:
+        """Activations of a step of `batched` tokens, the logits of `seqs` rows in float32 (three
+        copies while sampling), and the fixed part, on one of `tensor` GPUs."""
+        width = 4 * self.hidden + 3 * self.intermediate / tensor
+        return int(batched * width * 2 + 3 * 4 * seqs * self.vocab / tensor + fixed)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one engine: weights, activations and fixed part (`working`), KV cache."""
+
+    weights: int
+    working: int
+    kv_cache: int
+
+
+def describe(
+    config: Mapping[str, Any], arguments: Mapping[str, Any], stored: int | None = None
+) -> Model:
+    """The sizes of a model by its config.json, the engine's arguments (`dtype`, `quantization`,
+    `kv_cache_dtype`) and the bytes of its weight files, where there are any.
+
+    Raises `ConfigError` for a config that does not say them.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not text.get(name)]
+    if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
+        missing.append("intermediate_size")
+    if any(name.startswith(("mamba_", "ssm_")) for name in text):
+        missing.append("plain attention layers")
+    if missing:
+        raise ConfigError(
+            f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
+            "estimated; set engine.kv_cache_memory_bytes"
+        )
+    heads = text["num_attention_heads"]
+    layers, embeddings, active = _parameters(text)
+    kept = _kept_bytes(text, arguments)
+    full, windowed = _layers(text)
+    latent = text.get("kv_lora_rank")
+    return Model(
+        params=layers + embeddings,
+        active=active,
+        weights=_weights(text, arguments, layers, embeddings, stored),
+        hidden=text["hidden_size"],
+        intermediate=text.get("intermediate_size") or text["moe_intermediate_size"],
+        vocab=text["vocab_size"],
+        heads=heads,
+        # A latent cache is the same for all heads, so that each GPU holds it whole.
+        kv_heads=1 if latent else text.get("num_key_value_heads") or heads,
+        kv_full=int(full * kept),
+        kv_window=int(windowed * kept),
+        window=text.get("sliding_window") or 0,
+        context=text.get("max_position_embeddings"),
+    )
+
+
+def share(model: Model, arguments: Mapping[str, Any], gpu_bytes: int, engines: int) -> Estimate:
+    """What each of `engines` on a GPU of `gpu_bytes` takes; `ConfigError` when it does not fit.
+
+    `gpu_memory_utilization` is the share of the GPU that they take together.
+    """
+    own = float(arguments.get("gpu_memory_utilization") or USABLE) * gpu_bytes / engines
+    working = model.working(
+        int(arguments["max_num_batched_tokens"]), int(arguments["max_num_seqs"])
+    )
+    left = math.floor(own - model.weights - working)
+    if left < LEAST_KV:
+        raise ConfigError(
+            f"engine.engines_per_gpu: {engines} engines do not fit on a GPU of {gib(gpu_bytes)}: "
+            f"each takes {gib(model.weights)} of weights and {gib(working)} to work with, of its "
+            f"share of {gib(own)}; lower engine.engines_per_gpu or engine.max_num_batched_tokens"
+        )
+    return Estimate(model.weights, working, left)
+
+
+def packed(
+    model: Model, arguments: Mapping[str, Any], gpu_bytes: int, engines: int
+) -> dict[str, Any]:
+    """The engine arguments that keep one of `engines` to its share of a GPU. What the job itself
+    gives as `kv_cache_memory_bytes` is for each engine, and stays."""
+    whole = float(arguments.get("gpu_memory_utilization") or USABLE)
+    cache = arguments.get("kv_cache_memory_bytes")
+    return {
+        # vLLM refuses to start with less than this free, also when the others are there already.
+        "gpu_memory_utilization": math.floor(1000 * whole / engines) / 1000,
+        "kv_cache_memory_bytes": cache or share(model, arguments, gpu_bytes, engines).kv_cache,
+    }
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
+    """(of all layers, of embeddings, that a token goes through)."""
+    hidden, layers = text["hidden_size"], text["num_hidden_layers"]
+    dense = text.get("intermediate_size") or 0
+    experts = next(
+        (text[n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if text.get(n)),
+        0,
+    )
+    sparse = 0
+    if experts:
+        sparse = layers // (text.get("interleave_moe_layer_step") or 1)
+        sparse -= text.get("first_k_dense_replace") or len(text.get("mlp_only_layers") or ())
+        dense = text.get("intermediate_size_mlp") or dense
+    expert = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
+    common = text.get("shared_expert_intermediate_size") or (
+        (text.get("n_shared_experts") or 0) * expert
+    )
+    chosen = text.get("num_experts_per_tok") or 1
+    attention = layers * _attention(text) + 3 * hidden * dense * (layers - sparse)
+    common_part = sparse * hidden * (3 * common + experts)
+    one = sparse * 3 * hidden * expert
+    head = text["vocab_size"] * hidden
+    return (
+        attention + common_part + one * experts,
+        head * (1 if text.get("tie_word_embeddings") else 2),
+        attention + common_part + one * min(chosen, experts) + head,
+    )
+
+
+def _attention(text: Mapping[str, Any]) -> float:
+    """Parameters of the attention of a layer."""
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    latent = text.get("kv_lora_rank")
+    if latent:
+        nope, rope = text["qk_nope_head_dim"], text["qk_rope_head_dim"]
+        query, value = heads * (nope + rope), text["v_head_dim"]
+        rank = text.get("q_lora_rank")
+        asked = rank * (hidden + query) if rank else hidden * query
+        kept = hidden * (latent + rope) + latent * heads * (nope + value)
+        return float(asked + kept + heads * value * hidden)
+    size = text.get("head_dim") or hidden // heads
+    return float(hidden * size * 2 * (heads + (text.get("num_key_value_heads") or heads)))
+
+
+def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Values of KV cache a token in layers that keep all, and in those that keep a window."""
+    heads = text["num_attention_heads"]
+    size = text.get("head_dim") or text["hidden_size"] // heads
+    one = 2 * (text.get("num_key_value_heads") or heads) * size
+    if text.get("kv_lora_rank"):
+        one = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    kinds = text.get("layer_types") or ["full_attention"] * text["num_hidden_layers"]
+    windowed = kinds.count("sliding_attention") if text.get("sliding_window") else 0
+    return one * (len(kinds) - windowed - kinds.count("linear_attention")), one * windowed
+
+
+def _weights(
+    text: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    layers: float,
+    embeddings: float,
+    stored: int | None,
+) -> int:
+    loaded = _loaded_bytes(text, arguments)
+    bits = _quantized_bits(text.get("quantization_config") or {})
+    if stored and bits:
+        return stored
+    wanted = _METHODS.get(str(arguments.get("quantization")).split("_")[0])
+    if stored and not wanted:
+        return int(stored * loaded / _BYTES.get(_dtype(text), 2))
+    return int(layers * (bits or wanted or 8 * loaded) / 8 + embeddings * loaded)
+
+
+def _quantized_bits(quantization: Mapping[str, Any]) -> float | None:
+    """Bits a weight of a model that is stored quantized; None for one that is not."""
+    method = str(quantization.get("quant_method") or "")
+    if not method:
+        return None
+    groups = quantization.get("config_groups") or {}
+    for group in groups.values():
+        bits = (group.get("weights") or {}).get("num_bits")
+        if bits:
+            return float(bits) if bits >= 8 else bits + 0.2
+    if method == "bitsandbytes" and not quantization.get("load_in_4bit"):
+        return 8.0
+    bits = quantization.get("bits") or quantization.get("w_bit")
+    if bits:
+        return float(bits) if bits >= 8 else bits + 0.2
+    return _METHODS.get(method)
+
+
+def _dtype(text: Mapping[str, Any]) -> str:
+    return str(text.get("dtype") or text.get("torch_dtype"))
+
+
+def _loaded_bytes(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """Bytes a weight as vLLM loads it: float32 is halved unless the job asks for it."""
+    asked = str(arguments.get("dtype") or "auto")
+    if asked != "auto":
+        return _BYTES.get(asked, 2)
+    return min(_BYTES.get(_dtype(text), 2), 2)
+
+
+def _kept_bytes(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """Bytes a value in the KV cache."""
+    asked = str(arguments.get("kv_cache_dtype") or "auto")
+    return 1 if asked.startswith("fp8") else max(2, _loaded_bytes(text, arguments))

@@ -1,0 +1,63 @@
+"""How many rows a shard has, and how many shards an engine works on at once. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from prefect_raybatch.job import BatchJob
+
+SHARDS_A_WORKER = 8  # 2 to 4 is the least that balances; more makes resume and progress finer
+MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
+MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
+
+
+def choose_rows_per_shard(
+    rows: int, row_bytes: float, job: BatchJob, engines: int
+) -> tuple[int, str]:
+    """(rows a shard, why).
+
+    rows / (engines * 8), not under `batch_size` (smaller blocks starve the engine) nor over 4,000
+    rows or 128 MiB. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4
+    partitions a worker and blocks no smaller than the batch; 8 make progress and resume finer.
+    """
+    if job.source.rows_per_shard:
+        return min(job.source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
+    wanted = math.ceil(rows / (engines * SHARDS_A_WORKER))
+    by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
+    chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
+    why = f"{rows:,} rows / ({engines} engines * {SHARDS_A_WORKER} shards)"
+    if chosen == by_bytes:
+        why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
+    elif chosen == MOST_ROWS:
+        why += f", at most {MOST_ROWS:,}"
+    elif chosen > wanted:
+        why += f", at least engine.batch_size {job.engine.batch_size}"
+    return chosen, why
+
+
+def concurrent_batches(job: BatchJob, rows_per_shard: int) -> int:
+    """Shards in flight in an engine: set, or so many that rows in flight cover max_num_seqs
+    twice over the one being filled, at least 2 (the tail of one overlaps the head of the next)."""
+    if job.engine.max_concurrent_batches:
+        return job.engine.max_concurrent_batches
+    return max(2, math.ceil(job.engine.max_num_seqs / rows_per_shard) + 1)
+
+
+def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int) -> list[str]:
+    """What leaves engines idle, with the number that mends it."""
+    found = []
+    concurrent = concurrent_batches(job, rows_per_shard)
+    if min(rows_per_shard, max(rows, 1)) * concurrent < job.engine.max_num_seqs:
+        need = math.ceil(job.engine.max_num_seqs / rows_per_shard)
+        found.append(
+            f"engines starve: {rows_per_shard} rows * {concurrent} shards at once is under "
+            f"max_num_seqs {job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
+        )
+    shards = math.ceil(rows / rows_per_shard)
+    if shards < 2 * engines:
+        fit = max(1, math.ceil(rows / (4 * engines)))
+        found.append(
+            f"{shards} shards for {engines} engines leave some idle; set source.rows_per_shard "
+            f"to {fit:,}"
+        )
+    return found
