@@ -47,13 +47,27 @@ def throughput(
     started, ended = _worked(started, ended)
     span = float(ended.max())
     edges = np.linspace(0.0, span, min(POINTS, max(10, started.size)) + 1)
-    length = np.maximum(ended - started, 1e-9)
-    done = np.stack([amounts @ np.clip((edge - started) / length, 0, 1) for edge in edges])
-    rates = np.diff(done, axis=0) / np.diff(edges)[:, None]
+    rates = np.diff(_done(started, ended, amounts, edges), axis=0) / np.diff(edges)[:, None]
     return tuple(
         (round(float(at), 3), *(round(float(rate), 3) for rate in rates_then))
         for at, rates_then in zip(edges[1:], rates, strict=True)
     )
+
+
+def _done(
+    started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
+) -> np.ndarray:
+    """float[edges, kinds]: what was done of each amount until each edge."""
+    times = np.concatenate([started, ended])
+    order = np.argsort(times)
+    times = times[order]
+    found = []
+    for amount in amounts:
+        rate = amount / (ended - started)
+        running = np.cumsum(np.concatenate([rate, -rate])[order])
+        total = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
+        found.append(np.interp(edges, times, total))
+    return np.maximum.accumulate(np.stack(found, axis=1), axis=0)  # sums of floats may dip
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -198,6 +198,30 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     _print_failures(found.failures)
 
 
+@app.command()
+def report(
+    run_dir: RunDir,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page with plots there instead.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The report of a run as Markdown, or as HTML with plots; also while it runs."""
+    from prefect_raybatch import report as reports
+
+    found = runs.report_of(run_dir)
+    if html is not None:
+        try:
+            html.write_text(runs.html_page(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: {error.strerror}; choose another file") from None
+        err.print(f"wrote {html}", markup=False)
+    if as_json:
+        _print_json(found)
+    elif html is None:
+        print(reports.markdown(found), end="")
+
+
 def _heard(beat: dict[str, Any]) -> str:
     from prefect_raybatch.heartbeat import SILENT, alive
 
@@ -600,7 +624,7 @@ def _show_report(report: Any, fresh: bool) -> None:
     table.add_row("result", escape(f"{report.run}/data/"))
     if report.failed:
         table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
-    table.add_row("report", escape(f"{report.run}/_raybatch/report.md"))
+    table.add_row("report", escape(f"{report.run}/_raybatch/report.html"))
     out.print(table)
     _show_rows(stage_table(report))
     _print_failures(report.failures)

@@ -177,6 +177,14 @@ def _measured() -> int:
     return int(min((gpu.mib for gpu in gpus_here()[0]), default=0)) << 20
 
 
+def dashboard() -> str:
+    """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
+    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+
+    url = str(worker.get_dashboard_url() or "")
+    return url if not url or "://" in url else f"http://{url}"
+
+
 def actor_states(kind: str) -> dict[str, int]:
     """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
     (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""

@@ -26,6 +26,7 @@ EVERY = 10.0  # seconds between two records of an attempt
 SILENT = 60.0  # seconds without one after which an attempt is shown as silent
 MAX_BYTES = 1 << 16
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
+WORDS = ("phase", "about", "dashboard")  # fields that hold text
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
 
@@ -82,7 +83,8 @@ class Counts:
 class Beat:
     """What a heartbeat record says. Rates are a second, times are seconds; `at` and `last_commit`
     since 1970. `engines` counts the engine actors by Ray's state. `alarms` counts the warnings of
-    the present stall and `quiet` is how long it lasts, both 0 while commits flow."""
+    the present stall and `quiet` is how long it lasts, both 0 while commits flow. `dashboard` is
+    the URL of Ray's, "" where there is none."""
 
     at: float
     phase: str = STARTING
@@ -103,6 +105,7 @@ class Beat:
     alarms: int = 0
     quiet: float = 0.0
     about: str = ""
+    dashboard: str = ""
 
     @classmethod
     def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
@@ -134,15 +137,16 @@ class Beat:
     def from_bytes(cls, data: bytes, what: str) -> Beat:
         """Raises `CorruptRun` for anything that `to_bytes` does not write."""
         value = load(data, what)
-        numbers = {f.name for f in fields(cls)} - {"phase", "engines", "about"}
+        numbers = {f.name for f in fields(cls)} - set(WORDS) - {"engines"}
         try:
             beat = cls(**value)
             engines = {str(k)[:40]: int(v) for k, v in dict(beat.engines).items()}
         except (TypeError, ValueError) as error:
             raise CorruptRun(f"{what} is no heartbeat: {error}") from None
         wrong = [n for n in numbers if not _is_number(getattr(beat, n), n)]
-        if wrong or beat.phase not in PHASES or not isinstance(beat.about, str):
-            raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase, about'}")
+        wrong += [n for n in WORDS if not isinstance(getattr(beat, n), str)]
+        if wrong or beat.phase not in PHASES:
+            raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase'}")
         return cls(**{**value, "engines": engines})
 
 

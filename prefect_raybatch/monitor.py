@@ -63,6 +63,7 @@ class Monitor:
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
+        self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
         self._asked = self._written = float("-inf")
         self._ended = False
@@ -105,6 +106,7 @@ class Monitor:
             "phase": phase,
             "engines": dict(self._states),
             "alarms": watch.alarms,
+            "dashboard": self.dashboard,
         }
         if counts is None:
             return Beat(time.time(), rows=self.plan.rows, shards=self.plan.shards, **more)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 REPORT, REPORT_PAGE = "_raybatch/report.json", "_raybatch/report.md"
+REPORT_HTML = "_raybatch/report.html"
 
 
 @dataclass(frozen=True)
@@ -343,6 +344,9 @@ def infer_run(
 
     ledger.note_attempt(attempt, _whoami(plan))
     with monitor, cluster.connected(job) as capacity:
+        monitor.dashboard = cluster.dashboard()
+        if monitor.dashboard:
+            log.info("Ray's dashboard: %s", monitor.dashboard)
         size = sized.for_attempt(job, plan, ledger, capacity)
         cluster.check_fit(job, capacity, size.pool)
         for warning in size.warnings:
@@ -443,10 +447,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         notes=(*_notes(job, plan), *_of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
+        dashboard=_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
     store.put(REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
+    store.put(REPORT_HTML, html_page(made).encode())
     ledger.succeed(
         {
             "rows": plan.rows,
@@ -491,7 +497,52 @@ def load_report(store: Store) -> RunReport:
         raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
 
 
+def html_page(report: RunReport) -> str:
+    """The report as one HTML file, with the present time in its footer."""
+    from prefect_raybatch import __version__
+    from prefect_raybatch.html_report import html
+
+    return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), __version__)
+
+
+def _dashboard(store: Store) -> str:
+    """Ray's dashboard as the latest heartbeat names it; "" where none does."""
+    from prefect_raybatch.heartbeat import newest
+
+    try:
+        beat = newest(store)
+    except RayBatchError as error:  # a link is not worth the run
+        log.info("heartbeats cannot be read: %s", error)
+        return ""
+    return beat.dashboard if beat else ""
+
+
 # --- look ---------------------------------------------------------------------------------------
+
+
+def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
+    """The report of a run directory: the one that was written at its end, or, while there is none
+    and for one of an earlier version, what the commits say now."""
+    store = open_store(uri, options)
+    ledger = Ledger(store)
+    plan = ledger.load_plan()
+    if plan is None:
+        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    final = load_report(store) if ledger.finished() is not None else None
+    if final is not None and final.charts.cells:
+        return final
+    tally = Tally()
+    for commit in ledger.commits(plan, ledger.listing(plan)):
+        tally.add(commit)
+    more = _kept(final) if final else {"notes": _of_whom(plan), "dashboard": _dashboard(store)}
+    state = "completed" if final else "unfinished" if tally.shards else "planned"
+    return reports.build(store.uri, plan, tally, state, **more)
+
+
+def _kept(report: RunReport) -> dict[str, Any]:
+    """What commits do not know."""
+    names = ("parts", "resumed_shards", "notes", "engine_deaths", "dashboard")
+    return {name: getattr(report, name) for name in names}
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:

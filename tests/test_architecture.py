@@ -130,6 +130,9 @@ MAY_IMPORT = {
     "reap": {"ledger", "storage", *VALUES},
     "advice": {"job", "records"},
     "report": {"charts", "records", "tally"},
+    "svg": set(),
+    "plots": {"records", "svg"},
+    "html_report": {"plots", "records", "report", "svg"},
     "job_logs": set(),
     "job_server": {"errors"},
     "job_records": {"job", "plan", "storage", *VALUES},
@@ -367,7 +370,7 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     assert python(code + LOADED) == []
 
 
-@pytest.mark.parametrize("command", ["status", "verify"])
+@pytest.mark.parametrize("command", ["status", "verify", "report"])
 def test_looking_at_a_run_loads_nothing_heavy(tmp_path, command):
     run = small_run(tmp_path)
     run.commit_all()
