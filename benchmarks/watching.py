@@ -71,7 +71,7 @@ def counted(run: Run, job: BatchJob) -> Counter[str]:
         now[0] = float(second)
         while progress.tally.shards < second / (HOURS * 3600) * SHARDS:
             progress.add(commit(progress.tally.shards), time.time() - 1)
-        shown._counts = Counts.of(progress)
+        shown._counts, shown._progress = Counts.of(progress), progress
         shown._heard = now[0]
         shown.tick()
     return calls

@@ -30,10 +30,10 @@ h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 12
 .result { border-left: 6px solid #009e73; background: #fff; border-radius: 6px;
   padding: 14px 18px; }
 .result.open { border-color: #e69f00; } .result strong { font-size: 18px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(122px, 1fr)); gap: 10px;
   margin-top: 16px; }
-.tile { background: #fff; border-radius: 6px; padding: 12px 14px; }
-.tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
+.tile { background: #fff; border-radius: 6px; padding: 12px; }
+.tile b { display: block; font-size: 17px; white-space: nowrap; }
 .tile span { color: #4b5563; font-size: 13px; }
 .plot { background: #fff; border-radius: 6px; margin: 0 0 14px; padding: 6px; overflow-x: auto; }
 .plot svg { display: block; max-width: 100%; height: auto; margin: 0 auto; }
@@ -48,8 +48,8 @@ tr:last-child td { border-bottom: 0; } footer { color: #6b7280; font-size: 13px;
 """
 
 
-def html(report: RunReport, made: str = "", version: str = "") -> str:
-    """The page. `made` says when, `version` by what of this package; both only for the footer."""
+def html(report: RunReport, made: str = "") -> str:
+    """The page; `made` says when, in the footer."""
     title = f"{report.job} {report.run_key}: {report.state}"
     drawn = plots.of_report(report)
     body = [
@@ -61,12 +61,11 @@ def html(report: RunReport, made: str = "", version: str = "") -> str:
         _section("Commonest failures", _table(reports.failure_table(report.failures))),
         _section("Figures", _pairs(reports.result_rows(report))),
         _section("Stages", _table(reports.stage_table(report))),
-        _section("Engines", _table(reports.engine_table(report))),
+        _section("Engines", _pairs([tuple(row.values()) for row in reports.engine_table(report)])),
         _section("Nodes", _table(reports.node_table(report))),
         _section("Notes", _list(report.notes)),
         _section("Files", _table(reports.part_table(report))),
-        f"<footer>{_text(' '.join(filter(None, ['prefect_raybatch', version, made])))}. "
-        "A dash is not known.</footer>",
+        f"<footer>prefect_raybatch {_text(made)}. A dash is not known.</footer>",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -125,7 +124,7 @@ def _list(notes: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{_text(note)}</li>' for note in notes)}</ul>" if notes else ""
 
 
-def _pairs(rows: Sequence[tuple[str, str]]) -> str:
+def _pairs(rows: Sequence[Sequence[str]]) -> str:
     cells = "".join(
         f"<tr><td>{_text(name)}</td><td>{_cell(value)}</td></tr>" for name, value in rows
     )

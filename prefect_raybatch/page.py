@@ -10,22 +10,35 @@ from typing import Any, cast
 from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.artifacts import Artifact, MarkdownArtifact, ProgressArtifact
+from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
 
+from prefect_raybatch import plots
+from prefect_raybatch.charts import charts
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.events import LiveEvents, RunEvents
-from prefect_raybatch.heartbeat import SILENT, Beat, Counts, Listener, Ticker, alive, newest
+from prefect_raybatch.heartbeat import (
+    ENDED,
+    SILENT,
+    Beat,
+    Counts,
+    Listener,
+    Ticker,
+    alive,
+    newest,
+)
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
+from prefect_raybatch.shard_sizes import concurrent_batches
 from prefect_raybatch.storage import open_store
 
 LOOK = 1.0  # seconds between looks of the page's thread
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
+PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
 REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
 REMOTE_EVERY = 10.0
@@ -43,6 +56,7 @@ class Page(Listener):
             RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
         )
         self._counts: Counts | None = None
+        self._progress: Progress | None = None
         self._beat: Beat | None = None
         self._heard = self._asked = clock()
         self._began = self._closing = False
@@ -63,7 +77,7 @@ class Page(Listener):
     def __call__(self, progress: Progress) -> None:
         for observer in OBSERVERS:
             observer(progress)
-        self._counts = Counts.of(progress)
+        self._counts, self._progress = Counts.of(progress), progress
 
     def hear(self, beat: Beat) -> None:
         self._beat, self._heard = beat, self.clock()
@@ -88,6 +102,19 @@ class Page(Listener):
             table = "\n".join(table_lines(live_rows(beat)))
             text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
             self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
+        if self._is_due("plots", PLOTS_EVERY, now, (beat.committed, alive(beat.engines))):
+            image = self._plots(beat)
+            if image is not None:
+                text = f"Throughput and shards of {self.run.run_key}."
+                self._show(ImageArtifact(image_url=image, description=text), "plots", image)
+
+    def _plots(self, beat: Beat) -> str | None:
+        if self._progress is None:
+            return None
+        engines = 0 if beat.phase == ENDED else alive(beat.engines)
+        a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
+        working = engines * concurrent_batches(self.job, a_shard)
+        return plots.live(charts(self._progress.tally, self.run.shards), working)
 
     def _now(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
@@ -101,7 +128,7 @@ class Page(Listener):
         beat = self._beat
         more = {}
         if beat is not None:
-            names = ("phase", "engines", "alarms", "quiet", "about")
+            names = ("phase", "engines", "alarms", "quiet", "about", "dashboard")
             more = {name: getattr(beat, name) for name in names}
             counts = replace(counts, passes=beat.passes, engine_deaths=beat.engine_deaths)
         return Beat.of(counts, time.time(), **more)
@@ -144,6 +171,7 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
         "time left": duration(beat.seconds_left),
         "engines alive": f"{alive(beat.engines)} ({beat.engine_deaths} deaths)",
         "pass": f"{beat.passes}",
+        **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
     }
     return [{"": name, "now": value} for name, value in figures.items()]
 

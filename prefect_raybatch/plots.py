@@ -20,6 +20,7 @@ from prefect_raybatch.svg import (
     Box,
     Scale,
     curve,
+    data_uri,
     document,
     legend,
     line,
@@ -30,6 +31,7 @@ from prefect_raybatch.svg import (
     short,
     shorten,
     span,
+    stacked,
     text,
     ticks,
 )
@@ -66,6 +68,27 @@ def of_charts(
     if workers:
         made["engines"] = engines(workers)
     return made
+
+
+def live(charts: Charts, working: int = 0) -> str | None:
+    """Throughput and the shard map in one picture, as a data URI; None before the first commit."""
+    made = of_charts(charts, working=working)
+    shown = [made[name] for name in ("throughput", "shards") if name in made]
+    return data_uri(stacked(shown)) if "throughput" in made else None
+
+
+def whole(report: RunReport) -> str | None:
+    """All plots of a report in one picture, as a data URI; None where there are none."""
+    made = of_report(report)
+    return data_uri(stacked(list(made.values()))) if made else None
+
+
+def markdown(report: RunReport) -> list[str]:
+    """Lines of Markdown that show the plots of a report, as images within the text."""
+    lines: list[str] = []
+    for name, picture in of_report(report).items():
+        lines += [f"![{NAMES[name]}]({data_uri(picture)})", ""]
+    return lines[:-1]
 
 
 # --- throughput ---------------------------------------------------------------------------------
@@ -176,13 +199,14 @@ def shard_map(cells: Sequence[tuple[int, ...]], working: int = 0) -> str:
         PALE: "pending",
     }
     body.append(legend(LEFT, 50, list(key.items())))
-    spans: dict[str, list[str]] = {colour: [] for colour in key}
+    lines: dict[str, list[str]] = {colour: [] for colour in key}
     for colour, row, start, end in _spans(cells, columns, working):
-        path = f"M{num(LEFT + start * size)} {num(66 + row * size)}h{num((end - start) * size)}"
-        spans[colour].append(f"{path}v{num(size)}h-{num((end - start) * size)}z")
-    for colour, paths in spans.items():
-        if paths:
-            body.append(f'<path fill="{colour}" d="{"".join(paths)}"/>')
+        lines[colour].append(f"M{_cells(start)} {row}h{_cells(end - start)}")
+    # A line as thick as a cell takes half the characters of a rectangle.
+    place = f'transform="translate({LEFT} {num(66 + size / 2)}) scale({size:.4g})" fill="none"'
+    for colour, parts in lines.items():
+        if parts:
+            body.append(f'<path {place} stroke="{colour}" d="{"".join(parts)}"/>')
     body.append(_grid(len(cells), columns, rows, size))
     every = max(1, math.ceil(16 / size))
     for row in range(0, rows, every):
@@ -213,6 +237,10 @@ def _spans(
         yield colour, row, joined[0][2], joined[-1][3]
 
 
+def _cells(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
 def _grid(cells: int, columns: int, rows: int, size: float) -> str:
     """White lines between the cells."""
     width, height = columns * size, rows * size
@@ -240,7 +268,7 @@ def engines(workers: Sequence[WorkerStats]) -> str:
         note = f"{short(worker.rows)} rows, {worker.shards:,} shards"
         body.append(text(left - 8, y + 13, shorten(worker.name, 30), "end", 11))
         body.append(rect(left, y, x(worker.rows) - left, 16, BLUE, 'data-bar="engine"'))
-        body.append(text(x(worker.rows) + 6, y + 13, note, size=11, fill=GREY))
+        body.append(text(right + 10, y + 13, note, size=11, fill=GREY))
     body.append(line(x(mean), 40, x(mean), bottom, INK, 'stroke-dasharray="4 3"'))
     marks = [(value, short(value)) for value in ticks(0, high, 5)]
     body.append(

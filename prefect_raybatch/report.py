@@ -10,6 +10,7 @@ from prefect_raybatch.records import Part, Plan, RunReport
 from prefect_raybatch.tally import Tally
 
 DASH = "-"  # what is not known
+FILES = 100  # files of a result that a page names
 
 
 def build(
@@ -182,11 +183,13 @@ def advice_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def part_table(report: RunReport) -> list[dict[str, str]]:
-    """The files of the result."""
-    return [
-        {"file": part.path, "rows": f"{part.rows:,}", "bytes": f"{part.bytes:,}"}
-        for part in report.parts
-    ]
+    """The files of the result, the first hundred; the rest in a line."""
+    shown, rest = report.parts[:FILES], report.parts[FILES:]
+    lines = [(part.path, part.rows, part.bytes) for part in shown]
+    if rest:
+        rows, size = sum(part.rows for part in rest), sum(part.bytes for part in rest)
+        lines.append((f"{len(rest):,} more", rows, size))
+    return [{"file": path, "rows": f"{rows:,}", "bytes": f"{size:,}"} for path, rows, size in lines]
 
 
 def number(value: float | None, digits: int) -> str:

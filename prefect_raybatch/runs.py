@@ -499,10 +499,9 @@ def load_report(store: Store) -> RunReport:
 
 def html_page(report: RunReport) -> str:
     """The report as one HTML file, with the present time in its footer."""
-    from prefect_raybatch import __version__
     from prefect_raybatch.html_report import html
 
-    return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), __version__)
+    return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
 def _dashboard(store: Store) -> str:

@@ -3,7 +3,9 @@ that the same text works as a file, inside HTML and as an image in Markdown."""
 
 from __future__ import annotations
 
+import base64
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -80,6 +82,27 @@ def document(title: str, width: int, height: float, body: Sequence[str]) -> str:
         f'font-family="{FONT}"><title>{name}</title>'
         f"{ground}{''.join(body)}</svg>"
     )
+
+
+def stacked(pictures: Sequence[str], gap: float = 14) -> str:
+    """Pictures of `document`, one below the other, as one."""
+    body, y, width = [], 0.0, 0
+    for picture in pictures:
+        size = re.match(r'<svg [^>]*?width="(\d+)" height="([\d.]+)"', picture)
+        if size is None:
+            raise ValueError(f"{picture[:60]!r} is no picture of document()")
+        body.append(picture.replace("<svg ", f'<svg y="{num(y)}" ', 1))
+        width = max(width, int(size[1]))
+        y += float(size[2]) + gap
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {num(y - gap)}" '
+        f'width="{width}" height="{num(y - gap)}">{"".join(body)}</svg>'
+    )
+
+
+def data_uri(picture: str) -> str:
+    """The picture as an image's address."""
+    return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> str:

@@ -8,12 +8,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_table_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
-from prefect_raybatch import flow_runs, jobs, retry, runs, tune
+from prefect_raybatch import flow_runs, jobs, plots, retry, runs, tune
 from prefect_raybatch import report as reports
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
@@ -113,7 +117,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         create_table_artifact(
             table=reports.stage_table(report),
             key=f"{key}-stages",
-            description=f"Stages of the run {run.run_key}: time, rows, rows a second.",
+            description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
         )
         if report.failures:
             create_table_artifact(
@@ -122,10 +126,16 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 description=f"Commonest failures of the rows in quarantine of {run.run_key}.",
             )
         create_markdown_artifact(
-            markdown=reports.markdown(report),
+            markdown=reports.markdown(report, plots.markdown(report)),
             key=f"{key}-report",
             description=f"Report of the run {run.run_key}.",
         )
+        image = plots.whole(report)
+        if image is not None:
+            # By itself, too: Prefect's newer page shows no images within Markdown.
+            create_image_artifact(
+                image_url=image, key=f"{key}-plots", description=f"Plots of the run {run.run_key}."
+            )
         if not run.finished:  # else that was said when it was
             get_run_logger().info(
                 "run %s: %s rows = %s answered + %s in quarantine + %s left out, in %s",

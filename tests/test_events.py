@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 from test_heartbeat import counts, wait_for
+from test_html_report import full
+from test_records import COMMIT
 from test_tasks import report
 
 from prefect_raybatch import assets, events, runs, tasks
@@ -102,15 +107,20 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     run = Run(str(tmp_path), "k", "h", 1_000_000, 100_000, False)
     shown = Page(make_job(), run, clock=lambda: now[0])
     calls: Counter[str] = Counter()
+    progress = Progress(1_000_000, 100_000)
+    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    progress.add(replace(COMMIT, stats=stats), 1.0)
     shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
     monkeypatch.setattr(Page, "_show", lambda self, artifact, kind, data: calls.update([kind]))
     for second in range(8 * 3600):
         now[0] = float(second)
         done = round(1_000_000 * second / (8 * 3600))
         shown._counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
+        shown._progress = progress
         shown.hear(Beat(0.0, phase=INFERRING))
         shown.tick()
     assert calls["progress"] <= 8 * 720 and calls["live"] <= 8 * 360 and calls["line"] <= 8 * 240
+    assert 8 * 100 < calls["plots"] <= 8 * 120
     assert (calls.total() + len(emitted)) / (8 * 3600) < 0.5
     assert len(emitted) <= 1000
 
@@ -182,7 +192,7 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
         for shard in range(shards):
             time.sleep(seconds / shards)
             bad = ((0, failed),) if shard == 0 and failed else ()
-            stats = {"rows": 10, "started": time.time(), "ended": time.time()}
+            stats = {"rows": 10, "started": time.time() - 0.05, "ended": time.time()}
             good = ((failed if bad else 0, 10),)
             commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
@@ -247,6 +257,46 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
     assert by_key["raybatch-night-7-progress"].data == 100.0
     live = by_key["raybatch-night-7-live"].data
     assert "100 of 100" in live and "waiting: hangs" in live and "| failed | 3 |" in live
+    image = by_key["raybatch-night-7-plots"]
+    assert image.type == "image" and picture(image.data).count("<svg ") == 3  # two within one
+
+
+def picture(uri: str) -> str:
+    """The SVG that a data URI holds."""
+    return base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")).decode()
+
+
+def test_the_report_shows_its_plots_on_the_server(server, monkeypatch):
+    done = full(run_key="night-8", run="/nowhere/k", notes=("a note",))
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+    run = Run("/nowhere/k", "night-8", "h", 100, 10, True)
+
+    @flow
+    def night() -> None:
+        tasks.finalize_run(make_job(), run)
+
+    assert night(return_state=True).is_completed()
+    with get_client(sync_client=True) as client:
+        made = {a.key: a for a in client.read_artifacts()}
+    text = made["raybatch-night-8-report"].data
+    images = re.findall(r"!\[[^\]]+\]\((data:[^)]+)\)", text)
+    assert len(images) == 4 and all(picture(uri).startswith("<svg") for uri in images)
+    assert "| sequences running (mean an engine) | 200.0 |" in text
+    assert picture(made["raybatch-night-8-plots"].data).count("<svg ") == 5
+
+
+def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    shown = Page(make_job(), run)
+    beat = Beat(0.0, phase=INFERRING, engines={"ALIVE": 1})
+    assert shown._plots(beat) is None
+    progress = Progress(100, 10)
+    shown._progress = progress
+    assert shown._plots(beat) is None
+    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    progress.add(replace(COMMIT, shard=0, stats=stats), 1.0)
+    assert "in work, about" in picture(shown._plots(beat) or "")
+    assert "in work, about" not in picture(shown._plots(replace(beat, engines={})) or "")
 
 
 def test_calls_of_a_steady_run_at_the_client(server, tmp_path, monkeypatch):

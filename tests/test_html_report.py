@@ -101,7 +101,7 @@ def test_whatever_a_run_holds_is_text():
         nodes=(NodeStats(EVIL, 1, 1, 1, {}),),
         dashboard='javascript:alert("1")',
     )
-    text = html(evil, EVIL, EVIL)
+    text = html(evil, EVIL)
     page = Page(text)
     assert page.names() - plain.names() <= {"ul", "li"}
     assert "\x00" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 import re
@@ -12,12 +13,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_records import COMMIT
+from test_records import COMMIT, REPORT
 
 from prefect_raybatch import plots, svg
+from prefect_raybatch import report as reports
 from prefect_raybatch.charts import CELLS, POINTS, cells, charts, durations, throughput
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.records import Charts, RunReport, WorkerStats, to_ranges
+from prefect_raybatch.records import (
+    Charts,
+    NodeStats,
+    Part,
+    RunReport,
+    WorkerStats,
+    to_ranges,
+)
 from prefect_raybatch.tally import Tally
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,15 +47,11 @@ def words(text: str) -> str:
 
 def areas(text: str) -> dict[str, float]:
     """Cells of each colour of a shard map, from what is drawn."""
-    (grid,) = [e for e in parsed(text).iter(f"{SVG}path") if e.get("stroke") == "#FFFFFF"]
-    heights = re.findall(r"v(\d+\.?\d*)h-", text)
-    size = float(heights[0])
     found: dict[str, float] = {}
     for path in parsed(text).iter(f"{SVG}path"):
-        if path.get("fill", "none") != "none":
-            lengths = re.findall(r"h(\d+\.?\d*)v", path.get("d", ""))
-            found[path.attrib["fill"]] = round(sum(map(float, lengths)) / size, 1)
-    assert grid is not None
+        if "scale" in path.get("transform", ""):
+            lengths = re.findall(r"h(\d+\.?\d*)", path.get("d", ""))
+            found[path.attrib["stroke"]] = round(sum(map(float, lengths)), 1)
     return found
 
 
@@ -126,8 +131,6 @@ def test_charts_of_a_tally_and_back_from_a_report():
 
 
 def test_a_report_with_spoilt_charts_is_corrupt():
-    from test_records import REPORT
-
     data = REPORT.to_bytes().replace(b'"cells":[]', b'"cells":[[1,null,0,0]]')
     assert data != REPORT.to_bytes()
     with pytest.raises(CorruptRun, match="numbers"):
@@ -218,9 +221,35 @@ def test_a_quarter_of_a_million_shards_stay_small():
     assert len(found) == CELLS
     text = plots.shard_map(found, 64)
     parsed(text)
-    assert len(text) < 120_000
+    assert len(text) < 70_000
     points = [(float(i + 1), *(rng.random() * 1e6 for _ in range(3))) for i in range(POINTS)]
-    assert len(plots.throughput(points)) < 20_000
+    report = replace(
+        REPORT,
+        charts=Charts(tuple(points), {"engine": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}, found),
+        workers=tuple(WorkerStats(f"{i:0200}", 1, i, 1.0, 1.0) for i in range(64)),
+        nodes=tuple(NodeStats(f"{i:0200}", 1, 1, 1, {}) for i in range(64)),
+        failures={f"engine|{'E' * 90}|{i:0500}": 1 for i in range(20)},
+        parts=tuple(Part(f"data/part-{i:05}.parquet", 1, 1, "0" * 64) for i in range(20_000)),
+    )
+    page = reports.markdown(report, plots.markdown(report))
+    assert page.count("data:image/svg+xml;base64,") == 4
+    assert len(page) < 200_000  # what a Prefect artifact may have at most
+    assert len(plots.whole(report) or "") < 200_000
+    assert len(plots.live(report.charts, 64) or "") < 200_000
+    assert len(report.to_bytes()) < 4 << 20
+
+
+def test_pictures_are_stacked_into_one():
+    one, two = plots.throughput(POINTS_3), plots.shard_map([(1, 1, 0, 10)])
+    both = parsed(svg.stacked([one, two]))
+    inner = both.findall(f"{SVG}svg")
+    assert [e.get("y") for e in inner] == ["0", "386"]
+    assert float(both.attrib["height"]) == 372 + 14 + float(inner[1].attrib["height"])
+    data = plots.live(Charts(throughput=POINTS_3, cells=((1, 1, 0, 10),)))
+    assert data is not None
+    parsed(base64.b64decode(data.removeprefix("data:image/svg+xml;base64,")).decode())
+    assert plots.live(Charts(cells=((1, 0, 0, 0),))) is None  # nothing committed yet
+    assert plots.whole(REPORT) is None and plots.markdown(REPORT) == []
 
 
 def test_only_what_is_known_is_drawn():
