@@ -18,7 +18,7 @@ from prefect_raybatch.svg import clean
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 URL = re.compile(r"https?://[^\s\"'<>]+\Z")
-FIGURE = re.compile(r"-|[\d.,]+( ?(%|MiB|s|of mean))?\Z")
+FIGURE = re.compile(r"-|[\d.,]+%?\Z")
 LONGEST = 500  # characters of a cell
 
 STYLE = """

@@ -132,7 +132,7 @@ def stage_table(report: RunReport) -> list[dict[str, Any]]:
             "mean s": number(s.mean_s, 2),
             "slowest s": number(s.slowest_s, 2),
             "balance": f"{s.balance:.2f}",
-            "busiest worker": f"{s.busiest:.2f} of mean" if s.busiest is not None else DASH,
+            "busiest": number(s.busiest, 2),
         }
         for s in report.stages
     ]
@@ -167,9 +167,9 @@ def node_table(report: RunReport) -> list[dict[str, str]]:
             "engines": f"{node.engines}",
             "rows": f"{node.rows:,}",
             "CPU": percent(node.figures.get("node_cpu")),
-            "memory at most, GiB": number(node.figures.get("node_memory_peak"), 1),
+            "memory GiB": number(node.figures.get("node_memory_peak"), 1),
             "GPU": percent(node.figures.get("gpu")),
-            "GPU memory at most, GiB": number(node.figures.get("gpu_memory_peak"), 1),
+            "GPU memory GiB": number(node.figures.get("gpu_memory_peak"), 1),
         }
         for node in report.nodes
     ]
