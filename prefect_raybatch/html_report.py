@@ -57,6 +57,7 @@ def html(report: RunReport, made: str = "") -> str:
         f'<p class="where">Run {_text(report.run_key)} in {_text(report.run)}</p>',
         _result(report),
         _tiles(report),
+        _section("Advice", _table(reports.advice_table(report))),
         _section("Plots", "".join(f'<div class="plot">{svg}</div>' for svg in drawn.values())),
         _section("Commonest failures", _table(reports.failure_table(report.failures))),
         _section("Figures", _pairs(reports.result_rows(report))),

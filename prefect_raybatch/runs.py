@@ -23,7 +23,8 @@ from prefect_raybatch import report as reports
 from prefect_raybatch import sized
 from prefect_raybatch import sizing as sizes
 from prefect_raybatch.advice import advise
-from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources
+from prefect_raybatch.charts import charts
+from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
@@ -533,15 +534,12 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     tally = Tally()
     for commit in ledger.commits(plan, ledger.listing(plan)):
         tally.add(commit)
-    more = _kept(final) if final else {"notes": _of_whom(plan), "dashboard": _dashboard(store)}
-    state = "completed" if final else "unfinished" if tally.shards else "planned"
-    return reports.build(store.uri, plan, tally, state, **more)
-
-
-def _kept(report: RunReport) -> dict[str, Any]:
-    """What commits do not know."""
-    names = ("parts", "resumed_shards", "notes", "engine_deaths", "dashboard")
-    return {name: getattr(report, name) for name in names}
+    if final is None:
+        state, notes = ("unfinished" if tally.shards else "planned"), _of_whom(plan)
+        return reports.build(
+            store.uri, plan, tally, state, notes=notes, dashboard=_dashboard(store)
+        )
+    return replace(final, charts=charts(tally, plan.shards))
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:

@@ -16,7 +16,7 @@ from test_records import REPORT
 from prefect_raybatch import cli, runs
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.html_report import html, verdict
-from prefect_raybatch.records import Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
 
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"
 VOID = {"meta", "img", "br", "path", "rect", "circle"}
@@ -108,6 +108,12 @@ def test_whatever_a_run_holds_is_text():
     assert not [a for _, a in page.tags if any(n.startswith("on") or n == "href" for n in a)]
 
 
+def test_advice_stands_before_the_plots():
+    advice = Advice("engines are uneven", "one of 8 <slow>", "smaller shards")
+    text = html(full(advice=(advice,)))
+    assert text.index("one of 8 &lt;slow&gt;") < text.index("<h2>Plots</h2>")
+
+
 def test_long_texts_are_cut():
     assert len(html(full(notes=("x" * 1_000_000,)))) < 100_000
 
@@ -177,6 +183,7 @@ def test_the_report_of_an_earlier_version_gets_its_plots_from_the_commits(tmp_pa
     for stage in old["stages"]:
         for name in ("mean_s", "slowest_s", "busiest"):
             del stage[name]
+    del old["advice"], old["losses"]
     old["engine_deaths"] = 3
     path.write_text(json.dumps(old), encoding="utf-8")
     found = runs.report_of(str(tmp_path))
