@@ -432,6 +432,20 @@ class Engine(Group):
         "by Python on one core before a small model with short answers fills the chip. auto: as "
         "many as pay and fit. A replica on one GPU is so many engines.",
     )
+    order: Literal["auto", "input"] = _field(
+        16,
+        "auto",
+        title="Order in a shard",
+        text="auto: rows that share a prefix go to the engine together, the longest first. input: "
+        "as they stand. The result is in input order either way.",
+    )
+    deduplicate: bool = _field(
+        17,
+        True,
+        title="Ask once",
+        text="Rows of a shard with the same request are inferred once, where sampling is greedy, "
+        "so that they have the same answer.",
+    )
 
     @field_validator("replicas", mode="before")
     @classmethod

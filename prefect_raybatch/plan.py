@@ -55,6 +55,8 @@ FREE = {
     "engine.tensor_parallel_size": "how one engine is spread",
     "engine.pipeline_parallel_size": "how one engine is spread",
     "engine.engines_per_gpu": "how many work on a GPU",
+    "engine.order": "speed",
+    "engine.deduplicate": "speed: only requests that have the same answer are asked once",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",

@@ -80,6 +80,7 @@ MAY_IMPORT = {
     "stages.window": set(),
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
     "stages.figures": {"stages.blocks"},
+    "stages.order": set(),
     "stages.engine": {
         "job",
         "memory",
@@ -87,6 +88,7 @@ MAY_IMPORT = {
         "sizing",
         "stages.blocks",
         "stages.figures",
+        "stages.order",
         "stages.stepper",
         "storage",
         *VALUES,

@@ -164,6 +164,8 @@ CHANGED: dict[str, Any] = {
     "engine.num_cpus": 2,
     "engine.env": {"A": "b"},
     "engine.engines_per_gpu": 2,
+    "engine.order": "input",
+    "engine.deduplicate": False,
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
     "engine.gpu_memory_utilization": 0.5,
