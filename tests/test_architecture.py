@@ -146,6 +146,17 @@ MAY_IMPORT["doctor"] = {
     "storage",
     *VALUES,
 }
+MAY_IMPORT["tokens"] = {
+    "job",
+    "model",
+    "source",
+    "stages.blocks",
+    "stages.order",
+    "stages.prepare",
+    "stages.read",
+    "storage",
+    *VALUES,
+}
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
 MAY_IMPORT["pipeline"] = {
     "cluster",
@@ -173,6 +184,7 @@ MAY_IMPORT["retry"] = {
     "sized",
     "source",
     "stages.finish",
+    "tokens",
     *VALUES,
 }
 # Above the pipeline everything below may be used.
