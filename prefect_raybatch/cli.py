@@ -7,6 +7,7 @@ fault, the same command again continues.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -99,6 +100,10 @@ def plan(
         int | None, typer.Option(min=0, help="That has so many GPUs, 8 a node.")
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="And so many CPUs.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Make prompts of a sample; show how long they are.")
+    ] = False,
+    sample: Annotated[int, typer.Option(min=1, help="Rows of it, for --tokens.")] = 2000,
     as_json: Json = False,
 ) -> None:
     """Dry run: every size with its reason, shards, needs against the cluster."""
@@ -107,7 +112,7 @@ def plan(
         from prefect_raybatch.sizing import imagined
 
         what_if = imagined(gpu, gpus, cpus)
-    found = runs.dry_run(_with_keys(_job(job, set_)), run_key, what_if)
+    found = runs.dry_run(_with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
     if as_json:
         _print_json({**asdict(found), "sizing": found.sizing.to_dict()})
     else:
@@ -602,8 +607,35 @@ def _show_plan(found: runs.DryRun) -> None:
     out.print(sizes)
     for warning in size.warnings:
         out.print(f"[yellow]warning[/]: {escape(warning)}")
+    if found.tokens is not None:
+        _show_tokens(found.tokens)
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
+
+
+def _show_tokens(tokens: Any) -> None:
+    table = _grid()
+    failed = f", {tokens.failed:,} made none" if tokens.failed else ""
+    table.add_row("prompts", f"{tokens.rows:,} sampled in {tokens.seconds:.1f} s{failed}")
+    table.add_row(
+        "prompt tokens",
+        f"min {tokens.least:,}  median {tokens.median:,}  P90 {tokens.p90:,}  "
+        f"P99 {tokens.p99:,}  max {tokens.most:,}",
+    )
+    longest = f"{tokens.longest['file']}, row {tokens.longest['row']:,}"
+    table.add_row("longest", escape(longest))
+    table.add_row("shared prefixes", f"{tokens.shared:.0%} of prompt tokens, within the sample")
+    table.add_row("same requests", f"{tokens.repeated:.1%} of rows, within the sample")
+    table.add_row("max_model_len auto", f"{tokens.max_model_len:,} ({tokens.why})")
+    table.add_row("too long for it", f"{tokens.over:.1%} of rows")
+    out.print(table)
+    most = max(rows for _, _, rows in tokens.histogram)
+    wide = len(f"{tokens.most:,}")
+    for low, high, rows in tokens.histogram:
+        bar = "#" * math.ceil(40 * rows / most)
+        out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
+    for note in tokens.notes:
+        out.print(f"  {note}", markup=False)
 
 
 def _show_report(report: Any, fresh: bool) -> None:

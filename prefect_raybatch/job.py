@@ -270,6 +270,13 @@ class Prompt(Group):
         title="Null in a template column",
         text="fail: the row goes to quarantine. empty: an empty text is put in.",
     )
+    on_too_long: Literal["quarantine", "truncate_left", "truncate_right"] = _field(
+        5,
+        "quarantine",
+        title="Prompt over the context length",
+        text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
+        "user message loses its beginning or its end, so that there is room for max_tokens.",
+    )
 
     @field_validator("template")
     @classmethod
@@ -383,12 +390,12 @@ class Engine(Group):
     pipeline_parallel_size: int = _field(
         6, 1, title="Pipeline parallel", text="GPUs that share the layers.", gt=0
     )
-    max_model_len: int | None = _field(
+    max_model_len: int | Literal["auto"] | None = _field(
         7,
         None,
         title="Context length",
-        text="Prompt and answer together, in tokens; by default the model's own.",
-        gt=0,
+        text="Prompt and answer together, in tokens; by default the model's own. auto: what "
+        "max_model_len_percentile of a sample of the rows need, fixed in the run's plan.",
     )
     max_num_seqs: int = _field(
         8, 256, title="Sequences at once", text="Most rows an engine computes at one time.", gt=0
@@ -432,6 +439,30 @@ class Engine(Group):
         "by Python on one core before a small model with short answers fills the chip. auto: as "
         "many as pay and fit. A replica on one GPU is so many engines.",
     )
+    order: Literal["auto", "input"] = _field(
+        16,
+        "auto",
+        title="Order in a shard",
+        text="auto: rows that share a prefix go to the engine together, the longest first. input: "
+        "as they stand. The result is in input order either way.",
+    )
+    deduplicate: bool = _field(
+        17,
+        True,
+        title="Ask once",
+        text="Rows of a shard with the same request are inferred once, where sampling is greedy, "
+        "so that they have the same answer.",
+    )
+
+    max_model_len_percentile: float = _field(
+        18,
+        0.99,
+        title="Rows that auto fits",
+        text="Share of the sampled rows that max_model_len: auto is to fit; 1.0 is the longest of "
+        "them and a tenth more.",
+        ge=0.5,
+        le=1.0,
+    )
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -450,6 +481,13 @@ class Engine(Group):
     def _engines_per_gpu(cls, value: Any) -> Any:
         return _count(value, 16)
 
+    @field_validator("max_model_len")
+    @classmethod
+    def _length(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value <= 0:
+            raise ValueError("must be greater than 0, or auto")
+        return value
+
     @model_validator(mode="after")
     def _known(self) -> Engine:
         extra = self.model_extra or {}
@@ -461,6 +499,12 @@ class Engine(Group):
             )
         _refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
         return self
+
+    @property
+    def context(self) -> int | None:
+        """`max_model_len` in tokens; None for the model's own. An `auto` must be settled first
+        (`plan.settled`)."""
+        return None if self.max_model_len == "auto" else self.max_model_len
 
     @property
     def gpus_per_replica(self) -> int:

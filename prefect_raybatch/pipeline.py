@@ -91,7 +91,9 @@ class Pipeline:
                     yield Receipt.from_json(text)
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        prepare = Prepare(self.job.prompt, self.model, self.job.engine.max_model_len)
+        prepare = Prepare(
+            self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
+        )
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
         return (
             ShardDatasource(self.reader, self._tasks(units))

@@ -35,10 +35,12 @@ FINGERPRINTED = {
     "prompt.system": "other requests",
     "prompt.function": "other requests; its module's source counts",
     "prompt.on_null": "decides between failing and asking",
+    "prompt.on_too_long": "decides between failing and asking about less",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
     "engine.max_model_len": "decides which prompts are too long",
+    "engine.max_model_len_percentile": "decides it, where max_model_len is auto",
     "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
     "output.column": "other result columns",
     "output.columns": "other result columns",
@@ -55,6 +57,8 @@ FREE = {
     "engine.tensor_parallel_size": "how one engine is spread",
     "engine.pipeline_parallel_size": "how one engine is spread",
     "engine.engines_per_gpu": "how many work on a GPU",
+    "engine.order": "speed",
+    "engine.deduplicate": "speed: only requests that have the same answer are asked once",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",
@@ -120,6 +124,11 @@ def fingerprint(
         "output.schema": job.output.output_schema,
         "output.row_number": job.output.row_number,
     }
+    # What came after the first runs counts where it is used: the others keep their fingerprint.
+    if job.prompt.on_too_long == "quarantine":
+        del parts["prompt"]["on_too_long"]
+    if job.engine.max_model_len == "auto":
+        parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     if job.prompt.function:
         parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
     if job.output.postprocess:
@@ -132,6 +141,16 @@ def fingerprint(
         parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
         parts["retry"] = dict(retry)
     return digest(dump(parts)), parts
+
+
+def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
+    """The job with engine.max_model_len: auto replaced by what a plan's `context` says."""
+    if job.engine.max_model_len != "auto":
+        return job
+    if context is None:
+        raise CorruptRun("plan.json says nothing of the context length that auto came to")
+    engine = job.engine.model_copy(update={"max_model_len": context["max_model_len"]})
+    return job.model_copy(update={"engine": engine})
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -308,11 +327,13 @@ def make_plan(
     retry: Mapping[str, Any] | None = None,
     numbers: bytes | None = None,
     engines: int | None = None,
+    context: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's. The
-    shards are cut for `engines`, by default for those of a cluster that cannot be asked.
+    shards are cut for `engines`, by default for those of a cluster that cannot be asked. `context`
+    is what max_model_len: auto came to (`Plan.context`).
     """
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
@@ -344,6 +365,7 @@ def make_plan(
         parent=retry["parent"] if retry else None,
         numbers_table=names[2],
         row_bytes=round(row_bytes, 1),
+        context=context,
     )
     return plan, tables
 

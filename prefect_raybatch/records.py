@@ -136,6 +136,7 @@ class Plan:
     the record's bytes and stands in every commit. A run that retries failed rows has the run key
     of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
     `row_bytes` is the mean of the input's bytes a row, by which engines are packed.
+    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures}.
     """
 
     run_key: str
@@ -156,11 +157,12 @@ class Plan:
     format: int = FORMAT
     numbers_table: str | None = None
     row_bytes: float | None = None
+    context: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         # Plans from before these fields keep their bytes and hash.
-        for name in ("numbers_table", "row_bytes"):
+        for name in ("numbers_table", "row_bytes", "context"):
             if value[name] is None:
                 del value[name]
         return dump(value)
@@ -191,6 +193,8 @@ class Plan:
                 raise CorruptRun(f"plan.json: {name} is {table!r}, not a table name")
         if plan.parent is not None and (not isinstance(plan.parent, str) or "/" in plan.parent):
             raise CorruptRun(f"plan.json: parent is {plan.parent!r}, not a run key")
+        if plan.context is not None and not _is_context(plan.context):
+            raise CorruptRun(f"plan.json: context is {str(plan.context)[:80]!r}, not a length")
         if (plan.parent is None) != (plan.numbers_table is None):
             raise CorruptRun("plan.json: parent and numbers_table go together; one is missing")
         return plan
@@ -454,6 +458,11 @@ def _check_types(record: Any, what: str) -> None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_context(value: Any) -> bool:
+    length = value.get("max_model_len") if isinstance(value, dict) else None
+    return type(length) is int and length > 0
 
 
 def _is_number(value: Any) -> bool:

@@ -11,6 +11,14 @@ from prefect_raybatch.tally import Tally
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
+COUNTED = (  # by row or token, summed over the commits; 0 where a run is of before
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cut_off",
+    "deduplicated",
+    "truncated",
+)
 
 
 def build(
@@ -27,10 +35,7 @@ def build(
 ) -> RunReport:
     """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
     busy = tally.busy_seconds
-    tokens = {
-        name: tally.sums.get(name, 0.0)
-        for name in ("prompt_tokens", "cached_tokens", "output_tokens", "cut_off")
-    }
+    tokens = {name: tally.sums.get(name, 0.0) for name in COUNTED}
     return RunReport(
         run=run,
         run_key=plan.run_key,
@@ -111,12 +116,23 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ),
         ("From the prefix cache", cached_share(tokens)),
         ("Answers cut off at max_tokens", f"{tokens.get('cut_off', 0):,.0f}"),
+        *_about_requests(tokens),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
     ]
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
+    return rows
+
+
+def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Requests that were not sent as they stood; nothing where all were."""
+    rows = []
+    if same := tokens.get("deduplicated", 0):
+        rows.append(("Rows with the request of another", f"{same:,.0f}, inferred once a shard"))
+    if cut := tokens.get("truncated", 0):
+        rows.append(("Prompts cut to fit", f"{cut:,.0f}"))
     return rows
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
-from prefect_raybatch import runs, sized
+from prefect_raybatch import runs, sized, tokens
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import Family, Member, load_family, place
 from prefect_raybatch.job import BatchJob, with_fields
@@ -192,17 +192,22 @@ def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
     numbers = rows.numbers()
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
+    model = _model(job, parent.plan)
+    context = None
+    if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
+        context = tokens.of_files(job, model, found, ledger.store).context()
     plan, tables = planning.make_plan(
         job,
         family.next_key,
         found.files,
         found.schema,
         found.row_bytes,
-        _model(job, parent.plan),
+        model,
         snapshot=True,
         retry=asked.selection,
         numbers=numbers_table(numbers),
         engines=sized.expected_engines(job),
+        context=context,
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

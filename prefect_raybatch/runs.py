@@ -22,6 +22,7 @@ from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
 from prefect_raybatch import sized
 from prefect_raybatch import sizing as sizes
+from prefect_raybatch import tokens as counting
 from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
@@ -34,6 +35,7 @@ from prefect_raybatch.shard_sizes import problems
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
+from prefect_raybatch.tokens import Tokens
 from prefect_raybatch.trust import check_trust
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `raybatch plan` shows."""
+    """What `raybatch plan` shows; `tokens` where asked for or needed for max_model_len: auto."""
 
     job: str
     rows: int
@@ -75,6 +77,7 @@ class DryRun:
     have: dict[str, Any]
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,13 @@ def _new_plan(
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     pinned = models.resolve(job.engine)
+    context = None
+    if job.engine.max_model_len == "auto":
+        tokens = counting.of_files(job, pinned, found, ledger.store if copied else None)
+        log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
+        for note in tokens.notes:
+            log.warning("%s", note)
+        context = tokens.context()
     plan, tables = planning.make_plan(
         job,
         run_key,
@@ -238,6 +248,7 @@ def _new_plan(
         {**pinned, **({"identity": model["identity"]} if model else {})},
         snapshot=copied,
         engines=sized.expected_engines(job),
+        context=context,
     )
     return ledger.create_plan(plan, tables)
 
@@ -265,10 +276,13 @@ def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
     )
 
 
-def dry_run(job: BatchJob, run_key: str | None = None, what_if: Capacity | None = None) -> DryRun:
+def dry_run(
+    job: BatchJob, run_key: str | None = None, what_if: Capacity | None = None, sample: int = 0
+) -> DryRun:
     """What a run would do, without writing and without Ray, unless a cluster is named: then its
     capacity is asked. `what_if` takes the cluster's place. `problems` is empty when the run can
-    start and its engines are kept busy."""
+    start and its engines are kept busy. `sample` rows are made into prompts to see how long they
+    are (0: none, unless max_model_len is auto)."""
     from prefect_raybatch import source
 
     check_places(job)
@@ -278,8 +292,17 @@ def dry_run(job: BatchJob, run_key: str | None = None, what_if: Capacity | None 
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
-    rows = sum(file.rows for file in found.files)
     model = models.resolve(job.engine)
+    tokens = None
+    if sample or job.engine.max_model_len == "auto":
+        sample = sample or counting.SAMPLE
+        tokens = (
+            counting.of_heads(job, model, sample)
+            if snapshot
+            else counting.of_files(job, model, found, sample=sample)
+        )
+        job = planning.settled(job, tokens.context())
+    rows = sum(file.rows for file in found.files)
     have = what_if or sized.ask(job)
     known, unknown = sized.model_sizes(job, model, have)
     expected = sizes.expected_engines(job, what_if) if what_if else sized.expected_engines(job)
@@ -304,6 +327,7 @@ def dry_run(job: BatchJob, run_key: str | None = None, what_if: Capacity | None 
         have=asdict(have),
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
+        tokens=tokens,
     )
 
 
@@ -329,6 +353,7 @@ def infer_run(
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
+    job = planning.settled(job, plan.context)
     attempt = uuid.uuid4().hex
     lazy = _LazyPipeline()
     monitor = Monitor(attempt, plan, store, job.limits, observe, lazy.engines)
@@ -426,6 +451,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
+    job = planning.settled(job, plan.context)
     # The layout is the plan's, so that any two finalizers write the same files.
     output = BatchJob.from_dict(plan.job, "plan.json").output
     if ledger.finished() is not None:

@@ -219,8 +219,7 @@ def _replicas(job: BatchJob, have: Capacity, kind: str) -> tuple[tuple[int, int]
 
 def _length(job: BatchJob, model: Model | None) -> int | None:
     """Context length in tokens, where it is known."""
-    asked = job.engine.max_model_len
-    return asked if isinstance(asked, int) else model.context if model else None
+    return job.engine.context or (model.context if model else None)
 
 
 # --- all of it ----------------------------------------------------------------------------------
@@ -251,8 +250,8 @@ def resolve(
         "max_num_batched_tokens": engine.max_num_batched_tokens or BATCHED[kind][0],
         **(engine.model_extra or {}),
     }
-    if engine.max_model_len:
-        arguments["max_model_len"] = engine.max_model_len
+    if engine.context:
+        arguments["max_model_len"] = engine.context
     pool = choose_pool(job, have, model, row_bytes, arguments, unknown)
     length = _length(job, model)
     share: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from prefect_raybatch import runs, sized, sizing
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.plan import settled
 from prefect_raybatch.records import Receipt, Unit
 from prefect_raybatch.report import duration
 from prefect_raybatch.storage import Store, join, open_store
@@ -162,10 +163,11 @@ class Bench:
         seconds: float,
         engine: type | None = None,
     ):
-        self.job, self.store, self.have, self.seconds = job, store, have, seconds
+        self.store, self.have, self.seconds = store, have, seconds
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = runs.load_run(self.ledger, run)
+        self.job = settled(job, self.plan.context)
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""

@@ -80,6 +80,7 @@ MAY_IMPORT = {
     "stages.window": set(),
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
     "stages.figures": {"stages.blocks"},
+    "stages.order": set(),
     "stages.engine": {
         "job",
         "memory",
@@ -87,6 +88,7 @@ MAY_IMPORT = {
         "sizing",
         "stages.blocks",
         "stages.figures",
+        "stages.order",
         "stages.stepper",
         "storage",
         *VALUES,
@@ -147,6 +149,17 @@ MAY_IMPORT["doctor"] = {
     "storage",
     *VALUES,
 }
+MAY_IMPORT["tokens"] = {
+    "job",
+    "model",
+    "source",
+    "stages.blocks",
+    "stages.order",
+    "stages.prepare",
+    "stages.read",
+    "storage",
+    *VALUES,
+}
 STAGES = {f"stages.{name}" for name in ("blocks", "read", "window", "prepare", "engine", "finish")}
 MAY_IMPORT["pipeline"] = {
     "cluster",
@@ -174,6 +187,7 @@ MAY_IMPORT["retry"] = {
     "sized",
     "source",
     "stages.finish",
+    "tokens",
     *VALUES,
 }
 # Above the pipeline everything below may be used.

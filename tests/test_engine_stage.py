@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ from prefect_raybatch.stages.blocks import (
     FATAL,
     FINISH,
     LOST,
+    MERGED,
     PARAMS,
     POSITION,
     PROMPT_TOKENS,
@@ -132,10 +134,11 @@ def test_a_row_that_the_engine_refuses_is_marked_and_the_others_are_answered(sta
 def test_a_rows_own_sampling_overrides_the_jobs(started):
     made, _ = started(echo)
     made(block(Unit(0, 0, 2), params={1: '{"max_tokens": 9, "seed": 1}'}))
-    assert [r.params for r in made._engine.seen[0]] == [
-        {"temperature": 0.0, "max_tokens": 4},
-        {"temperature": 0.0, "max_tokens": 9, "seed": 1},
-    ]
+    asked = {r.prompt_token_ids[0]: r.params for r in made._engine.seen[0]}
+    assert asked == {
+        0: {"temperature": 0.0, "max_tokens": 4},
+        1: {"temperature": 0.0, "max_tokens": 9, "seed": 1},
+    }
 
 
 def test_a_block_of_only_failed_rows_keeps_its_shape(started):
@@ -300,3 +303,57 @@ def test_a_store_that_does_not_say_whether_a_shard_is_committed_costs_no_rows(st
     asked = EngineSpec(dict(MODEL), {}, {}, done=done)
     engine, _ = started(lambda requests: [completion("a") for _ in requests], spec=asked)
     assert engine(block(Unit(0, 0, 4))).num_rows == 4
+
+
+# --- order and equal requests -------------------------------------------------------------------
+
+
+def prepared(prompts: list[list[int]], params: dict[int, str] | None = None) -> pa.Table:
+    table = block(Unit(0, 0, len(prompts)), params=params)
+    column = pa.array(prompts, pa.list_(pa.int32()))
+    return table.set_column(table.column_names.index(TOKENS), TOKENS, column)
+
+
+def test_rows_go_to_the_engine_in_its_order_and_answers_come_back_in_theirs(started):
+    prompts = [[4], [1, 1, 1], [2, 2], [3, 3, 3, 3]]
+    made, _ = started(echo)
+    table = made(prepared(prompts))
+    assert [len(r.prompt_token_ids) for r in made._engine.seen[0]] == [4, 3, 2, 1]
+    assert table[ANSWERS].to_pylist() == [[[4, 2]], [[1, 2]], [[2, 2]], [[3, 2]]]
+    assert table[PROMPT_TOKENS].to_pylist() == [1, 3, 2, 4]
+    plain, _ = started(echo, spec=replace(SPEC, sort=False))
+    assert plain(prepared(prompts))[ANSWERS].equals(table[ANSWERS])
+    assert [r.prompt_token_ids for r in plain._engine.seen[0]] == prompts
+
+
+def test_equal_requests_are_asked_once_and_counted_once(started):
+    prompts = [[7], [8], [7], [7], [8]]
+    own = {3: '{"max_tokens": 9}'}
+    made, _ = started(echo)
+    table = made(prepared(prompts, own))
+    assert len(made._engine.seen[0]) == 3
+    assert [a[0][0] for a in table[ANSWERS].to_pylist()] == [7, 8, 7, 7, 8]
+    assert table[MERGED].to_pylist() == [False, False, True, False, True]
+    assert table[PROMPT_TOKENS].to_pylist() == [1, 1, None, 1, None]
+    assert table[FINISH].to_pylist() == ["stop"] * 5
+    each, _ = started(echo, spec=replace(SPEC, merge=False))
+    assert each(prepared(prompts, own))[ANSWERS].equals(table[ANSWERS])
+    assert len(each._engine.seen[0]) == 5
+
+
+def test_a_request_that_is_refused_fails_all_its_rows(started):
+    def refuses(requests: Any) -> list[Completion]:
+        return [Completion([], error=("ValueError", "no")) for _ in requests]
+
+    made, _ = started(refuses)
+    table = made(prepared([[7], [7]]))
+    assert [e["message"] for e in table[ERROR].to_pylist()] == ["no", "no"]
+    assert table[ANSWERS].to_pylist() == [None, None]
+
+
+def test_the_job_switches_order_and_merging_off():
+    on = engine_spec(make_job(), dict(MODEL), "cpu")
+    off = engine_spec(make_job(engine={"order": "input", "deduplicate": False}), dict(MODEL), "cpu")
+    assert (on.sort, on.merge, off.sort, off.merge) == (True, True, False, False)
+    hooked = make_job(engine={"logits_processors": ["mine:Processor"]})
+    assert not engine_spec(hooked, dict(MODEL), "cpu").merge

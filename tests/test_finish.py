@@ -15,7 +15,16 @@ from helpers.small import MODEL, input_rows, receipts
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job import Output
 from prefect_raybatch.records import Receipt, Unit, digest
-from prefect_raybatch.stages.blocks import ANSWERS, ERROR_TYPE, TEXTS, Failure, lost, tag
+from prefect_raybatch.stages.blocks import (
+    ANSWERS,
+    ERROR_TYPE,
+    MERGED,
+    TEXTS,
+    TRUNCATED,
+    Failure,
+    lost,
+    tag,
+)
 from prefect_raybatch.stages.finish import Finish, declared
 from prefect_raybatch.storage import open_store
 
@@ -137,6 +146,17 @@ def test_answers_are_detokenized_where_vllm_did_not(tmp_path):
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, none)
     made = piece(tmp_path, one(tmp_path, table))
     assert made["response"].to_pylist() == ["Retail", "Law Firm"]  # no end token in the text
+
+
+def test_tokens_of_an_answer_that_several_rows_share_count_once(tmp_path):
+    table = block(Unit(0, 0, 3))
+    merged = table.column_names.index(MERGED)
+    table = table.set_column(merged, MERGED, pa.array([False, True, None]))
+    stats = one(tmp_path, table).stats
+    assert (stats["rows"], stats["output_tokens"], stats["deduplicated"]) == (3, 2, 1)
+    assert "truncated" not in stats
+    cut = table.append_column(TRUNCATED, pa.array([True, False, True]))
+    assert one(tmp_path, cut).stats["truncated"] == 2
 
 
 def test_several_answers_a_row_are_a_list(tmp_path):

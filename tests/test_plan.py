@@ -144,6 +144,7 @@ CHANGED: dict[str, Any] = {
     "prompt.system": "Be short.",
     "prompt.function": "helpers.functions:as_text",
     "prompt.on_null": "empty",
+    "prompt.on_too_long": "truncate_left",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],
@@ -156,6 +157,7 @@ CHANGED: dict[str, Any] = {
     "engine.tensor_parallel_size": 2,
     "engine.pipeline_parallel_size": 2,
     "engine.max_model_len": 100,
+    "engine.max_model_len_percentile": 0.9,
     "engine.max_num_seqs": 8,
     "engine.max_num_batched_tokens": 99,
     "engine.batch_size": 5,
@@ -164,6 +166,8 @@ CHANGED: dict[str, Any] = {
     "engine.num_cpus": 2,
     "engine.env": {"A": "b"},
     "engine.engines_per_gpu": 2,
+    "engine.order": "input",
+    "engine.deduplicate": False,
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
     "engine.gpu_memory_utilization": 0.5,
@@ -197,7 +201,10 @@ CHANGED: dict[str, Any] = {
     "cluster.on_crash": "stop",
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
-NEEDS = {"output.output_schema": {"output.postprocess": "helpers.functions:shout"}}
+NEEDS: dict[str, dict[str, Any]] = {
+    "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
+    "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
+}
 
 
 def job_with(**fields: Any) -> BatchJob:

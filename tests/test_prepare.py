@@ -22,6 +22,7 @@ from prefect_raybatch.stages.blocks import (
     SHARD,
     TIMES,
     TOKENS,
+    TRUNCATED,
     is_lost,
     load_tokenizer,
     lost,
@@ -241,3 +242,69 @@ def test_the_stage_crosses_process_borders():
 
     stage = Prepare(Prompt(template="{A}"), dict(MODEL), 100)
     assert pickle.loads(pickle.dumps(stage)) == stage
+
+
+# --- prompts that are cut -----------------------------------------------------------------------
+
+
+def cut_run(side: str, text: str, limit: int, answer: int = 8) -> tuple[dict[str, Any], str]:
+    """A row whose prompt is cut on that side, and its prompt as text."""
+    prompt = Prompt(template="{A}", system="Be brief.", on_too_long=side)
+    table = tag(pa.table({"A": [text]}), Unit(0, 0, 1))
+    (row,) = Prepare(prompt, dict(MODEL), limit, answer)(table).to_pylist()
+    words = load_tokenizer(demo.demo_model_path(), None)
+    return row, words.decode(row[TOKENS])
+
+
+@pytest.mark.parametrize("side", ["truncate_left", "truncate_right"])
+def test_a_long_prompt_loses_text_of_the_user_and_nothing_else(side):
+    text = " ".join(f"w{i}" for i in range(300))
+    row, made = cut_run(side, text, 100)
+    assert row[ERROR] is None and row[TRUNCATED] is True
+    assert 80 < len(row[TOKENS]) <= 92  # room for the answer, and not cut by much more
+    short, whole = cut_run(side, "short", 100)
+    assert short[TRUNCATED] is False and "short" in whole
+    head, tail = whole.split("short")
+    assert made.startswith(head) and made.endswith(tail)
+    kept = made.removeprefix(head).removesuffix(tail)
+    assert kept and (text.endswith(kept) if side == "truncate_left" else text.startswith(kept))
+
+
+def test_a_prompt_that_leaves_too_little_for_its_answer_is_cut_as_well():
+    text = " ".join(f"w{i}" for i in range(20))
+    size = len(cut_run("truncate_left", text, 500)[0][TOKENS])
+    assert cut_run("truncate_left", text, size + 8)[0][TRUNCATED] is False
+    row, _ = cut_run("truncate_left", text, size + 7)
+    assert row[TRUNCATED] is True and len(row[TOKENS]) < size
+
+
+def test_a_row_whose_message_is_not_the_long_part_fails():
+    row, _ = cut_run("truncate_right", "short", 20)
+    assert row[TRUNCATED] is False
+    failed({**row, PARAMS: None}, "PromptTooLong")
+
+
+def test_letters_of_several_bytes_are_cut_whole():
+    row, made = cut_run("truncate_right", "größe 漢字 " * 100, 100)
+    assert row[TRUNCATED] is True and "\ufffd" not in made
+
+
+def test_a_tokenizer_without_offsets_cuts_as_well(monkeypatch):
+    class Slow:
+        is_fast = False
+
+        def __init__(self) -> None:
+            self.inner = load_tokenizer(demo.demo_model_path(), None)
+            self.chat_template = self.inner.chat_template
+            self.apply_chat_template = self.inner.apply_chat_template
+
+        def __call__(self, text: Any, **named: Any) -> Any:
+            assert "return_offsets_mapping" not in named
+            return self.inner(text, **named)
+
+    slow = Slow()
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: slow)
+    table = tag(pa.table({"A": ["word " * 300]}), Unit(0, 0, 1))
+    prompt = Prompt(template="{A}", on_too_long="truncate_left")
+    (row,) = Prepare(prompt, dict(MODEL), 100, 8)(table).to_pylist()
+    assert row[ERROR] is None and 50 < len(row[TOKENS]) <= 92

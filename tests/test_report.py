@@ -84,6 +84,8 @@ def test_a_report_of_commits(tmp_path):
         "cached_tokens": 19.0,
         "output_tokens": 19.0,
         "cut_off": 0.0,
+        "deduplicated": 0.0,
+        "truncated": 0.0,
     }
     assert report.failures == {"engine|ValueError|refused": 1}
     assert RunReport.from_bytes(report.to_bytes()) == report
@@ -133,3 +135,13 @@ def test_durations(seconds, text):
 def test_the_cached_share_of_nothing():
     assert cached_share({}) == "-"
     assert cached_share({"prompt_tokens": 4, "cached_tokens": 1}) == "25% of prompt tokens"
+
+
+def test_requests_that_were_not_sent_as_they_stood_are_told(tmp_path):
+    plan = small_run(tmp_path).plan
+    quiet = markdown(build("/r", plan, tally(commit(0, 1, deduplicated=0)), "completed"))
+    assert "the request of another" not in quiet and "cut to fit" not in quiet
+    told = build("/r", plan, tally(commit(0, 1, deduplicated=3, truncated=1200)), "completed")
+    page = markdown(told)
+    assert "| Rows with the request of another | 3, inferred once a shard |" in page
+    assert "| Prompts cut to fit | 1,200 |" in page

@@ -10,6 +10,7 @@ from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
+    heads,
     peek,
     snapshot,
     snapshot_dataset,
@@ -20,6 +21,7 @@ __all__ = [
     "Inventory",
     "check_columns",
     "detect_format",
+    "heads",
     "inventory",
     "needs_snapshot",
     "peek",

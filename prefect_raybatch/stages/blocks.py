@@ -30,6 +30,8 @@ ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
 TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
+MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 

@@ -28,6 +28,7 @@ from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,
     FINISH,
+    MERGED,
     PARAMS,
     PROMPT_TOKENS,
     TEXTS,
@@ -40,6 +41,7 @@ from prefect_raybatch.stages.blocks import (
     units_of,
 )
 from prefect_raybatch.stages.figures import Sampler
+from prefect_raybatch.stages.order import arrange, token_keys
 
 log = logging.getLogger(__name__)
 STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
@@ -70,7 +72,8 @@ class EngineSpec:
     """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
     `engines_per_gpu` above 1 means that this one may take only its share of the GPU: the arguments
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
-    says whether a shard (by id) is committed, and travels to the actor."""
+    says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
+    in the order that suits the engine, `merge` asks once about equal requests of a block."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -80,6 +83,8 @@ class EngineSpec:
     gpu_bytes: int = 0
     share: dict[str, Any] = field(default_factory=dict)
     done: Callable[[int], bool] | None = None
+    sort: bool = True
+    merge: bool = True
 
 
 def engine_spec(
@@ -100,7 +105,10 @@ def engine_spec(
     env = {**ours, **job.engine.env}
     pool = size.pool
     share = (pool.engines_per_gpu, pool.gpu_bytes, size.share)
-    return EngineSpec(model, sampling, arguments, env, *share, done)
+    sort = job.engine.order == "auto"
+    # A logits processor of the user's may keep a state, or count.
+    merge = job.engine.deduplicate and not arguments.get("logits_processors")
+    return EngineSpec(model, sampling, arguments, env, *share, done, sort, merge)
 
 
 class EngineStage:
@@ -184,23 +192,28 @@ class EngineStage:
             for own in table[PARAMS].to_pylist()
         ]
         well = [i for i, error in enumerate(errors) if error is None]
+        keys = token_keys(table[TOKENS])
+        asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
         try:
-            done = engine.run([Request(prompts[i], params[i]) for i in well])
+            done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
         except EngineDied as death:
             with self._lock:
                 if self._engine is engine:
                     self._engine = None
             return lost_all(table, f"EngineDied: {death}")
         columns = _columns(table.num_rows)
-        for i, completion in zip(well, done, strict=True):
-            if completion.error:
-                errors[i] = Failure("engine", *completion.error).to_dict()
-                continue
-            columns[ANSWERS][i] = completion.token_ids
-            columns[TEXTS][i] = completion.texts
-            columns[FINISH][i] = completion.finish_reason
-            columns[PROMPT_TOKENS][i] = completion.prompt_tokens
-            columns[CACHED_TOKENS][i] = completion.cached_tokens
+        for row, completion in zip(asked.rows, done, strict=True):
+            for i in asked.served(row):
+                if completion.error:
+                    errors[i] = Failure("engine", *completion.error).to_dict()
+                    continue
+                columns[ANSWERS][i] = completion.token_ids
+                columns[TEXTS][i] = completion.texts
+                columns[FINISH][i] = completion.finish_reason
+                columns[MERGED][i] = i != row
+                if i == row:  # tokens count where they were computed
+                    columns[PROMPT_TOKENS][i] = completion.prompt_tokens
+                    columns[CACHED_TOKENS][i] = completion.cached_tokens
         table = table.drop_columns([TOKENS, PARAMS, ERROR])
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         for name, values in columns.items():
@@ -234,6 +247,7 @@ _TYPES = {
     FINISH: pa.string(),
     PROMPT_TOKENS: pa.int32(),
     CACHED_TOKENS: pa.int32(),
+    MERGED: pa.bool_(),
 }
 
 

@@ -32,11 +32,13 @@ from prefect_raybatch.stages.blocks import (
     FATAL,
     FINISH,
     LOST,
+    MERGED,
     POSITION,
     PROMPT_TOKENS,
     SHARD,
     TEXTS,
     TIMES,
+    TRUNCATED,
     Failure,
     input_columns,
     is_lost,
@@ -238,18 +240,24 @@ class Finish:
     def _stats(self, table: pa.Table, began: float) -> dict[str, float]:
         answers = table[ANSWERS].to_pylist()
         cut = sum(reason == "length" for reason in table[FINISH].to_pylist())
+        merged = table[MERGED].to_pylist()
         stats = {
             "rows": table.num_rows,
             "prompt_tokens": _sum(table, PROMPT_TOKENS),
             "cached_tokens": _sum(table, CACHED_TOKENS),
-            "output_tokens": sum(len(ids) for a in answers if a for ids in a),
+            "output_tokens": sum(
+                len(ids) for a, m in zip(answers, merged, strict=True) if a and not m for ids in a
+            ),
             "cut_off": cut,
+            "deduplicated": sum(map(bool, merged)),
             "started": table[f"{TIMES}_began"][0].as_py(),
             "ended": time.time(),
             "prepare_s": table[f"{TIMES}_prepare"][0].as_py(),
             "engine_s": table[f"{TIMES}_engine"][0].as_py(),
             "finish_s": time.time() - began,
         }
+        if TRUNCATED in table.column_names:
+            stats["truncated"] = sum(map(bool, table[TRUNCATED].to_pylist()))
         if f"{TIMES}_read" in table.column_names:
             stats["read_s"] = table[f"{TIMES}_read"][0].as_py()
         return {k: round(v, 4) for k, v in stats.items()}

@@ -23,6 +23,7 @@ from prefect_raybatch.stages.blocks import (
     ERROR_TYPE,
     PARAMS,
     TOKENS,
+    TRUNCATED,
     Failure,
     input_columns,
     load_tokenizer,
@@ -32,17 +33,21 @@ from prefect_raybatch.stages.blocks import (
     timed,
 )
 
+CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
+
 
 @dataclass(frozen=True)
 class Prepare:
     """The stage as a function of one block; made on the driver, run on any worker.
 
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
+    `max_tokens` is the room that a prompt which is cut leaves for its answer.
     """
 
     prompt: Prompt
     model: dict[str, Any]
     max_model_len: int | None
+    max_tokens: int = 1
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -55,11 +60,15 @@ class Prepare:
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        tokenizer = load_tokenizer(*models.tokenizer_place(self.model))
         limit = self.max_model_len or models.context_length(models.local_path(self.model))
-        requests = self._requests(table)
-        texts = render(tokenizer, requests)
-        tokens = encode(tokenizer, texts, limit)
+        requests, whole = self.prompts(table)
+        tokens = [self._fitted(r, t, limit) for r, t in zip(requests, whole, strict=True)]
+        if self.prompt.on_too_long != "quarantine":
+            cut = [
+                t is not w and not isinstance(t, Failure)
+                for t, w in zip(tokens, whole, strict=True)
+            ]
+            table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
         errors = [t.to_dict() if isinstance(t, Failure) else None for t in tokens]
         params = [
             json.dumps(r.sampling) if isinstance(r, Request) and r.sampling else None
@@ -72,6 +81,31 @@ class Prepare:
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
+
+    def prompts(self, table: pa.Table) -> tuple[list[Request | Failure], list[Any]]:
+        """Request and prompt tokens of each row of a block of input rows, of any length; a
+        `Failure` in either place for a row that has none."""
+        tokenizer = self._tokenizer()
+        requests = self._requests(table)
+        return requests, encode(tokenizer, render(tokenizer, requests))
+
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(*models.tokenizer_place(self.model))
+
+    def _fitted(self, request: Any, tokens: Any, limit: int | None) -> Any:
+        """Tokens that leave room in `limit`, cut where the job says so, or the row's failure."""
+        if isinstance(tokens, Failure) or not limit or self.prompt.on_too_long == "quarantine":
+            return _fitting(tokens, limit)
+        room = limit - request.answer(self.max_tokens)
+        room = room if room > 0 else limit - 1
+        if len(tokens) <= room:
+            return _fitting(tokens, limit)
+        left = self.prompt.on_too_long == "truncate_left"
+        try:
+            cut = shortened(self._tokenizer(), request, len(tokens), room, left)
+        except Exception as error:
+            return Failure.of("prepare", error)
+        return _fitting(tokens, limit) if cut is None else cut
 
     def _requests(self, table: pa.Table) -> list[Request | Failure]:
         if self.prompt.function:
@@ -98,6 +132,11 @@ class Request:
         if self.messages[0]["role"] == "system":
             return self
         return Request([{"role": "system", "content": system}, *self.messages], self.sampling)
+
+    def answer(self, most: int) -> int:
+        """Most tokens out: its own max_tokens, or the job's."""
+        own = (self.sampling or {}).get("max_tokens")
+        return own if isinstance(own, int) else most
 
 
 class _Filler:
@@ -187,8 +226,8 @@ def render(tokenizer: Any, requests: list[Any]) -> list[Any]:
     return [r if isinstance(r, Failure) else next(texts) for r in requests]
 
 
-def encode(tokenizer: Any, texts: list[Any], limit: int | None) -> list[Any]:
-    """Prompt texts to token lists; texts over the context length become failures."""
+def encode(tokenizer: Any, texts: list[Any]) -> list[Any]:
+    """Prompt texts to token lists; failures stay where they are."""
     good = [t for t in texts if not isinstance(t, Failure)]
 
     def tokens(batch: list[str]) -> list[list[int]]:
@@ -198,8 +237,47 @@ def encode(tokenizer: Any, texts: list[Any], limit: int | None) -> list[Any]:
         ids = iter(tokens(good) if good else ())
     except Exception:
         ids = iter([_try(lambda text: tokens([text])[0], text) for text in good])
-    made = [t if isinstance(t, Failure) else next(ids) for t in texts]
-    return [_fitting(t, limit) for t in made]
+    return [t if isinstance(t, Failure) else next(ids) for t in texts]
+
+
+def shortened(
+    tokenizer: Any, request: Request, size: int, room: int, left: bool
+) -> list[int] | None:
+    """Prompt tokens of a request of `size` tokens, at most `room`, with the beginning (`left`) or
+    the end of its last user message cut off; None where that message is not long enough.
+
+    The text is cut and not the tokens: the chat template around it must stay whole.
+    """
+    users = [i for i, m in enumerate(request.messages) if m["role"] == "user"]
+    if not users or not isinstance(request.messages[users[-1]]["content"], str):
+        return None
+    before, message = request.messages[: users[-1]], request.messages[users[-1]]
+    after = request.messages[users[-1] + 1 :]
+    content = message["content"]
+    spans = _spans(tokenizer, content)
+    over = size - room
+    for _ in range(CUTS):
+        keep = len(spans) - over
+        if keep < 1:
+            return None
+        text = content[spans[-keep][0] :] if left else content[: spans[keep - 1][1]]
+        asked = Request([*before, {**message, "content": text}, *after], request.sampling)
+        (tokens,) = encode(tokenizer, render(tokenizer, [asked]))
+        if isinstance(tokens, Failure):
+            return None
+        if len(tokens) <= room:
+            return list(tokens)
+        over += len(tokens) - room
+    return None
+
+
+def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Where each token of a text begins and ends in it, in characters."""
+    if tokenizer.is_fast:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(made["offset_mapping"])
+    count = len(tokenizer(text, add_special_tokens=False)["input_ids"])  # taken as of one length
+    return [(i * len(text) // count, (i + 1) * len(text) // count) for i in range(count)]
 
 
 def _fitting(tokens: Any, limit: int | None) -> Any:

@@ -1,0 +1,145 @@
+"""In which order the rows of a block go to the engine, and which of them need not go at all.
+
+Rows with a shared prefix go one after the other, so that the first one's blocks are still in the
+prefix cache for the next; among such groups, and within one, the longest goes first, so that a
+long row does not keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache
+when it schedules them and looks each waiting request up after that (0.26 to 0.29,
+`KVCacheManager.allocate_slots`), so neighbours share even within one step and need not be kept
+apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+BLOCK = 16  # tokens in vLLM's cache blocks unless set: less in common brings nothing
+GROUP = 2 * BLOCK  # tokens in common, beyond what their neighbours share, that keep rows together
+GREEDY = 1e-5  # vLLM takes temperatures below this for 0
+NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")  # may do anything
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rows in the order in which the engine gets them. `copies` are the others, by the row whose
+    answer is also theirs."""
+
+    rows: list[int]
+    copies: dict[int, list[int]] = field(default_factory=dict)
+
+    def served(self, row: int) -> list[int]:
+        """The rows that the answer to `row` goes to, itself first."""
+        return [row, *self.copies.get(row, ())]
+
+
+def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
+    """A key a prompt, of list<int32> without nulls; keys compare as the token lists do."""
+    if isinstance(tokens, pa.ChunkedArray):
+        tokens = tokens.combine_chunks()
+    # Big-endian numbers without sign compare as their bytes do, and bytes compare in C.
+    data = tokens.flatten().to_numpy(zero_copy_only=False).astype(">u4").tobytes()
+    lengths = tokens.value_lengths().to_numpy(zero_copy_only=False)
+    edges = [0, *(4 * np.cumsum(lengths, dtype=np.int64)).tolist()]
+    return [data[start:end] for start, end in pairwise(edges)]
+
+
+def arrange(
+    keys: Sequence[bytes],
+    params: Sequence[dict[str, Any]],
+    well: Sequence[int],
+    sort: bool,
+    merge: bool,
+) -> Asked:
+    """How to ask about the rows `well`, whose prompts are `keys` and sampling fields `params`.
+
+    `sort` by prefix and length, else in the order given; `merge` equal requests where their
+    answers are certain to be equal.
+    """
+    asked = _merged(keys, params, well) if merge else Asked(list(well))
+    return Asked(_sorted(keys, params, asked.rows), asked.copies) if sort else asked
+
+
+def is_exact(params: dict[str, Any]) -> bool:
+    """Whether equal prompts under `params` have equal answers by vLLM's definition: greedy, one
+    answer, and no hook of the user's in between."""
+    temperature = params.get("temperature", 1.0)
+    # A row's own fields may be anything: what vLLM would refuse is left to it.
+    greedy = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
+    return greedy and params.get("n") in (None, 1) and not any(params.get(n) for n in NOT_EXACT)
+
+
+def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Sequence[int]) -> Asked:
+    first: dict[tuple[bytes, str], int] = {}
+    rows: list[int] = []
+    copies: dict[int, list[int]] = {}
+    known = _by_identity(lambda p: repr(sorted(p.items())) if is_exact(p) else None)
+    for row in well:
+        same = known(params[row])
+        leader = row if same is None else first.setdefault((keys[row], same), row)
+        if leader == row:
+            rows.append(row)
+        else:
+            copies.setdefault(leader, []).append(row)
+    return Asked(rows, copies)
+
+
+def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[int]) -> list[int]:
+    """Through the tree of prefixes, branch by branch, the one with the costliest row first."""
+    rows = sorted(rows, key=keys.__getitem__)
+    common = common_tokens([keys[row] for row in rows])
+    bound = _by_identity(_bound)
+    # An answer costs a step a token and a prompt a part of one step: bounds count first.
+    cost = np.array([(bound(params[row]) << 40) + len(keys[row]) for row in rows], np.int64)
+    made: list[int] = []
+    branches = [(0, len(rows))] if rows else []
+    while branches:  # and no recursion: prompts that each extend the last are a branch a row deep
+        start, end = branches.pop()
+        if end - start == 1:
+            made.append(rows[start])
+            continue
+        inside = common[start + 1 : end]
+        cuts = np.flatnonzero(inside < inside.min() + GROUP) + start + 1
+        starts = np.concatenate(([start], cuts))
+        ends = np.concatenate((cuts, [end]))
+        costs = np.maximum.reduceat(cost[start:end], starts - start)
+        order = np.argsort(-costs, kind="stable")[::-1]  # the last is taken first
+        branches += zip(starts[order].tolist(), ends[order].tolist(), strict=True)
+    return made
+
+
+def _bound(params: dict[str, Any]) -> int:
+    """Most tokens out, as far as it can be told."""
+    given = params.get("max_tokens")
+    return min(max(given, 0), 1 << 22) if isinstance(given, int) else 0
+
+
+def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
+    """int64[len(keys)]: tokens at the start that each key shares with the one before it."""
+    common = np.zeros(len(keys), np.int64)
+    before = np.empty(0, np.uint8)
+    for i, key in enumerate(keys):
+        now = np.frombuffer(key, np.uint8)
+        least = min(len(now), len(before))
+        differ = now[:least] != before[:least]
+        at = int(differ.argmax()) if least else 0
+        common[i] = (at if least and differ[at] else least) // 4
+        before = now
+    return common
+
+
+def _by_identity(make: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """`make`, called once for each dict that is one and the same, as the job's own is."""
+    made: dict[int, Any] = {}
+
+    def known(params: dict[str, Any]) -> Any:
+        key = id(params)
+        if key not in made:
+            made[key] = make(params)
+        return made[key]
+
+    return known
