@@ -514,6 +514,15 @@ class Limits(Group):
         title="A stall ends the run",
         text="With EngineFailure, which is retried; off only reports it.",
     )
+    hang_seconds: float | None = _field(
+        7,
+        600.0,
+        title="Longest engine step",
+        text="In seconds, twice that until an engine's first answer; an engine that takes longer "
+        "is hung: it is killed and another started. null: any time.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     def allowed(self, rows: int) -> int:
         """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""

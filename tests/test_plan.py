@@ -253,6 +253,7 @@ CHANGED: dict[str, Any] = {
     "limits.stall_seconds": 90.0,
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
+    "limits.hang_seconds": 30.0,
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,

@@ -68,7 +68,8 @@ GPU_DEFAULTS: dict[str, Any] = {
 class EngineSpec:
     """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
     `engines_per_gpu` above 1 means that this one may take only its share of the GPU; `done` says
-    whether a shard (by id) is committed, and travels to the actor."""
+    whether a shard (by id) is committed, and travels to the actor; `hang_seconds` is the time a
+    step may take."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -76,6 +77,7 @@ class EngineSpec:
     env: dict[str, str] = field(default_factory=dict)
     engines_per_gpu: int = 1
     done: Callable[[int], bool] | None = None
+    hang_seconds: float | None = None
 
 
 def engine_spec(
@@ -105,7 +107,7 @@ def engine_spec(
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if device == "cpu" else {}
     env = {**ours, **engine.env}
     packed = engine.engines_per_gpu if device == "gpu" else 1
-    return EngineSpec(model, sampling, arguments, env, packed, done)
+    return EngineSpec(model, sampling, arguments, env, packed, done, job.limits.hang_seconds)
 
 
 class EngineStage:
@@ -137,7 +139,7 @@ class EngineStage:
 
         for attempt in range(STARTS):
             try:
-                self._engine = SteppedEngine(self._arguments())
+                self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:
