@@ -14,8 +14,8 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
-from prefect_raybatch.job import BatchJob, template_fields
-from prefect_raybatch.records import InputFile, Plan, Shard, digest, dump
+from prefect_raybatch.job import RESERVED, BatchJob, template_fields
+from prefect_raybatch.records import QUARANTINE, InputFile, Plan, Shard, digest, dump
 from prefect_raybatch.trust import check_types
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ def choose_rows_per_shard(rows: int, row_bytes: float, job: BatchJob) -> tuple[i
         why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
+    elif chosen == rows < job.engine.batch_size:
+        why = f"all rows, fewer than engine.batch_size {job.engine.batch_size}"
     elif chosen > wanted:
         why += f", at least engine.batch_size {job.engine.batch_size}"
     return chosen, why
@@ -211,7 +213,8 @@ def sizing(job: BatchJob, rows: int, row_bytes: float, planned: int | None = Non
     shards = math.ceil(rows / chosen)
     concurrent = concurrent_batches(job, chosen)
     workers = job.engine.replicas
-    saturated = min(chosen, max(rows, 1)) * concurrent >= job.engine.max_num_seqs
+    # A run with fewer rows than that has all of them in flight.
+    saturated = min(chosen, max(rows, 1)) * concurrent >= min(job.engine.max_num_seqs, rows)
     notes = [f"rows a shard: {chosen:,} ({why})"]
     if not saturated:
         need = math.ceil(job.engine.max_num_seqs / chosen)
@@ -219,11 +222,16 @@ def sizing(job: BatchJob, rows: int, row_bytes: float, planned: int | None = Non
             f"engines starve: {chosen} rows * {concurrent} shards at once is under max_num_seqs "
             f"{job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
         )
-    if shards < 2 * workers:
-        fit = max(1, math.ceil(rows / (4 * workers)))
+    fit = max(1, math.ceil(rows / (4 * workers)))
+    if rows < workers:
         notes.append(
-            f"{shards} shards for {workers} engines leave some idle; set source.rows_per_shard "
-            f"to {fit:,}"
+            f"{rows} row{'' if rows == 1 else 's'} for {workers} engines leave most idle; "
+            "set engine.replicas to 1"
+        )
+    elif workers > 1 and shards < 2 * workers and fit < chosen:
+        notes.append(
+            f"{shards} shard{'' if shards == 1 else 's'} for {workers} engines leave some idle; "
+            f"set source.rows_per_shard to {fit:,}"
         )
     return Sizing(
         chosen,
@@ -352,7 +360,17 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
+    if job.output.row_number in QUARANTINE:
+        raise ConfigError(
+            f"output.row_number: the quarantine's files have a column {job.output.row_number!r} of "
+            f"their own (as {', '.join(QUARANTINE)} are there); choose another name"
+        )
     for name in added:
+        if name.startswith(RESERVED):
+            raise ConfigError(
+                f"output: column {name!r} cannot be written: names that begin with {RESERVED} are "
+                "ours; rename it with output.row_number or output.schema"
+            )
         if added.count(name) > 1:
             raise ConfigError(
                 f"output: column {name!r} would be written twice; rename it with output.column, "

@@ -42,7 +42,7 @@ from prefect_raybatch.plan import (
     shards_table,
     sizing,
 )
-from prefect_raybatch.records import InputFile, dump
+from prefect_raybatch.records import QUARANTINE, InputFile, dump
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -124,7 +124,9 @@ def test_schemas_round_trip_and_damage_is_corrupt():
         (10_000, 50, {"replicas": 4}, {}, 313, "(4 engines * 8 shards)"),
         (10_000, 50, {"replicas": 10}, {}, 256, "at least engine.batch_size 256"),
         (1_000_000, 50, {}, {}, MOST_ROWS, "at most 4,000"),
-        (100, 50, {}, {}, 100, "at least engine.batch_size"),
+        (300, 50, {}, {}, 256, "at least engine.batch_size 256"),
+        (100, 50, {}, {}, 100, "all rows, fewer than engine.batch_size 256"),
+        (1, 50, {"replicas": 8}, {}, 1, "all rows, fewer than engine.batch_size 256"),
         (1_000_000, 1 << 20, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
         (1000, 1 << 40, {}, {}, 1, "128 MiB"),
         (1_000_000, 50, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
@@ -175,6 +177,32 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
     )
     assert sizing(better, 1000, 50).saturated  # the remedy helps
+
+
+@pytest.mark.parametrize("planned", [None, 1])
+@pytest.mark.parametrize("seqs", [1, 256])
+def test_a_run_of_one_row_needs_no_advice(seqs, planned):
+    job = make_job(engine={"max_num_seqs": seqs, "max_concurrent_batches": 1})
+    found = sizing(job, 1, 50, planned)
+    assert found.saturated and (found.shards, found.rows_per_shard) == (1, 1)
+    (note,) = found.notes
+    assert note.startswith("rows a shard: 1 (")
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "per_shard", "advice"),
+    [
+        (3, 8, None, "3 rows for 8 engines leave most idle; set engine.replicas to 1"),
+        (1, 2, None, "1 row for 2 engines leave most idle; set engine.replicas to 1"),
+        (100, 8, None, "1 shard for 8 engines leave some idle; set source.rows_per_shard to 4"),
+        (8, 8, 1, None),  # smaller shards there are not
+        (200, 1, None, None),  # one engine has all there is
+    ],
+)
+def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice):
+    source = {"uri": "in", "rows_per_shard": per_shard}
+    found = sizing(make_job(engine={"replicas": replicas}, source=source), rows, 50)
+    assert list(found.notes[1:]) == ([advice] if advice else [])
 
 
 # --- the fingerprint ----------------------------------------------------------------------------
@@ -443,6 +471,18 @@ def test_secrets_stay_out_of_the_run_directory():
             ["'_row'", "output.row_number"],
         ),
         ({"output": {"uri": "o", "columns": ["id", "id"]}}, ["output.columns", "'id'"]),
+        *(
+            (
+                {"output": {"uri": "o", "row_number": name}},
+                ["output.row_number", f"quarantine's files have a column '{name}'"],
+            )
+            for name in QUARANTINE
+        ),
+        ({"output": {"uri": "o", "row_number": "__rb_pos"}}, ["'__rb_pos' cannot be written"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"__rb_pos": "int32"}}},
+            ["'__rb_pos' cannot be written", "output.schema"],
+        ),
     ],
 )
 def test_columns_that_do_not_fit_the_input_are_named(groups, said):
@@ -459,6 +499,7 @@ def test_columns_that_do_not_fit_the_input_are_named(groups, said):
         {"uri": "o", "columns": []},
         {"uri": "o", "columns": ["Country"], "column": "Company"},  # the input's is left out
         {"uri": "o", "postprocess": "m:f", "column": "Company"},  # no answer column is written
+        {"uri": "o", "column": "error"},  # of the quarantine's files alone
     ],
 )
 def test_columns_that_fit(output):
