@@ -235,7 +235,8 @@ def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
             assert process.poll() is None and time.time() < deadline
             time.sleep(0.1)
         below = psutil.Process(process.pid).children(recursive=True)
-        (core,) = (p for p in below if "VLLM::" in " ".join(p.cmdline()) + p.name())
+        titled = [p for p in below if "VLLM::EngineCore" in " ".join(p.cmdline()) + p.name()]
+        (core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
         core.suspend()
         stopped = time.time()
         assert process.wait(500) == 0, (tmp_path / "log.txt").read_text()[-3000:]

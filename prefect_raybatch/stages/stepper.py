@@ -447,7 +447,7 @@ class SteppedEngine:
         kill_all([process.pid for process in self._processes])
         self._shutdown()
         self._thread.join(5)
-        if self._thread.is_alive():  # the core is in this process all the same, or holds its GIL
+        if self._thread.is_alive():  # these were workers, and the core is in this process
             end_process(cause)
         self._fail(cause)
 
