@@ -644,6 +644,15 @@ class Limits(Group):
         text="Such as 45m or 6h of working time. A run that takes longer is told what would make "
         "it fit; it is not ended.",
     )
+    hang_seconds: float | None = _field(
+        8,
+        600.0,
+        title="Longest engine step",
+        text="In seconds, twice that until an engine's first answer; an engine that takes longer "
+        "is hung: it is killed and another started. null: any time.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     @field_validator("deadline")
     @classmethod

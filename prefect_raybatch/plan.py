@@ -14,8 +14,8 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
-from prefect_raybatch.job import BatchJob, template_fields
-from prefect_raybatch.records import InputFile, Plan, Shard, digest, dump
+from prefect_raybatch.job import RESERVED, BatchJob, template_fields
+from prefect_raybatch.records import QUARANTINE, InputFile, Plan, Shard, digest, dump
 from prefect_raybatch.shard_sizes import choose_rows_per_shard
 from prefect_raybatch.sizing import expected_engines
 from prefect_raybatch.trust import check_types
@@ -291,7 +291,17 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
+    if job.output.row_number in QUARANTINE:
+        raise ConfigError(
+            f"output.row_number: the quarantine's files have a column {job.output.row_number!r} of "
+            f"their own (as {', '.join(QUARANTINE)} are there); choose another name"
+        )
     for name in added:
+        if name.startswith(RESERVED):
+            raise ConfigError(
+                f"output: column {name!r} cannot be written: names that begin with {RESERVED} are "
+                "ours; rename it with output.row_number or output.schema"
+            )
         if added.count(name) > 1:
             raise ConfigError(
                 f"output: column {name!r} would be written twice; rename it with output.column, "

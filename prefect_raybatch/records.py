@@ -18,6 +18,9 @@ from prefect_raybatch.errors import CorruptRun
 FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
 MAX_RECORD_BYTES = 8 << 20  # records are untrusted: a larger one is not ours
 
+QUARANTINE = ("stage", "error", "message", "attempts", "input")
+"""Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
+
 Ranges = tuple[tuple[int, int], ...]
 
 

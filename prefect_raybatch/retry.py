@@ -106,8 +106,9 @@ def request(
 ) -> Request | Nothing:
     """What a retry would be, from the records alone: writes nothing and reads no row.
 
-    Raises `ConfigError` for an unfinished run, a wrong job, and rows that another retry has taken
-    and not answered; `CorruptRun` when runs that belong to this one are not readable.
+    Raises `ConfigError` for an unfinished run, a wrong job, a class in `errors` that no failed row
+    has, and rows that another retry has taken and not answered; `CorruptRun` when runs that belong
+    to this one are not readable.
     """
     overrides = dict(overrides or {})
     root, key = place(run_dir, _options(run_dir, overrides, job, keys))
@@ -124,6 +125,8 @@ def request(
     selection = {"parent": key, "errors": sorted(set(errors)) if errors else None}
     if not parent.failed:
         return Nothing(where, f"no row of {key} failed; there is nothing to retry")
+    if errors:
+        _check_classes(parent, errors)
     child = _job(parent, root.uri, overrides, job)
     known = keys(child)
     going = None
@@ -137,6 +140,25 @@ def request(
     runs.check_schema_names(known)
     planning.check_against_schema(known, planning.decode_schema(parent.plan.input_schema))
     return Request(family, parent, child, known, selection, going)
+
+
+def _check_classes(parent: Member, errors: Sequence[str]) -> None:
+    """Raises `ConfigError` naming the classes there are when no failed row has one of `errors`.
+
+    The commits tell; the report names the commonest failures alone.
+    """
+    classes: Counter[str] = Counter()
+    ledger, plan = parent.ledger, parent.plan
+    for commit in ledger.commits(plan, ledger.listing(plan)):
+        for failure, rows in commit.failures.items():
+            classes[[*failure.split("|", 2), ""][1]] += int(rows)
+    unknown = sorted(set(errors) - set(classes))
+    if unknown:
+        known = ", ".join(f"{kind} ({rows:,})" for kind, rows in classes.most_common())
+        raise ConfigError(
+            f"no row of {parent.key} failed with {', '.join(unknown)}; the classes there are: "
+            f"{known}"
+        )
 
 
 def _options(
@@ -231,12 +253,11 @@ class _FailedRows:
         self._begin()
 
     def _begin(self) -> None:
-        self.classes: Counter[str] = Counter()
         self.asked: list[np.ndarray] = []
         self.free: list[np.ndarray] = []
 
     def tables(self) -> Iterator[tuple[str, pa.Table]]:
-        """(file, input rows); raises `ConfigError` at the end for a class that no row has."""
+        """(file, input rows)."""
         import pyarrow.compute as pc
 
         from prefect_raybatch.source.snapshot_writer import conform
@@ -250,8 +271,6 @@ class _FailedRows:
                 raise CorruptRun(f"{where}: failed rows are not in the order of their numbers")
             last = int(numbers[-1])
             kinds = table["error"]
-            for item in pc.value_counts(kinds).to_pylist():
-                self.classes[item["values"]] += item["counts"]
             mask = np.ones(len(numbers), bool)
             if self.errors is not None:
                 mask = pc.is_in(kinds, pa.array(self.errors)).to_numpy()
@@ -261,13 +280,6 @@ class _FailedRows:
                 self.free.append(numbers[mask])
                 rows = pa.Table.from_struct_array(table["input"].filter(pa.array(mask)))
                 yield where, conform(rows, self.schema)
-        unknown = sorted(set(self.errors or ()) - set(self.classes))
-        if unknown:
-            known = ", ".join(f"{kind} ({rows:,})" for kind, rows in self.classes.most_common())
-            raise ConfigError(
-                f"no row of {self.parent.key} failed with {', '.join(unknown)}; the classes there "
-                f"are: {known}"
-            )
 
     def numbers(self) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.int64), *self.free])

@@ -30,6 +30,8 @@ def choose_rows_per_shard(
         why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
+    elif chosen == rows < job.engine.batch_size:
+        why = f"all rows, fewer than engine.batch_size {job.engine.batch_size}"
     elif chosen > wanted:
         why += f", at least engine.batch_size {job.engine.batch_size}"
     return chosen, why
@@ -47,17 +49,23 @@ def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int) -> lis
     """What leaves engines idle, with the number that mends it."""
     found = []
     concurrent = concurrent_batches(job, rows_per_shard)
-    if min(rows_per_shard, max(rows, 1)) * concurrent < job.engine.max_num_seqs:
+    # A run with fewer rows than that has all of them in flight.
+    if min(rows_per_shard, max(rows, 1)) * concurrent < min(job.engine.max_num_seqs, rows):
         need = math.ceil(job.engine.max_num_seqs / rows_per_shard)
         found.append(
             f"engines starve: {rows_per_shard} rows * {concurrent} shards at once is under "
             f"max_num_seqs {job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
-    if shards < 2 * engines:
-        fit = max(1, math.ceil(rows / (4 * engines)))
+    fit = max(1, math.ceil(rows / (4 * engines)))
+    if rows < engines:
         found.append(
-            f"{shards} shards for {engines} engines leave some idle; set source.rows_per_shard "
-            f"to {fit:,}"
+            f"{rows} row{'' if rows == 1 else 's'} for {engines} engines leave most idle; "
+            "set engine.replicas to 1"
+        )
+    elif engines > 1 and shards < 2 * engines and fit < rows_per_shard:
+        found.append(
+            f"{shards} shard{'' if shards == 1 else 's'} for {engines} engines leave some idle; "
+            f"set source.rows_per_shard to {fit:,}"
         )
     return found

@@ -273,7 +273,8 @@ def resolve(
         chosen, why = planned, "the run's plan"
     concurrent = concurrent_batches(job, chosen)
     shards = math.ceil(rows / chosen)
-    saturated = min(chosen, max(rows, 1)) * concurrent >= engine.max_num_seqs
+    # A run with fewer rows than that has all of them in flight.
+    saturated = min(chosen, max(rows, 1)) * concurrent >= min(engine.max_num_seqs, rows)
     return Sizing(
         pool,
         chosen,

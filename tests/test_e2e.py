@@ -40,7 +40,8 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **kept,
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "PYTHONPATH": str(ROOT / "tests"),  # the user functions below, on driver and workers
+        # This package, and the user functions below, on driver and workers.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -215,6 +216,49 @@ def test_killed_twice_and_resumed(
     assert table["Company"].to_pylist() == [name for name, _ in truth]
     right = sum(a == b for a, (_, b) in zip(table["industry"].to_pylist(), truth, strict=True))
     assert right >= 0.95 * rows
+
+
+def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    rows = 4500
+    write_customers(tmp_path / "customers.csv", rows, 3)
+    job = job_file(
+        tmp_path,
+        engine={"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
+        limits={"hang_seconds": 30, "max_failed": 0},
+    )
+    store = open_store(str(tmp_path / "out/k"))
+    process = start(["run", job, "--run-key", "k", "--no-prefect"], env, tmp_path)
+    try:
+        deadline = time.time() + 300
+        while not (before := commits(store)):
+            assert process.poll() is None and time.time() < deadline
+            time.sleep(0.1)
+        below = psutil.Process(process.pid).children(recursive=True)
+        titled = [p for p in below if "VLLM::EngineCore" in " ".join(p.cmdline()) + p.name()]
+        (core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+        core.suspend()
+        stopped = time.time()
+        assert process.wait(500) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+        print(
+            f"stopped at {len(before)} commits, the run went on for {time.time() - stopped:.0f} s"
+        )
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not core.is_running()
+    assert "EngineDied: hung: no step returned for 30 s" in (tmp_path / "log.txt").read_text()
+    report = json.loads(store.read("_raybatch/report.json"))
+    assert report["engine_deaths"] >= 1 and (report["good"], report["failed"]) == (rows, 0)
+    table = read_all(store, report)
+    assert table["_row"].to_pylist() == list(range(rows))
+    truth = companies(rows, 3, "all")
+    assert table["Company"].to_pylist() == [name for name, _ in truth]
+    assert (
+        json.loads(call("verify", store.uri, "--json", env=env, cwd=tmp_path).stdout)["data"]
+        == rows
+    )
 
 
 def read_all(store: Store, report: dict) -> pa.Table:

@@ -234,9 +234,9 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
     seen: list[str | None] = []
 
     class Looks(Factory):
-        def __call__(self, arguments: dict[str, Any]) -> Any:
+        def __call__(self, arguments: dict[str, Any], hang_seconds: float | None = None) -> Any:
             seen.append(os.environ.get("RAYBATCH_TEST"))
-            return super().__call__(arguments)
+            return super().__call__(arguments, hang_seconds)
 
     monkeypatch.setattr(stepper, "SteppedEngine", Looks(echo))
     EngineStage(EngineSpec(dict(MODEL), {}, {}, {"RAYBATCH_TEST": "set"}))

@@ -14,7 +14,7 @@ from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job import Output
-from prefect_raybatch.records import Receipt, Unit, digest
+from prefect_raybatch.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     ERROR_TYPE,
@@ -119,6 +119,7 @@ def test_nested_and_odd_input_columns_survive_in_quarantine(tmp_path):
     )
     receipt = one(tmp_path, block(Unit(0, 0, 2), failed=[0, 1], rows=rows))
     bad = piece(tmp_path, receipt, "quarantine")
+    assert bad.column_names == ["__rb_pos", *QUARANTINE]
     assert bad["stage"].to_pylist() == ["engine", "engine"]
     found = [row["input"] for row in bad.to_pylist()]
     assert found == rows.to_pylist()

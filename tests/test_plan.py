@@ -37,7 +37,7 @@ from prefect_raybatch.plan import (
     shard_starts,
     shards_table,
 )
-from prefect_raybatch.records import InputFile, dump
+from prefect_raybatch.records import QUARANTINE, InputFile, dump
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -190,6 +190,7 @@ CHANGED: dict[str, Any] = {
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
     "limits.deadline": "6h",
+    "limits.hang_seconds": 30.0,
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,
@@ -382,6 +383,18 @@ def test_secrets_stay_out_of_the_run_directory():
             ["'_row'", "output.row_number"],
         ),
         ({"output": {"uri": "o", "columns": ["id", "id"]}}, ["output.columns", "'id'"]),
+        *(
+            (
+                {"output": {"uri": "o", "row_number": name}},
+                ["output.row_number", f"quarantine's files have a column '{name}'"],
+            )
+            for name in QUARANTINE
+        ),
+        ({"output": {"uri": "o", "row_number": "__rb_pos"}}, ["'__rb_pos' cannot be written"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"__rb_pos": "int32"}}},
+            ["'__rb_pos' cannot be written", "output.schema"],
+        ),
     ],
 )
 def test_columns_that_do_not_fit_the_input_are_named(groups, said):
@@ -398,6 +411,7 @@ def test_columns_that_do_not_fit_the_input_are_named(groups, said):
         {"uri": "o", "columns": []},
         {"uri": "o", "columns": ["Country"], "column": "Company"},  # the input's is left out
         {"uri": "o", "postprocess": "m:f", "column": "Company"},  # no answer column is written
+        {"uri": "o", "column": "error"},  # of the quarantine's files alone
     ],
 )
 def test_columns_that_fit(output):

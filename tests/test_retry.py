@@ -163,7 +163,24 @@ def test_an_unknown_class_is_named_with_those_there_are(tmp_path):
         plan_retry(run.store.uri, ["Timeout", "ValueError"])
     text = str(error.value)
     assert "failed with Timeout;" in text and "ValueError (2), EngineDied (1)" in text
-    assert not list((tmp_path).rglob("key.r1/**/*.parquet"))
+    assert [p.name for p in tmp_path.iterdir()] == ["key"]  # said before anything is written
+
+
+def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_path):
+    run = first_run(tmp_path)
+    retried(run.store.uri)
+    with pytest.raises(ConfigError, match=r"failed with Timeout; .* ValueError \(2\)"):
+        plan_retry(run.store.uri, ["Timeout"])
+    nothing = plan_retry(run.store.uri, ["ValueError"])
+    assert isinstance(nothing, Nothing) and "none is left that failed" in nothing.message
+
+
+def test_a_class_is_known_also_where_the_report_is_too_short_for_it(tmp_path):
+    run = first_run(tmp_path, {n: f"Error{n}" for n in range(30)}, rows=30)
+    shown = {key.split("|")[1] for key in runs.load_report(run.store).failures}
+    rare = next(n for n in range(30) if f"Error{n}" not in shown)
+    uri = retried(run.store.uri, [f"Error{rare}"])
+    assert numbers(uri) == [rare]
 
 
 def test_failed_again_are_retried_by_a_child_of_the_child(tmp_path):
@@ -622,8 +639,9 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     assert code == 2 and "source.limit cannot be set for a retry" in err
     code, _, err = call("retry-failed", uri, "--job", tmp_path / "no.yaml")
     assert code == 2 and "no such job file" in err
-    code, _, err = call("retry-failed", uri, "--error", "Nope", "--no-prefect")
-    assert code == 2 and "classes there are: ValueError (2)" in err
+    for more in ([], ["--no-prefect"]):
+        code, _, err = call("retry-failed", uri, "--error", "Nope", *more)
+        assert code == 2 and "classes there are: ValueError (2)" in err
 
 
 def test_a_chain_that_is_not_proved_exits_with_1(whole, call):

@@ -70,7 +70,7 @@ def sized(
         (10_000, 50, 4, {}, {}, 313, "(4 engines * 8 shards)"),
         (10_000, 50, 10, {}, {}, 256, "at least engine.batch_size 256"),
         (1_000_000, 50, 1, {}, {}, MOST_ROWS, "at most 4,000"),
-        (100, 50, 1, {}, {}, 100, "at least engine.batch_size"),
+        (100, 50, 1, {}, {}, 100, "all rows, fewer than engine.batch_size 256"),
         (1_000_000, 1 << 20, 1, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
         (1000, 1 << 40, 1, {}, {}, 1, "128 MiB"),
         (1_000_000, 50, 1, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
@@ -121,6 +121,31 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
     )
     assert resolve(better, 1000, 50, NO_GPU).saturated  # the remedy helps
+
+
+@pytest.mark.parametrize("planned", [None, 1])
+@pytest.mark.parametrize("seqs", [1, 256])
+def test_a_run_of_one_row_needs_no_advice(seqs, planned):
+    job = make_job(engine={"max_num_seqs": seqs, "max_concurrent_batches": 1})
+    found = resolve(job, 1, 50, NO_GPU, planned=planned)
+    assert found.saturated and (found.shards, found.rows_per_shard) == (1, 1)
+    assert not found.problems
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "per_shard", "advice"),
+    [
+        (3, 8, None, "3 rows for 8 engines leave most idle; set engine.replicas to 1"),
+        (1, 2, None, "1 row for 2 engines leave most idle; set engine.replicas to 1"),
+        (100, 8, None, "1 shard for 8 engines leave some idle; set source.rows_per_shard to 4"),
+        (8, 8, 1, None),  # smaller shards there are not
+        (200, 1, None, None),  # one engine has all there is
+    ],
+)
+def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice):
+    source = {"uri": "in", "rows_per_shard": per_shard}
+    found = resolve(make_job(engine={"replicas": replicas}, source=source), rows, 50, NO_GPU)
+    assert list(found.problems) == ([advice] if advice else [])
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,12 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     assert state.is_failed()
     with pytest.raises(ConfigError, match=r"retry-failed .*key\.r1"):
         state.result()
+    state = retry_failed(uri, ["ValueEror"], return_state=True)
+    assert state.is_failed()
+    with pytest.raises(
+        ConfigError, match=r"failed with ValueEror; the classes .* ValueError \(2\)"
+    ):
+        state.result()
     empty = first_run(tmp_path, failed={}, key="good").store.uri
     state = retry_failed(empty, return_state=True)
     assert state.is_completed() and "no row of good failed" in str(state.message)

@@ -73,7 +73,8 @@ class EngineSpec:
     `engines_per_gpu` above 1 means that this one may take only its share of the GPU: the arguments
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
-    in the order that suits the engine, `merge` asks once about equal requests of a block."""
+    in the order that suits the engine, `merge` asks once about equal requests of a block;
+    `hang_seconds` is the time a step may take."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -85,6 +86,7 @@ class EngineSpec:
     done: Callable[[int], bool] | None = None
     sort: bool = True
     merge: bool = True
+    hang_seconds: float | None = None
 
 
 def engine_spec(
@@ -108,7 +110,9 @@ def engine_spec(
     sort = job.engine.order == "auto"
     # A logits processor of the user's may keep a state, or count.
     merge = job.engine.deduplicate and not arguments.get("logits_processors")
-    return EngineSpec(model, sampling, arguments, env, *share, done, sort, merge)
+    return EngineSpec(
+        model, sampling, arguments, env, *share, done, sort, merge, job.limits.hang_seconds
+    )
 
 
 class EngineStage:
@@ -143,7 +147,7 @@ class EngineStage:
 
         for attempt in range(STARTS):
             try:
-                self._engine = SteppedEngine(self._arguments())
+                self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:

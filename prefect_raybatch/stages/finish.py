@@ -52,13 +52,6 @@ from prefect_raybatch.trust import check_types
 PIECES = "_raybatch/pieces"
 SCHEMA = "_raybatch/output_schema.arrow"
 RECEIPT = "receipt"
-QUARANTINE = [
-    (POSITION, pa.int32()),
-    ("stage", pa.string()),
-    ("error", pa.string()),
-    ("message", pa.string()),
-    ("attempts", pa.int32()),
-]
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,18 @@ def _end(seen: set[Process]) -> None:
         _send(process, signal.SIGKILL)
 
 
+def kill_all(pids: list[int]) -> None:
+    """SIGKILL these processes and all below them, which ends those that are stopped, too; waits
+    for their end, up to `GRACE_S`."""
+    seen = {(pid, stat.started) for pid in pids if (stat := _read(pid)) is not None}
+    _look(0, b"", seen)
+    for process in seen:
+        _send(process, signal.SIGKILL)
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until and any(_alive(process) for process in seen):
+        time.sleep(0.05)
+
+
 def main(pid: int, started: int) -> None:
     """The helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up, exit."""
     if os.fork():

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .hang import LOOK, HangWatch, end_process
+
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
 when the first one's tail leaves slots free."""
@@ -94,12 +96,16 @@ class SteppedEngine:
 
     engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
         `disable_log_stats` is True unless given: counting costs Python per token.
+    hang_seconds: an engine with requests in flight of which no step has returned for so long
+        (twice that until its first answer) is hung and treated as dead: its processes are killed.
+        Where the engine core is in this process, this process ends itself (`hang.end_process`).
+        None: it may take any time.
 
     The constructor returns when the engine is ready and raises whatever vLLM raises. Engine
     processes die with this one, even after `kill -9` (see `reaper`).
     """
 
-    def __init__(self, engine_kwargs: dict[str, Any]) -> None:
+    def __init__(self, engine_kwargs: dict[str, Any], hang_seconds: float | None = None) -> None:
         from .reaper import watch_children
 
         watch_children()
@@ -116,6 +122,8 @@ class SteppedEngine:
             ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
         )
         self._busy_s = self._feed_s = 0.0
+        self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
+        self._hang = HangWatch(hang_seconds)
         self._engine: Any = None
         self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
         self._processes: list[Any] = []
@@ -298,11 +306,8 @@ class SteppedEngine:
         self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
         if not engine_kwargs["disable_log_stats"]:
             self._keep_scheduler_stats()
-        if self._processes:
-            # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
-            threading.Thread(
-                target=self._watch_core, name="SteppedEngineWatch", daemon=True
-            ).start()
+        # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
+        threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
     def _keep_scheduler_stats(self) -> None:
         processor = self._engine.output_processor
@@ -320,12 +325,14 @@ class SteppedEngine:
         while True:
             with wake:
                 while not (self._waiting or self._in_flight or self._closing or self._died):
+                    self._inside = 0.0
                     wake.wait()
                 if self._closing or self._died:
+                    self._inside = 0.0
                     return
-            start = time.perf_counter()
+            start = self._inside = time.perf_counter()
             self._feed()
-            fed = time.perf_counter()
+            fed = self._inside = time.perf_counter()
             outputs = engine.step() if self._in_flight else ()
             finished: list[_Call] = []
             with wake:
@@ -441,16 +448,18 @@ class SteppedEngine:
 
     # Death and closing ----------------------------------------------------------------------------
 
-    def _watch_core(self) -> None:
-        """Wait for the end of any engine process; wake every caller when it was not asked for."""
+    def _watch(self) -> None:
+        """Look for the end of an engine process that nobody asked for, and for a step that never
+        returns; wake every caller then."""
         from multiprocessing.connection import wait
 
         sentinels = {process.sentinel: process for process in self._processes}
         while True:
-            ended = wait(list(sentinels), timeout=1.0)
+            ended = wait(list(sentinels), timeout=LOOK)
             with self._wake:
                 if self._closing or self._died is not None:
                     return
+                answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
                 process.join(1)
@@ -461,6 +470,26 @@ class SteppedEngine:
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()
                 return
+            allowed = self._hang.look(time.monotonic(), self._inside, answered)
+            if allowed is not None:
+                self._end_hung(f"hung: no step returned for {allowed:g} s")
+                return
+
+    def _end_hung(self, cause: str) -> None:
+        """End an engine that hangs, first of all its processes: who hears of it starts another,
+        on the same GPU."""
+        from .reaper import kill_all
+
+        if not self._processes:
+            end_process(cause)
+        with self._wake:
+            self._died = cause  # before what vLLM says when its core is gone
+        kill_all([process.pid for process in self._processes])
+        self._shutdown()
+        self._thread.join(5)
+        if self._thread.is_alive():  # these were workers, and the core is in this process
+            end_process(cause)
+        self._fail(cause)
 
     def _fail(self, cause: str) -> None:
         """Mark the engine dead (the first cause stays) and wake every caller in flight."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -59,7 +60,7 @@ class FastEngine(EngineStage):
     """The engine stage with a `Fast` in place of vLLM."""
 
     def _start(self) -> None:
-        self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]))
+        self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self.pending(table)
@@ -73,8 +74,8 @@ class FastEngine(EngineStage):
 class Fast:
     """Answers after a moment, and dies as engine.json says."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, hang_seconds: float | None = None) -> None:
+        self.folder, self.hang_seconds = folder, hang_seconds
         self.mine = threading.local()  # the rows of this thread's call
         self.lock = threading.Lock()
         self.child: Any = None
@@ -107,6 +108,10 @@ class Fast:
             try:
                 self.child.stdin.write(json.dumps(text) + "\n")
                 self.child.stdin.flush()
+                ready, _, _ = select.select([self.child.stdout], [], [], self.hang_seconds)
+                if not ready:  # as the stepper does with vLLM's core
+                    self.child.kill()
+                    raise EngineDied(f"hung: no step returned for {self.hang_seconds:g} s")
                 back = self.child.stdout.readline()
             except OSError as error:
                 raise EngineDied(f"the engine's process is gone: {error}") from None

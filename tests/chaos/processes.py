@@ -30,6 +30,13 @@ def _dead(folder: Path) -> bool:
     return text[text.rindex(")") + 2] in "ZX"
 
 
+def gone(pid: int) -> bool:
+    try:
+        return _dead(Path(f"/proc/{pid}"))
+    except OSError:
+        return True
+
+
 def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         try:

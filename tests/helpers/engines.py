@@ -91,7 +91,8 @@ class Factory:
         self.plan = list(plan)
         self.arguments: list[dict[str, Any]] = []
 
-    def __call__(self, arguments: dict[str, Any]) -> Stepped:
+    def __call__(self, arguments: dict[str, Any], hang_seconds: float | None = None) -> Stepped:
+        self.hang_seconds = hang_seconds
         self.arguments.append(arguments)
         step = self.plan.pop(0)
         if isinstance(step, BaseException):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -63,8 +64,8 @@ def engine_core_killed(t: Trial) -> None:
     t.expect_success(driver)
 
 
-def _with_core(t: Trial) -> None:
-    t.setup()
+def _with_core(t: Trial, **groups: Any) -> None:
+    t.setup(**groups)
     t.orders(child=True)
     if t.engine == "vllm":
         t.job["engine"]["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -82,6 +83,22 @@ def engine_core_hangs(t: Trial) -> None:
         time.sleep(seconds)
         processes.kill([pid], signal.SIGCONT)
     t.expect_success(driver)
+
+
+@kind("engine's own subprocess stopped for ever", real=True, every=2)
+def engine_core_hangs_for_ever(t: Trial) -> None:
+    # vLLM's limit leaves time for a step on a busy machine.
+    _with_core(t, limits={"hang_seconds": 3 if t.engine == "fast" else 30})
+    driver = t.start()
+    pid = None
+    if in_the_middle(t, driver) and (found := cores(t)):
+        pid = t.rng.choice(found)
+        os.kill(pid, signal.SIGSTOP)
+        t.fault(f"core stopped at {len(t.commit_names())} commits")
+        t.keep()
+    status = t.expect_success(driver)
+    if pid is not None and not (status["deaths"] and processes.gone(pid)):
+        raise RuntimeError(f"the stopped core {pid} was not ended: {status}")
 
 
 def _some_text(t: Trial) -> str:

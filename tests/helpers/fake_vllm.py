@@ -1,0 +1,137 @@
+"""As much of vLLM as the stepper uses, without a model: what a row does follows from its tokens.
+
+`install()` puts it in the place of the package. `STOPS` in a prompt stops the engine's core, `SLOW`
+makes its step take `SLOW_S`; every other row is answered by the next step. With the argument
+`apart` the core is a process of its own, as it is by vLLM's default, else in this one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+STOPS, SLOW = 666, 5000
+SLOW_S = 0.4
+ANSWER = [5]
+
+
+def install() -> None:
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils")}
+    modules["vllm"].LLMEngine = LLMEngine  # type: ignore[attr-defined]
+    modules["vllm.engine.arg_utils"].EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
+    params = modules["vllm.sampling_params"] = ModuleType("vllm.sampling_params")
+    params.SamplingParams = SamplingParams  # type: ignore[attr-defined]
+    params.RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)  # type: ignore[attr-defined]
+    params.StructuredOutputsParams = dict  # type: ignore[attr-defined]
+    sys.modules.update(modules)
+
+
+class SamplingParams(SimpleNamespace):
+    n = 1
+    detokenize = False
+
+
+class LLMEngine:
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+        self.engine_core = Apart() if getattr(args, "apart", False) else Here()
+
+    @classmethod
+    def from_engine_args(cls, args: SimpleNamespace) -> LLMEngine:
+        return cls(args)
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        self.engine_core.send((request_id, prompt["prompt_token_ids"]))
+
+    def step(self) -> list[Any]:
+        answer = SimpleNamespace(finish_reason="stop", token_ids=ANSWER, text="")
+        done = self.engine_core.get()
+        return [
+            SimpleNamespace(request_id=id, finished=True, outputs=[answer], num_cached_tokens=0)
+            for id in ([done] if done else [])
+        ]
+
+
+def compute(tokens: list[int]) -> None:
+    """What the core does for a row; stops with it where it is told to."""
+    if SLOW in tokens:
+        time.sleep(SLOW_S)
+    while STOPS in tokens:
+        time.sleep(3600)
+
+
+class Here:
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+
+    def send(self, request: Any) -> None:
+        self.waiting.append(request)
+
+    def get(self) -> str | None:
+        request_id, tokens = self.waiting.pop(0)
+        compute(tokens)
+        return request_id
+
+    def shutdown(self) -> None:
+        self.waiting.clear()
+
+
+class Apart:
+    """A core in a process of its own and, below it, a worker; its answers come by a thread."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: queue.Queue[Any] = queue.Queue()
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_core, args=(theirs,), name="EngineCore")
+        self.process.start()
+        theirs.close()
+        self.worker = self.pipe.recv()
+        threading.Thread(target=self._receive, name="FakeOutputs", daemon=True).start()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self.outputs_queue.put(self.pipe.recv())
+        except (EOFError, OSError):
+            return  # as in vLLM: who waits for an answer waits on
+
+    def send(self, request: Any) -> None:
+        self.pipe.send(request)
+
+    def get(self) -> str:
+        found = self.outputs_queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def shutdown(self) -> None:
+        for pid in (self.process.pid, self.worker):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _core(pipe: Any) -> None:
+    worker = os.fork()
+    if worker == 0:
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(0)
+    pipe.send(worker)
+    while True:
+        request_id, tokens = pipe.recv()
+        if STOPS in tokens:
+            os.kill(worker, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            compute(tokens)
+        pipe.send(request_id)
