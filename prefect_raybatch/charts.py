@@ -49,7 +49,7 @@ def throughput(
     edges = np.linspace(0.0, span, min(POINTS, max(10, started.size)) + 1)
     rates = np.diff(_done(started, ended, amounts, edges), axis=0) / np.diff(edges)[:, None]
     return tuple(
-        (round(float(at), 3), *(round(float(rate), 3) for rate in rates_then))
+        (float(f"{at:.9g}"), *(float(f"{rate:.6g}") for rate in rates_then))
         for at, rates_then in zip(edges[1:], rates, strict=True)
     )
 

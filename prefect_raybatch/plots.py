@@ -38,6 +38,7 @@ from prefect_raybatch.svg import (
 
 WIDTH = 760
 LEFT, RIGHT = 64, WIDTH - 20
+STAGES = ("read", "prepare", "engine", "finish")  # in their order; JSON keeps another
 BARS = 24  # engines shown
 MANY = 0.01  # failed rows of a cell's, from where it is shown as bad
 FEW_COLOUR, MANY_COLOUR, WORK_COLOUR = SKY, RED, ORANGE
@@ -140,6 +141,7 @@ def durations(stages: Mapping[str, tuple[float, ...]]) -> str:
 
     `stages`: seconds (p5, p25, median, p75, p95, longest).
     """
+    stages = {name: stages[name] for name in sorted(stages, key=(*STAGES, *stages).index)}
     low = max(1e-3, min(values[0] for values in stages.values()))
     high = max(low * 1.01, *(values[5] for values in stages.values()))
     left, right = 90, WIDTH - 96

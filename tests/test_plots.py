@@ -157,7 +157,8 @@ def test_time_has_a_unit_that_suits(end, unit):
 
 def test_task_times_have_a_box_a_stage():
     stages = {"read": (0.01, 0.02, 0.05, 0.1, 0.2, 1.0), "engine": (30.0, 35, 40, 44, 50, 90.0)}
-    text = plots.durations(stages)
+    text = plots.durations(dict(sorted(stages.items())))
+    assert words(text).index("read") < words(text).index("engine")  # as the rows go
     assert len(marks(text, data_stage="box")) == 2
     assert len(list(parsed(text).iter(f"{SVG}circle"))) == 2
     assert "log scale" in words(text) and "40 s" in words(text)
