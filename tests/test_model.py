@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,33 @@ def test_a_config_that_cannot_be_read_is_a_wrong_job(tmp_path, text):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"engine\.model: config\.json of .* is not readable"):
         models.read_config({"source": str(tmp_path)})
+
+
+def test_a_hub_model_is_told_by_its_config_and_file_list_alone(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked: list[tuple[object, ...]] = []
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def download(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / "config.json")
+
+    class Api:
+        def model_info(self, name: str, **_: object) -> object:
+            files = {"config.json": 9, "a.safetensors": 300, "b.safetensors": 5, "x.bin": None}
+            made = [types.SimpleNamespace(rfilename=n, size=size) for n, size in files.items()]
+            return types.SimpleNamespace(siblings=made)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    model = {"source": "owner/name", "revision": "abc"}
+    assert models.read_config(model) == (LLAMA_8B, 305)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert models.read_config(model) == (LLAMA_8B, None)
+    assert asked == [("owner/name", "config.json", "abc")] * 2  # no weights
 
 
 def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
