@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,10 @@ def _fetch(source: str, identity: str) -> str:
     with (root / "models" / f"{identity}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=root / "models") as folder:
-                _download(open_store(source), Path(folder) / "model")
-                (Path(folder) / "model").rename(target)
+            part = root / "models" / f"{identity}.part"
+            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            _download(open_store(source), part)
+            part.rename(target)
     return str(target)
 
 

@@ -44,12 +44,16 @@ def model_sizes(
         return None, str(error)
 
 
-def ask(job: BatchJob) -> Capacity:
-    """What the job's cluster has; an assumption where it cannot be asked."""
+def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
+    """What the job's cluster has; an assumption where it cannot be asked, and what is wrong where
+    it should have answered."""
     if cluster.address_of(job):
-        with cluster.connected(job) as capacity:
-            return capacity
-    return cluster.glance(job) or sizing.assumed(job)
+        try:
+            with cluster.connected(job) as capacity:
+                return capacity, []
+        except InsufficientResources as error:
+            return sizing.assumed(job), [f"{error}; the sizes are for an assumed one"]
+    return cluster.glance(job) or sizing.assumed(job), []
 
 
 def needs(job: BatchJob, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:

@@ -297,6 +297,23 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     assert code == 0 and "warning" in out and "PCIe" in out
 
 
+def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, call, monkeypatch):
+    path = write_job(tmp_path, engine={"accelerator_type": "H100"}, sampling={"max_tokens": 500})
+    code, out, _ = call("plan", path, "--set", "cluster.job_server=http://head:8265")
+    assert code == 0  # nobody asks a job server
+    assert "128 CPUs, 8 GPUs H100, 1 nodes, assumed, as it cannot be asked" in out
+
+    def nobody(**_: Any) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", nobody)
+    code, out, _ = call("plan", path, "--set", "cluster.address=head:6379", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["have"]["assumed"] and found["sizing"]["pool"]["engines"] == 8
+    assert "no Ray cluster answers at head:6379" in found["problems"][0]
+
+
 def test_set_makes_the_groups_it_needs(tmp_path, call):
     path = write_job(tmp_path)
     code, out, _ = call("plan", path, "--set", "cluster.prepare.num_cpus=3", "--json")

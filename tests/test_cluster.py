@@ -35,8 +35,11 @@ class PlacedEngine(FakeEngine):
         folder, together = Path(spec.env["PLACES"]), int(spec.env["TOGETHER"])
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         (folder / f"{os.getpid()}.json").write_text(json.dumps(gpus))
-        until = time.monotonic() + 60
-        while len(list(folder.glob("*.json"))) < together and time.monotonic() < until:
+        until = time.monotonic() + 120
+        while len(list(folder.glob("*.json"))) < together:
+            if time.monotonic() > until:
+                (folder / "alone").touch()
+                return
             time.sleep(0.05)
 
 
@@ -74,7 +77,8 @@ def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
     run = runs.plan_run(job, "key")
     progress = runs.infer_run(job, run, engine=PlacedEngine)
     assert progress.tally.rows == ROWS and progress.tally.failed == (FAILS < ROWS)
-    return [json.loads(file.read_text()) for file in places.iterdir()]
+    assert not (places / "alone").exists(), "engines did not start together"
+    return [json.loads(file.read_text()) for file in places.glob("*.json")]
 
 
 def test_engines_fill_all_gpus_evenly_and_start_together(gpu_cluster: None, tmp_path: Path) -> None:

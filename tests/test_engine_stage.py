@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -246,6 +248,36 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
 def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
     size = resolve(job, 1000, 50, Capacity(16, gpus, 1, "here"))
     return engine_spec(job, dict(MODEL), size)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("there", "planned", "same"),
+    [
+        (139.8 * GIB, 141 * 10**9, True),  # as planned, or a little less than the data sheet
+        (80 * GIB, 80 * 10**9, True),
+        (70 * GIB, 141 * 10**9, False),  # a part of a GPU: the share is reckoned anew
+        (70 * GIB, 0, False),  # nobody knew the GPU
+    ],
+)
+def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
+    there, planned, same, monkeypatch
+):
+    platform = types.SimpleNamespace(get_device_total_memory=lambda: int(there))
+    fake = types.SimpleNamespace(current_platform=platform)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", fake)
+    monkeypatch.setattr(stepper, "SteppedEngine", Factory(echo))
+    share = {"kv_cache_memory_bytes": 7, "gpu_memory_utilization": 0.46} if planned else {}
+    arguments = {"max_num_batched_tokens": 2048, "max_num_seqs": 8}
+    found = EngineStage(EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share))._arguments()
+    if same:
+        assert found["kv_cache_memory_bytes"] == 7
+    else:
+        assert 28 * GIB < found["kv_cache_memory_bytes"] < 32 * GIB
+        assert found["gpu_memory_utilization"] == 0.46
+    assert found["max_num_seqs"] == 8
 
 
 def test_every_sizing_argument_is_set_on_purpose():

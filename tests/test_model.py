@@ -1,0 +1,155 @@
+"""What can be told of a model without its weights, and weights that are fetched once a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from test_memory import LLAMA_8B
+
+from prefect_raybatch import model as models
+from prefect_raybatch.errors import ConfigError
+
+# A process like an engine's: it fetches a model whose store answers slowly and notes what was read.
+ENGINE = """
+import os, sys, time
+from prefect_raybatch import model as models
+from prefect_raybatch.storage import open_store
+
+source, notes, dies = sys.argv[1:]
+
+class Slow:
+    def __init__(self):
+        self.store = open_store(source)
+    def list(self):
+        return self.store.list()
+    def open(self, path):
+        with open(notes, "a") as file:
+            file.write(path + "\\n")
+        if dies == "yes" and path != "config.json":
+            os._exit(9)
+        time.sleep(0.5)
+        return self.store.open(path)
+
+models.open_store = lambda uri: Slow()
+found = models.local_path({"source": "s3://bucket/model", "identity": "abc", "revision": None})
+print(found, sorted(os.listdir(found)))
+"""
+
+
+def start(tmp_path: Path, dies: str = "no") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(tmp_path / "store"), str(tmp_path / "notes"), dies],
+        env={**os.environ, "RAYBATCH_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    """A model of two files in a store."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/config.json").write_text("{}")
+    (tmp_path / "store/model.safetensors").write_bytes(b"w" * 1000)
+    return tmp_path
+
+
+def test_engines_that_start_together_on_a_node_fetch_its_model_once(remote: Path) -> None:
+    engines = [start(remote) for _ in range(3)]
+    found = {engine.communicate(timeout=100)[0] for engine in engines}
+    assert [engine.returncode for engine in engines] == [0, 0, 0]
+    (line,) = found  # all are given the same folder, whole
+    assert "['config.json', 'model.safetensors']" in line
+    assert sorted((remote / "notes").read_text().split()) == ["config.json", "model.safetensors"]
+
+
+def test_a_model_that_was_half_fetched_is_fetched_anew(remote: Path) -> None:
+    killed = start(remote, dies="yes")
+    assert killed.wait(timeout=100) == 9
+    after = start(remote)
+    out, _ = after.communicate(timeout=100)
+    assert after.returncode == 0 and "['config.json', 'model.safetensors']" in out
+    left = {path.name for path in (remote / "cache/models").iterdir()}
+    assert left == {"abc", "abc.lock"}  # nothing of the first try takes up the disk
+
+
+# --- its config and the size of its weights -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "stored"),
+    [
+        ({}, None),
+        ({"a.safetensors": 300, "b.safetensors": 700, "old.bin": 999}, 1000),  # the same twice
+        ({"pytorch_model.bin": 50, "b.pt": 9}, 50),
+        ({"consolidated.safetensors": 500, "model.safetensors": 480}, 480),
+        ({"consolidated.safetensors": 500}, 500),
+        ({"m.gguf": 5, "tokenizer.json": 77}, 5),
+    ],
+)
+def test_config_and_bytes_of_the_weights(tmp_path, monkeypatch, files, stored):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert models.read_config({"source": str(tmp_path)}) == (LLAMA_8B, stored)
+    local = models.open_store(str(tmp_path))
+    monkeypatch.setattr(models, "open_store", lambda uri: local)
+    assert models.read_config({"source": "s3://bucket/model"}) == (LLAMA_8B, stored)
+
+
+def test_the_bundled_model_has_both():
+    config, stored = models.read_config({"source": "demo"})
+    assert config["num_hidden_layers"] == 4 and stored and stored > 1 << 20
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_config_that_cannot_be_read_is_a_wrong_job(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"engine\.model: config\.json of .* is not readable"):
+        models.read_config({"source": str(tmp_path)})
+
+
+def test_a_hub_model_is_told_by_its_config_and_file_list_alone(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked: list[tuple[object, ...]] = []
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def download(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / "config.json")
+
+    class Api:
+        def model_info(self, name: str, **_: object) -> object:
+            files = {"config.json": 9, "a.safetensors": 300, "b.safetensors": 5, "x.bin": None}
+            made = [types.SimpleNamespace(rfilename=n, size=size) for n, size in files.items()]
+            return types.SimpleNamespace(siblings=made)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    model = {"source": "owner/name", "revision": "abc"}
+    assert models.read_config(model) == (LLAMA_8B, 305)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert models.read_config(model) == (LLAMA_8B, None)
+    assert asked == [("owner/name", "config.json", "abc")] * 2  # no weights
+
+
+def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network and not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(ConfigError, match="no network"):
+        models.read_config({"source": "owner/name", "revision": "main"})
