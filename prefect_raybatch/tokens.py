@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
 SAMPLE = 2000  # rows
-SECONDS = 20.0  # the rest of the sample is left out after that
+SECONDS = 20.0  # the rest of the sample is left out that long after the first block
 RUN = 50  # rows read at one place: a few in a row cost little more than one
 STEP = 64  # a context length is rounded up to a multiple of this
 MARGIN = 1.1  # over the longest prompt seen, where all are to fit
@@ -147,16 +147,19 @@ def measure(
     sample: int = SAMPLE,
     seconds: float = SECONDS,
 ) -> Tokens:
-    """Of the blocks given, until `sample` rows or `seconds` are reached, a block at the least."""
+    """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
     from prefect_raybatch.stages.prepare import Prepare
 
     pinned = models.with_tokenizer(model, job.engine)
     prepare = Prepare(job.prompt, pinned, None)
     began = time.monotonic()
+    looked: float | None = None
     seen = _Seen()
     for uri, start, table in blocks:
         _look(seen, job, prepare, uri, start, table)
-        if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - began > seconds:
+        # The first block loads the reader and the tokenizer, which says nothing about the others.
+        looked = time.monotonic() if looked is None else looked
+        if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
             break
     if not seen.sizes:
         first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""

@@ -384,8 +384,7 @@ def test_a_request_that_is_refused_fails_all_its_rows(started):
 
 
 def test_the_job_switches_order_and_merging_off():
-    on = engine_spec(make_job(), dict(MODEL), "cpu")
-    off = engine_spec(make_job(engine={"order": "input", "deduplicate": False}), dict(MODEL), "cpu")
+    on = spec_of(make_job())
+    off = spec_of(make_job(engine={"order": "input", "deduplicate": False}))
     assert (on.sort, on.merge, off.sort, off.merge) == (True, True, False, False)
-    hooked = make_job(engine={"logits_processors": ["mine:Processor"]})
-    assert not engine_spec(hooked, dict(MODEL), "cpu").merge
+    assert not spec_of(make_job(engine={"logits_processors": ["mine:Processor"]})).merge
