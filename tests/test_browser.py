@@ -60,9 +60,19 @@ def tab(page: Page, name: str) -> None:
     page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
 
 
-def commits(out: Path, key: str) -> dict[str, bytes]:
-    folder = out / key / "_raybatch/commits"
-    return {path.name: path.read_bytes() for path in folder.glob("*.json")}
+def commits(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run_dir.glob("_raybatch/commits/*.json")}
+
+
+def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
+    """Waits for this many commits; a run that ends before fails."""
+
+    def look() -> bool:
+        state = prefect.state(run)
+        assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), state
+        return len(commits(run_dir)) >= least
+
+    prefect.until(look, WORK, "the first commits")
 
 
 def at_work(prefect: Prefect) -> list[psutil.Process]:
@@ -114,7 +124,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     page.get_by_role("link", name="Deployments").last.scroll_into_view_if_needed()
     picture(page, "form", tmp_path, 1000)
     page.get_by_role("button", name="Submit").click()
-    expect(page.get_by_text("scheduled to start")).to_be_visible()
+    expect(page.get_by_text("scheduled to start").first).to_be_visible()
 
     def runs() -> Any:
         return prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [dev]}}})
@@ -126,11 +136,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     }
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
-    def working() -> bool:
-        assert prefect.state(run["id"])["type"] in ("SCHEDULED", "PENDING", "RUNNING")
-        return len(commits(out, "monday")) >= 3
-
-    prefect.until(working, WORK, "the first commits")
+    working(prefect, run["id"], out / "monday", 3)
     open_run(page, prefect, run["id"])
     expect(page.get_by_text("Running", exact=True).first).to_be_visible()
     line = page.get_by_text(re.compile(r"of 6,000 rows \(\d+%\), \d+ rows/s, .* left, 0 failed"))
@@ -189,8 +195,8 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     }
     body = {"parameters": {"job": job, "run_key": "long"}}
     run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
-    prefect.until(lambda: len(commits(out, "long")) >= 5, WORK, "the first commits")
-    kept, started = commits(out, "long"), at_work(prefect)
+    working(prefect, run, out / "long", 5)
+    kept, started = commits(out / "long"), at_work(prefect)
     assert any("VLLM::" in title for title in titles(started)), titles(started)
 
     open_run(page, prefect, run)
@@ -209,8 +215,8 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     assert prefect.state(run)["type"] == "CANCELLED"
     picture(page, "cancelled", tmp_path, 600)
 
-    now = commits(out, "long")
+    now = commits(out / "long")
     assert kept.items() <= now.items(), "a commit was changed or lost"
     assert len(now) < 60_000 // SHARD and not (out / "long/_SUCCESS").exists()
     time.sleep(3)
-    assert commits(out, "long") == now, "something goes on committing"
+    assert commits(out / "long") == now, "something goes on committing"
