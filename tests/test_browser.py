@@ -27,7 +27,8 @@ WORK = 420  # seconds for a run on a busy machine, which may need Prefect's retr
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
+    home, folder = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("work")
+    with prefect_server(home, folder) as made:
         made.deploy()
         made.work()
         yield made
@@ -93,8 +94,8 @@ def titles(processes: list[psutil.Process]) -> list[str]:
 def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     prefect: Prefect, page: Page, tmp_path: Path
 ) -> None:
-    rows, out = 6000, tmp_path / "out"
-    write_customers(tmp_path / "customers.csv", rows, 3)
+    run_dir = prefect.folder / "out/dev/monday"
+    write_customers(prefect.folder / "customers.csv", 6000, 3)
     dev = prefect.deployments["dev"]["id"]
 
     page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
@@ -115,9 +116,8 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     # Tabs with the names of Python's types are only left where both are of use.
     assert "Property is type" not in form_field(form, "Job").inner_text()
 
-    where.locator("textarea").fill(str(tmp_path / "customers.csv"))
+    where.locator("textarea").fill("customers.csv")
     form_field(form, "Job", "Source", "Rows a shard").locator("input").fill(str(SHARD))
-    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(out))
     key = form_field(form, "Run key")
     key.get_by_role("button", name="Given").click()
     key.locator("textarea").fill("monday")
@@ -131,12 +131,11 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
     (run,) = prefect.until(runs, 60, "the run that was submitted")
     job = run["parameters"]["job"]
-    assert job["source"] == {"uri": str(tmp_path / "customers.csv"), "rows_per_shard": SHARD} | {
-        name: job["source"][name] for name in ("format", "options")
-    }
+    read = {"uri": "customers.csv", "rows_per_shard": SHARD, "format": "auto", "options": {}}
+    assert job["source"] == read and job["output"]["uri"] == "out/dev"
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
-    working(prefect, run["id"], out / "monday", 3)
+    working(prefect, run["id"], run_dir, 3)
     open_run(page, prefect, run["id"])
     expect(page.get_by_text("Running", exact=True).first).to_be_visible()
     line = page.get_by_text(re.compile(r"of 6,000 rows \(\d+%\), \d+ rows/s, .* left, 0 failed"))
@@ -155,7 +154,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
 
     prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
-    assert verify(open_store(str(out / "monday"))).ok
+    assert verify(open_store(str(run_dir))).ok
     open_run(page, prefect, run["id"])
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     expect(page.get_by_text("6,000 rows = 6,000 answered + 0 in quarantine")).to_be_visible()
@@ -185,18 +184,17 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     prefect: Prefect, page: Page, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    write_customers(tmp_path / "customers.csv", 60_000, 3)
+    run_dir = prefect.folder / "out/dev/long"
+    write_customers(prefect.folder / "many.csv", 60_000, 3)
     dev = prefect.deployments["dev"]
     job = {
         **dev["parameters"]["job"],
-        "source": {"uri": str(tmp_path / "customers.csv"), "rows_per_shard": SHARD},
-        "output": {"uri": str(out), "column": "industry"},
+        "source": {"uri": "many.csv", "rows_per_shard": SHARD},
     }
     body = {"parameters": {"job": job, "run_key": "long"}}
     run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
-    working(prefect, run, out / "long", 5)
-    kept, started = commits(out / "long"), at_work(prefect)
+    working(prefect, run, run_dir, 5)
+    kept, started = commits(run_dir), at_work(prefect)
     assert any("VLLM::" in title for title in titles(started)), titles(started)
 
     open_run(page, prefect, run)
@@ -215,8 +213,8 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     assert prefect.state(run)["type"] == "CANCELLED"
     picture(page, "cancelled", tmp_path, 600)
 
-    now = commits(out / "long")
+    now = commits(run_dir)
     assert kept.items() <= now.items(), "a commit was changed or lost"
-    assert len(now) < 60_000 // SHARD and not (out / "long/_SUCCESS").exists()
+    assert len(now) < 60_000 // SHARD and not (run_dir / "_SUCCESS").exists()
     time.sleep(3)
-    assert commits(out / "long") == now, "something goes on committing"
+    assert commits(run_dir) == now, "something goes on committing"
