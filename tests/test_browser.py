@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 from helpers.browser import browser_page, expect, form_field, picture
-from helpers.prefect_server import Prefect, prefect_server
+from helpers.prefect_server import ROOT, Prefect, prefect_server
+from helpers.ray_head import start_head
 from playwright.sync_api import Page
 
 from prefect_raybatch.demo.customers import write_customers
@@ -22,13 +24,27 @@ from prefect_raybatch.verify import verify
 pytestmark = pytest.mark.e2e
 
 SHARD = 50
+MARK = "RAYBATCH_TEST_HEAD"  # tells this head's processes from others on the machine
 WORK = 420  # seconds for a run on a busy machine, which may need Prefect's retry of its start
 
 
 @pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    home, folder = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("work")
-    with prefect_server(home, folder) as made:
+def folder() -> Iterator[Path]:
+    """Where the jobs read and write: a short path, as it is to be seen in the pictures."""
+    with TemporaryDirectory(prefix="nightly-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def job_server(folder: Path) -> Iterator[str]:
+    with start_head(4, PYTHONPATH=str(ROOT), **{MARK: str(folder)}) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def prefect(job_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
+        made.env["RAY_AUTH_MODE"] = "disabled"
         made.deploy()
         made.work()
         yield made
@@ -76,26 +92,30 @@ def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
     prefect.until(look, WORK, "the first commits")
 
 
-def at_work(prefect: Prefect) -> list[psutil.Process]:
-    """What the worker has started: the flow's process, Ray and the engines."""
-    return psutil.Process(prefect.worker).children(recursive=True)
-
-
-def titles(processes: list[psutil.Process]) -> list[str]:
-    """Command lines of those that still run."""
-    found = []
-    for process in processes:
+def at_work(prefect: Prefect, folder: Path) -> list[str]:
+    """What works for the runs: the flows' processes, and engines on this test's Ray head."""
+    found = psutil.Process(prefect.worker).children(recursive=True)
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or ())
         with suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found
+            if "VLLM::" in title or "MapBatches(" in title:
+                found += [process] * (process.environ().get(MARK) == str(folder))
+    return [title for process in found if (title := running(process))]
+
+
+def running(process: psutil.Process) -> str:
+    """A process's command line, empty when it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return " ".join(process.cmdline())
+    return ""
 
 
 def test_the_form_starts_a_run_and_the_pages_tell_of_it(
-    prefect: Prefect, page: Page, tmp_path: Path
+    prefect: Prefect, page: Page, job_server: str, folder: Path, tmp_path: Path
 ) -> None:
-    run_dir = prefect.folder / "out/dev/monday"
-    write_customers(prefect.folder / "customers.csv", 6000, 3)
+    run_dir, table = folder / "out/monday", str(folder / "customers.csv")
+    write_customers(table, 6000, 3)
     dev = prefect.deployments["dev"]["id"]
 
     page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
@@ -116,7 +136,9 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     # Tabs with the names of Python's types are only left where both are of use.
     assert "Property is type" not in form_field(form, "Job").inner_text()
 
-    where.locator("textarea").fill("customers.csv")
+    where.locator("textarea").fill(table)
+    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(folder / "out"))
+    form_field(form, "Job", "Cluster", "Job server").locator("textarea").fill(job_server)
     form_field(form, "Job", "Source", "Rows a shard").locator("input").fill(str(SHARD))
     key = form_field(form, "Run key")
     key.get_by_role("button", name="Given").click()
@@ -131,8 +153,8 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
     (run,) = prefect.until(runs, 60, "the run that was submitted")
     job = run["parameters"]["job"]
-    read = {"uri": "customers.csv", "rows_per_shard": SHARD, "format": "auto", "options": {}}
-    assert job["source"] == read and job["output"]["uri"] == "out/dev"
+    read = {"uri": table, "rows_per_shard": SHARD, "format": "auto", "options": {}}
+    assert job["source"] == read and job["cluster"]["job_server"] == job_server
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
     working(prefect, run["id"], run_dir, 3)
@@ -182,20 +204,22 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
 
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
-    prefect: Prefect, page: Page, tmp_path: Path
+    prefect: Prefect, page: Page, job_server: str, folder: Path, tmp_path: Path
 ) -> None:
-    run_dir = prefect.folder / "out/dev/long"
-    write_customers(prefect.folder / "many.csv", 60_000, 3)
+    run_dir, table = folder / "out/long", str(folder / "many.csv")
+    write_customers(table, 60_000, 3)
     dev = prefect.deployments["dev"]
     job = {
         **dev["parameters"]["job"],
-        "source": {"uri": "many.csv", "rows_per_shard": SHARD},
+        "source": {"uri": table, "rows_per_shard": SHARD},
+        "output": {"uri": str(folder / "out"), "column": "industry"},
+        "cluster": {"job_server": job_server},
     }
     body = {"parameters": {"job": job, "run_key": "long"}}
     run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
     working(prefect, run, run_dir, 5)
-    kept, started = commits(run_dir), at_work(prefect)
-    assert any("VLLM::" in title for title in titles(started)), titles(started)
+    kept, before = commits(run_dir), at_work(prefect, folder)
+    assert any("VLLM::" in title for title in before), f"no engine is told by its name: {before}"
 
     open_run(page, prefect, run)
     page.get_by_role("button", name="Cancel", exact=True).click()
@@ -204,7 +228,7 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     page.get_by_role("button", name="Confirm", exact=True).click()
     badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
     expect(badge.first).to_be_visible(timeout=30_000)
-    while left := titles(started):
+    while left := at_work(prefect, folder):
         assert time.monotonic() - clicked < 30, f"these outlive the cancelled run: {left}"
         time.sleep(0.2)
     took = time.monotonic() - clicked

@@ -18,15 +18,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
-FILE = ROOT / "deployments/prefect.yaml"
 POOL = "raybatch"
 
 
 class Prefect:
-    """A server with a database of its own, and commands against it, called in `folder`, which
-    relative paths of the deployment dev start from."""
+    """A server with a database of its own, and commands against it."""
 
-    def __init__(self, home: Path, folder: Path = ROOT) -> None:
+    def __init__(self, home: Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             self.port = taken.getsockname()[1]
@@ -40,10 +38,8 @@ class Prefect:
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
-            "PWD": str(folder),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
-        self.folder = folder
         self.home, self.started = home, list[subprocess.Popen[bytes]]()
         self.worker = 0
         self.deployments: dict[str, dict[str, Any]] = {}
@@ -51,7 +47,7 @@ class Prefect:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.home / f"{arguments[0]}.log").open("ab")
         process = subprocess.Popen(
-            ["prefect", *arguments], env=self.env, cwd=self.folder, stdout=log, stderr=log,
+            ["prefect", *arguments], env=self.env, cwd=ROOT, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
@@ -59,7 +55,7 @@ class Prefect:
 
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
-            ["prefect", *arguments], env=self.env, cwd=self.folder, capture_output=True, text=True,
+            ["prefect", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True,
             timeout=150,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -100,8 +96,7 @@ class Prefect:
         """Deploys deployments/prefect.yaml to a new work pool; the deployments by their names,
         which `deployments` keeps."""
         self.call("work-pool", "create", POOL, "--type", "process")
-        file = "deployments/prefect.yaml" if self.folder == ROOT else str(FILE)
-        self.call("--no-prompt", "deploy", "--all", "--prefect-file", file)
+        self.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
         found = self.ask("deployments/filter", {})
         self.deployments = {item["name"]: item for item in found}
         return self.deployments
@@ -112,9 +107,9 @@ class Prefect:
 
 
 @contextmanager
-def prefect_server(home: Path, folder: Path = ROOT) -> Iterator[Prefect]:
+def prefect_server(home: Path) -> Iterator[Prefect]:
     """A server that answers; it and all that was started with it is gone at the end."""
-    made = Prefect(home, folder)
+    made = Prefect(home)
     try:
         made.start("server", "start", "--host", "127.0.0.1", "--port", str(made.port))
         made.until(lambda: made.ask("health"), 120, "the server")
