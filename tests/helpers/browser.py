@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Locator, Page, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+
+__all__ = ["browser_page", "expect", "form_field", "picture"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SIZE = {"width": 1400, "height": 900}
 WAIT = 60.0  # seconds for anything to appear: a page of a busy machine is slow, not wrong
+expect.set_options(timeout=WAIT * 1000)
 SHOTS = "RAYBATCH_SCREENSHOTS"  # a folder for the pictures, such as docs/images
 
 
