@@ -127,16 +127,21 @@ def _nearest(name: str, known: set[str] | frozenset[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
 
 
+TABS = {
+    **{"string": "One", "array": "Several", "integer": "Number", "number": "Number"},
+    **{"null": "By default", "object": "Fields", "boolean": "Yes or no"},
+}
+
+
 def _plain(field: dict[str, Any]) -> None:
     """Makes of a field that may be left out a plain one without a default, for which Prefect's
     server takes null as well, and of int | float a number. Prefect's form shows a union as tabs
-    named after Python's types, and to fill in a field one must find the right tab first."""
+    named after Python's types, and to fill in a field one must find the right tab first; what
+    remains of unions gets tabs with names for people."""
     if "ge" in field:  # pydantic leaves the bound of a union as it is
         field["minimum"] = field.pop("ge")
     kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]
     types = [kind.get("type") for kind in kinds]
-    if types == ["string", "array"]:
-        kinds[0]["title"], kinds[1]["title"] = "One", "Several"
     if types == ["integer", "number"]:
         del kinds[0]
     if len(kinds) == 1:
@@ -145,6 +150,8 @@ def _plain(field: dict[str, Any]) -> None:
         if field.get("default", ...) is None:
             del field["default"]
         _plain(field)
+    for kind in field.get("anyOf", ()):
+        kind["title"] = kind.get("const") or TABS[kind["type"]]
 
 
 class Group(BaseModel):

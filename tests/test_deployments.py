@@ -84,9 +84,19 @@ def form_is_whole(schema: dict[str, Any]) -> None:
     assert groups["Source"]["properties"]["format"]["enum"] == ["auto", "parquet", "csv", "jsonl"]
     assert groups["Engine"]["properties"]["device"]["enum"] == ["auto", "gpu", "cpu"]
     assert "schema" in groups["Output"]["properties"]  # by its alias, as a person writes it
-    # The form shows unions as tabs; but for "one" and "several", fields are plain ones.
+    # The form shows a union as tabs: fewest of them, and none with the name of a Python type.
     fields = {f"{n}.{f}": v for n, g in groups.items() for f, v in g["properties"].items()}
-    assert [name for name, field in fields.items() if "anyOf" in field] == ["Source.uri"]
+    tabs = {
+        name: [kind["title"] for kind in field["anyOf"]]
+        for name, field in fields.items()
+        if "anyOf" in field
+    }
+    assert tabs == {
+        "Source.uri": ["One", "Several"],
+        "Engine.replicas": ["Number", "auto", "Several"],
+        "Engine.max_model_len": ["Number", "auto", "By default"],
+        "Engine.engines_per_gpu": ["Number", "auto"],
+    }
     assert fields["Limits.max_failed"]["type"] == "number"
 
 
