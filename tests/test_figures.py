@@ -343,8 +343,8 @@ def test_vllms_statistics_are_kept_where_it_makes_them():
 
 def test_the_stage_samples_its_engine(monkeypatch):
     class Telling(Factory):
-        def __call__(self, arguments: dict[str, Any]) -> Any:
-            made = super().__call__(arguments)
+        def __call__(self, *arguments: Any) -> Any:
+            made = super().__call__(*arguments)
             made.load = lambda: {"running": 3, "waiting": 1, "steps": 10}
             return made
 
