@@ -651,15 +651,21 @@ class Limits(Group):
         text="Such as 45m or 6h of working time. A run that takes longer is told what would make "
         "it fit; it is not ended.",
     )
-    hang_seconds: float | None = _field(
+    hang_seconds: float = _field(
         8,
         600.0,
         title="Longest engine step",
         text="In seconds, twice that until an engine's first answer; an engine that takes longer "
-        "is hung: it is killed and another started. null: any time.",
-        gt=0,
+        "is hung: it is killed and another started. 0 (or null): any time.",
+        ge=0,
         allow_inf_nan=False,
     )
+
+    @field_validator("hang_seconds", mode="before")
+    @classmethod
+    def _any_time(cls, value: Any) -> Any:
+        # In Prefect's form a field that may be null, but is not by default, would be no plain one.
+        return 0 if value is None else value
 
     @field_validator("deadline")
     @classmethod

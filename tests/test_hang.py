@@ -21,6 +21,8 @@ from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
 from prefect_raybatch import runs
+from prefect_raybatch.job import BatchJob
+from prefect_raybatch.sizing import Capacity, resolve
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.hang import LOOK, STATUS, HangWatch
@@ -199,10 +201,13 @@ def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung()
 
 
 def test_the_time_allowed_is_the_jobs() -> None:
-    given = make_job(limits={"hang_seconds": 42})
-    assert engine_spec(given, {}, "cpu").hang_seconds == 42
-    assert engine_spec(make_job(), {}, "cpu").hang_seconds == 600
-    assert engine_spec(make_job(limits={"hang_seconds": None}), {}, "gpu").hang_seconds is None
+    size = resolve(make_job(), 100, 50, Capacity(16, 0, 1, "here"))
+    for given, seconds in (({}, 600), ({"hang_seconds": 42}, 42)):
+        assert engine_spec(make_job(limits=given), {}, size).hang_seconds == seconds
+    for never in (0, None):
+        job = make_job(limits={"hang_seconds": never})
+        assert engine_spec(job, {}, size).hang_seconds is None
+        assert BatchJob.from_dict(job.to_dict()).limits.hang_seconds == 0
 
 
 class HangsInProcess(EngineStage):

@@ -74,7 +74,7 @@ class EngineSpec:
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take."""
+    `hang_seconds` is the time a step may take, None any."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -110,9 +110,8 @@ def engine_spec(
     sort = job.engine.order == "auto"
     # A logits processor of the user's may keep a state, or count.
     merge = job.engine.deduplicate and not arguments.get("logits_processors")
-    return EngineSpec(
-        model, sampling, arguments, env, *share, done, sort, merge, job.limits.hang_seconds
-    )
+    hang_seconds = job.limits.hang_seconds or None
+    return EngineSpec(model, sampling, arguments, env, *share, done, sort, merge, hang_seconds)
 
 
 class EngineStage:
