@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Machines that run tests are busy: a slow example is no failure, and no timing decides anything.
+# Machines that run tests are busy. Ray gives a node 30 s to start, and then up.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
+# A slow example is no failure, and no timing decides anything.
 settings.register_profile(
     "prefect_raybatch",
     deadline=None,

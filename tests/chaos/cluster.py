@@ -22,6 +22,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",  # a head on another address than 127.0.0.1 would ask for tokens
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_worker_niceness": "0",  # else trials starve beside other work
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a driver without its head gives up
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
