@@ -94,7 +94,7 @@ def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
 
 def at_work(prefect: Prefect, folder: Path) -> list[psutil.Process]:
     """What works for the runs: the flows' processes, and on this test's Ray head the workers of
-    the pipeline with the engines' own processes, which hide their environment."""
+    the pipeline, among them the engines, and what these have started."""
     found = psutil.Process(prefect.worker).children(recursive=True)
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error):  # gone meanwhile
@@ -222,7 +222,7 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     working(prefect, run, run_dir, 5)
     kept, before = commits(run_dir), at_work(prefect, folder)
     titles = "\n".join(map(running, before))
-    assert "prefect.engine" in titles and "EngineStage" in titles and "VLLM::" in titles, titles
+    assert "prefect.engine" in titles and "EngineStage" in titles, titles
 
     open_run(page, prefect, run)
     page.get_by_role("button", name="Cancel", exact=True).click()
