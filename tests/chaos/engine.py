@@ -16,13 +16,14 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.stages.blocks import ERROR, POSITION, SHARD, passes_by
-from prefect_raybatch.stages.engine import EngineStage
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.stepper import Completion, EngineDied
 
 Rows = list[tuple[int, int, str]]  # shard, position, text
@@ -57,7 +58,10 @@ def well_rows(table: pa.Table) -> Rows:
 
 
 class FastEngine(EngineStage):
-    """The engine stage with a `Fast` in place of vLLM."""
+    """The engine stage with a `Fast` in place of vLLM, which answers by position."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(replace(spec, sort=False, merge=False))
 
     def _start(self) -> None:
         self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
