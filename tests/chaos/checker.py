@@ -25,9 +25,9 @@ ROW = "_row"
 MOST_NAMED = 10
 EXPECTED_FILES = re.compile(
     r"_SUCCESS|(data|quarantine)/part-\d{5}\.parquet"
-    r"|_raybatch/(plan|report)\.json|_raybatch/report\.md|_raybatch/output_schema\.arrow"
+    r"|_raybatch/(plan|report)\.json|_raybatch/report\.(md|html)|_raybatch/output_schema\.arrow"
     r"|_raybatch/(shards|files)-[0-9a-f]+\.parquet"
-    r"|_raybatch/commits/\d{8}\.json|_raybatch/attempts/[0-9a-f]{32}\.json"
+    r"|_raybatch/commits/\d{8}\.json|_raybatch/(attempts|heartbeats)/[0-9a-f]{32}\.json"
     r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|quarantine)-part-\d{5}\.parquet"
     r"|_raybatch/input/.*"
 )
