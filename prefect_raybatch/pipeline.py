@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import threading
@@ -33,6 +34,7 @@ from prefect_raybatch.stages.window import limit_in_flight
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
+EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
 @dataclass
@@ -81,14 +83,21 @@ class Pipeline:
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
         """
-        with _context() as context:
-            limit_in_flight(context, self.size.uncommitted)
-            self._running = self._dataset(units, isolated)
-            for batch in self._running.iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=0
-            ):
-                for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
-                    yield Receipt.from_json(text)
+        try:
+            with _context() as context:
+                limit_in_flight(context, self.size.uncommitted)
+                self._running = self._dataset(units, isolated)
+                for batch in self._running.iter_batches(
+                    batch_size=None, batch_format="pyarrow", prefetch_batches=0
+                ):
+                    for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
+                        yield Receipt.from_json(text)
+        finally:
+            self._running = None
+            # Ray Data lets go of its actors and ends none; what Ray raised about one that died
+            # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
+            # next pass waits for it.
+            gc.collect()
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         prepare = Prepare(
@@ -187,10 +196,29 @@ def _context() -> Iterator[DataContext]:
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    with DataContext.current(context), warnings.catch_warnings():
+    with DataContext.current(context), _short_errors(), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
         yield context
+
+
+@contextlib.contextmanager
+def _short_errors() -> Iterator[None]:
+    """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
+    handler that keeps records would keep their GPUs as well. Its first line says enough."""
+
+    def short(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1]:
+            text = str(record.exc_info[1]).strip().partition("\n")[0]
+            record.msg = f"{record.msg} {type(record.exc_info[1]).__name__}: {text[:300]}"
+            record.exc_info = None
+        return True
+
+    EXECUTOR_LOG.addFilter(short)
+    try:
+        yield
+    finally:
+        EXECUTOR_LOG.removeFilter(short)
 
 
 def _batches() -> dict[str, Any]:

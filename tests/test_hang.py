@@ -22,6 +22,7 @@ from helpers.small import input_rows, make_job
 
 from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.sizing import Capacity, resolve
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
@@ -229,8 +230,18 @@ class HangsInProcess(EngineStage):
 
 
 def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
-    tmp_path: Path, local_ray: None
+    tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And no pass leaves an actor behind that keeps its CPU or GPU from the next one."""
+    kept: list[dict[str, int]] = []
+    whole = Pipeline.__call__
+
+    def watched(self: Pipeline, units: Any, isolated: bool) -> Any:
+        yield from whole(self, units, isolated)
+        time.sleep(1.0)
+        kept.append(self.engines())
+
+    monkeypatch.setattr(Pipeline, "__call__", watched)
     pq.write_table(input_rows(0, 12), tmp_path / "in.parquet")
     job = make_job(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 2},
@@ -240,6 +251,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
     )
     run = runs.plan_run(job, "key", probe=False)
     progress = runs.infer_run(job, run, engine=HangsInProcess)
+    assert kept and not any(kept), kept
     report = runs.finalize_run(job, run, progress)
     assert (report.good, report.failed) == (11, 1)
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
