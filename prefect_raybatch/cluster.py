@@ -123,10 +123,12 @@ def capacity() -> Capacity:
 def glance(job: BatchJob) -> Capacity | None:
     """What can be told of the job's cluster without joining it: all of one that this process is in,
     this machine where the run starts one itself; None for one that is elsewhere."""
+    if job.cluster.job_server:
+        return None
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return capacity()
-    if address_of(job) or job.cluster.job_server:
+    if address_of(job):
         return None
     cards, _ = gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -260,7 +260,13 @@ def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
 
 
-def test_plan_as_json_with_overrides(tmp_path, call):
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: this module's cluster is not there."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+def test_plan_as_json_with_overrides(tmp_path, call, unconnected):
     path = write_job(tmp_path)
     changes = ["source.limit=25", "engine.replicas=2", "output.column=answer", "sampling.seed=1"]
     code, out, _ = call(
@@ -314,7 +320,7 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     assert "no Ray cluster answers at head:6379" in found["problems"][0]
 
 
-def test_set_makes_the_groups_it_needs(tmp_path, call):
+def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
     path = write_job(tmp_path)
     code, out, _ = call("plan", path, "--set", "cluster.prepare.num_cpus=3", "--json")
     assert code == 0 and json.loads(out)["needs"]["cpus"] == 4.25
