@@ -53,8 +53,11 @@ def note_rows(folder: Path, rows: Rows) -> None:
 
 def well_rows(table: pa.Table) -> Rows:
     """The rows of a block that an engine is asked, in order."""
+    table = table.set_column(  # a row that has failed may hold what is no UTF-8
+        table.column_names.index("text"), "text", table["text"].cast(pa.large_binary())
+    )
     columns = (table[name].to_pylist() for name in (SHARD, POSITION, "text", ERROR))
-    return [(s, p, t) for s, p, t, error in zip(*columns, strict=True) if error is None]
+    return [(s, p, t.decode()) for s, p, t, error in zip(*columns, strict=True) if error is None]
 
 
 class FastEngine(EngineStage):
