@@ -62,11 +62,14 @@ class Prefect:
         return done.stdout
 
     def ask(self, path: str, body: Any = None) -> Any:
-        answer = (
-            httpx.get(f"{self.url}/{path}", timeout=30)
-            if body is None
-            else httpx.post(f"{self.url}/{path}", json=body, timeout=30)
-        )
+        """The API's answer; asked again while it says 503 (its SQLite is locked), as Prefect's own
+        client does."""
+        method = "GET" if body is None else "POST"
+        for pause in (0.5, 1.0, 2.0, 4.0, 0.0):
+            answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=30)
+            if answer.status_code != 503:
+                break
+            time.sleep(pause)
         answer.raise_for_status()
         return answer.json()
 
