@@ -32,6 +32,7 @@ FOLDER = "_tune"  # under output.uri; no run key begins with an underscore
 BETTER = 1.03  # times the best rate so far: less is noise
 SAMPLE = 100_000  # rows of an input that must be copied
 MOST_SHARDS = 4096  # of batch_size rows: more than a trial gets through
+REMOVALS = 10  # rounds until nothing more turns up
 SPARE = 1.1  # of the engines that a deadline needs
 ENGINES, REPLICAS, SEQUENCES, TOKENS = (
     "engine.engines_per_gpu",
@@ -325,8 +326,15 @@ def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | N
 
 
 def _remove(store: Store) -> None:
+    """All files of the trials, those in the making too: their writers were killed with the pass."""
     try:
-        store.delete([info.path for info in store.list()])
+        for _ in range(REMOVALS):
+            store.delete([info.path for info in store.list()])
+            store.unfinished(math.inf, remove=True)
+            time.sleep(0.5)  # a writer on another node may get one more file through
+            if next(iter(store.list()), None) is None and not store.unfinished(math.inf, False):
+                return
+        log.warning("%s: something is still being written there", store.uri)
     except RayBatchError as error:  # what was found out counts more
         log.warning("%s could not be removed: %s", store.uri, error)
 
