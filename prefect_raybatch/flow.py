@@ -40,7 +40,17 @@ Job = Annotated[BatchJob, Field(title="Given")]
 Unset = Annotated[None, Field(title="By default")]
 
 
-@flow(name="batch_inference", flow_run_name="{job.name}", persist_result=False)
+def key_of(job: BatchJob, run_key: str | None, scheduled_for: datetime | None) -> str:
+    return run_key or runs.default_run_key(with_blocks(job), scheduled_for or scheduled_start())
+
+
+def named_by_run_key() -> str:
+    """The flow run's name is the run key, so the run directory is found by it."""
+    given = flow_run.get_parameters()
+    return key_of(given["job"], given.get("run_key"), given.get("scheduled_for"))
+
+
+@flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
 def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
@@ -56,8 +66,7 @@ def batch_inference(
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
     """
-    key = run_key or runs.default_run_key(with_blocks(job), scheduled_for or scheduled_start())
-    run = plan_shards(job, key)
+    run = plan_shards(job, key_of(job, run_key, scheduled_for))
     progress = infer_shards(job, run)
     return finalize_run(job, run, progress)
 

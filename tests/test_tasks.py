@@ -16,6 +16,7 @@ from prefect import flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.states import State
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr
 
@@ -96,6 +97,22 @@ def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[
     assert keys[0] in planned
     assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
     assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
+    with get_client(sync_client=True) as client:
+        assert keys[0] in {run.name for run in client.read_flow_runs()}
+
+
+def test_the_flow_run_is_named_by_the_run_key(calls: dict[str, list[Any]]) -> None:
+    def made(*arguments: Any, **named: Any) -> tuple[State, str]:
+        state = batch_inference(*arguments, return_state=True, **named)
+        assert state.state_details.flow_run_id is not None
+        with get_client(sync_client=True) as client:
+            return state, client.read_flow_run(state.state_details.flow_run_id).name
+
+    assert made(make_job(), "night-7")[1] == "night-7"
+    missed = datetime(2026, 3, 1, 2, tzinfo=UTC)
+    assert made(make_job(name="j"), scheduled_for=missed)[1] == "j-20260301T020000Z"
+    state, _ = made({"name": "nothing-else"})
+    assert state.is_failed() and "job.source: Field required" in (state.message or "")
 
 
 @pytest.mark.parametrize(
