@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+QUESTION = "What industry is this company in: {text}"  # for the bundled model
+
 
 def ask(row: dict[str, Any]) -> str:
     if row["note"] == "raise":
         raise LookupError("no such template")
     return str(row["text"])
+
+
+def ask_company(row: dict[str, Any]) -> str:
+    return QUESTION.format(text=ask(row))
 
 
 def shape(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 from prefect_raybatch.demo import LABELS, SYSTEM
 from prefect_raybatch.demo.customers import companies
 
+from .functions import QUESTION
+
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 MOST = 1200  # rows of any trial with the real engine
 
@@ -63,7 +65,7 @@ def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
     if which != "fast":
         fields["prompt"] = {
             "system": SYSTEM,
-            "template": "What industry is this company in: {text}",
+            "template": QUESTION,
         }
         fields["sampling"]["choice"] = list(LABELS)
     for group, given in groups.items():

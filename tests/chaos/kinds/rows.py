@@ -66,7 +66,8 @@ def poison_big_cell(t: Trial) -> None:
 @kind("poison: template function raises", real=True)
 def poison_template(t: Trial) -> None:
     bad = _noted(t, "raise")
-    prompt = {"template": None, "function": "chaos.functions:ask"}
+    function = "ask" if t.engine == "fast" else "ask_company"
+    prompt = {"template": None, "function": f"chaos.functions:{function}"}
     go(t, dict.fromkeys(bad, "LookupError"), prompt=prompt)
 
 
