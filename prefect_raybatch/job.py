@@ -471,6 +471,14 @@ class Engine(Group):
         le=1.0,
     )
 
+    stage: Literal["vllm", "ray.data.llm"] = _field(
+        19,
+        "vllm",
+        title="Engine stage",
+        text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
+        "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
+    )
+
     @field_validator("replicas", mode="before")
     @classmethod
     def _replicas(cls, value: Any) -> Any:
@@ -792,6 +800,17 @@ class BatchJob(Group):
             )
         return value
 
+    @model_validator(mode="after")
+    def _one_answer(self) -> BatchJob:
+        if (
+            self.engine.stage == "ray.data.llm"
+            and (self.sampling.model_extra or {}).get("n", 1) > 1
+        ):
+            raise ValueError(
+                "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
+            )
+        return self
+
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
         """Validates; raises `ConfigError` with each wrong field, its value and the remedy."""
@@ -860,7 +879,7 @@ def explain(error: ValidationError, where: str) -> str:
     """A pydantic error as lines a person can act on: field, what is wrong, value."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"]) or "job"
+        path = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = f"unknown field{_nearest(str(item['loc'][-1]), _siblings(item['loc']))}"
@@ -868,7 +887,7 @@ def explain(error: ValidationError, where: str) -> str:
             message = "is required"
         elif not isinstance(item.get("input"), (dict, BaseModel)):
             message += f" (value: {_short(item.get('input'))!r})"
-        lines.append(f"{where}: {path}: {message}")
+        lines.append(": ".join(filter(None, (where, path, message))))
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -26,7 +26,7 @@ from prefect_raybatch.plan import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
-from prefect_raybatch.stages.engine import EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
@@ -34,6 +34,7 @@ from prefect_raybatch.stages.window import limit_in_flight
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
+RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
@@ -104,10 +105,15 @@ class Pipeline:
             self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
         )
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
-        return (
+        prepared = (
             ShardDatasource(self.reader, self._tasks(units))
             .dataset(**_resources(self.job.cluster.prepare))
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
+        )
+        if self.job.engine.stage == "ray.data.llm":
+            return self._ray_llm(prepared, spec, isolated, max(unit.rows for unit in units))
+        return (
+            prepared
             # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
             # batch size it would wait until blocks of that many rows are there.
             .map_batches_internal(
@@ -116,13 +122,25 @@ class Pipeline:
                 compute=self._pool(isolated),
                 **_batches(),
                 **self._engine_resources(),
-            )
-            .map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
+            ).map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
         )
+
+    def _ray_llm(self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int) -> Dataset:
+        # Imported here: ray.data.llm takes seconds, and few jobs want it.
+        from prefect_raybatch.stages.ray_llm import Gather, Spread, through
+
+        asked = prepared.map_batches(
+            Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)
+        )
+        calls = 1 if isolated else self.size.concurrent
+        answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
+        gather = Gather(self.finish, spec.sampling, self.size.length)
+        return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
     def engines(self) -> dict[str, int]:
         """How many engine actors are in which of Ray's states."""
-        return cluster.actor_states(f"({self.engine.__name__})")
+        ray_llm = self.job.engine.stage == "ray.data.llm"
+        return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else self.engine.__name__})")
 
     def stop(self) -> None:
         """Ends a pass from another thread than the one that iterates over it.

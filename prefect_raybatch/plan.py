@@ -59,6 +59,7 @@ FREE = {
     "engine.engines_per_gpu": "how many work on a GPU",
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
+    "engine.stage": "speed: the same model, tokens and sampling",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",

@@ -330,6 +330,33 @@ def test_failed_rows_go_to_quarantine_and_the_budget_holds(
     assert proof.returncode == 0, proof.stdout
 
 
+def test_the_stage_of_ray_data_llm_keeps_the_contract(tmp_path: Path, env: dict[str, str]) -> None:
+    names = [name for name, _ in companies(500, 5, "all")]
+    note = ["word " * 400 if i == 7 else "raise" if i in {20, 499} else None for i in range(500)]
+    table = pa.table({"id": pa.array(range(500), pa.int16()), "Company": names, "note": note})
+    pq.write_table(table, tmp_path / "in.parquet")
+    job = job_file(
+        tmp_path,
+        source={"uri": "in.parquet"},  # four shards, the last one smaller
+        prompt={"function": "e2e_functions:ask", "template": None, "system": None},
+        limits={"max_failed": 3},
+    )
+    ray_llm = ["--set", "engine.stage=ray.data.llm"]
+    done = call(
+        "run", job, "--run-key", "r", *ray_llm, "--no-prefect", "--json", env=env, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = call("run", job, "--run-key", "own", "--no-prefect", env=env, cwd=tmp_path)
+    assert own.returncode == 0, own.stdout + own.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["good"], report["failed"], report["shards"]) == (497, 3, 4)
+    assert report["tokens"]["prompt"] > 0 and report["tokens"]["output"] > 0
+    for part in ("data", "quarantine"):
+        ours, theirs = (pq.read_table(tmp_path / f"out/{key}/{part}") for key in ("own", "r"))
+        assert ours.equals(theirs), part
+    assert call("verify", "out/r", env=env, cwd=tmp_path).returncode == 0
+
+
 def test_another_job_is_refused_with_the_difference(tmp_path: Path, env: dict[str, str]) -> None:
     write_customers(tmp_path / "customers.csv", 50, 3)
     job = job_file(tmp_path)

@@ -354,3 +354,10 @@ def test_the_json_schema_carries_title_description_and_position():
             field = {**schema["$defs"].get(field.get("$ref", "").split("/")[-1], {}), **field}
             assert {"title", "description", "position"} <= set(field), f"{item['title']}.{name}"
     assert "schema" in schema["$defs"]["Output"]["properties"]
+
+
+def test_ray_data_llm_gives_one_answer_a_row() -> None:
+    two = put(job_dict(), "sampling.n", 2)
+    assert BatchJob.from_dict(two).sampling.model_extra == {"n": 2}
+    said = refused(put(two, "engine.stage", "ray.data.llm"))
+    assert said.startswith("job.yaml: sampling.n: ray.data.llm gives one answer a row; set")

@@ -168,6 +168,7 @@ CHANGED: dict[str, Any] = {
     "engine.engines_per_gpu": 2,
     "engine.order": "input",
     "engine.deduplicate": False,
+    "engine.stage": "ray.data.llm",
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
     "engine.gpu_memory_utilization": 0.5,

@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -43,6 +43,9 @@ from prefect_raybatch.stages.blocks import (
 from prefect_raybatch.stages.figures import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
 
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.stepper import Completion
+
 log = logging.getLogger(__name__)
 STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
 SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
@@ -51,7 +54,6 @@ SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,  # compiling takes half a minute and pays back little on a CPU
     "enable_prefix_caching": True,
-    "disable_log_stats": True,
 }
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -63,7 +65,6 @@ CPU_ENV = {
 }
 GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
-    "disable_log_stats": True,
 }
 
 
@@ -204,27 +205,11 @@ class EngineStage:
                 if self._engine is engine:
                     self._engine = None
             return lost_all(table, f"EngineDied: {death}")
-        columns = _columns(table.num_rows)
-        for row, completion in zip(asked.rows, done, strict=True):
-            for i in asked.served(row):
-                if completion.error:
-                    errors[i] = Failure("engine", *completion.error).to_dict()
-                    continue
-                columns[ANSWERS][i] = completion.token_ids
-                columns[TEXTS][i] = completion.texts
-                columns[FINISH][i] = completion.finish_reason
-                columns[MERGED][i] = i != row
-                if i == row:  # tokens count where they were computed
-                    columns[PROMPT_TOKENS][i] = completion.prompt_tokens
-                    columns[CACHED_TOKENS][i] = completion.cached_tokens
-        table = table.drop_columns([TOKENS, PARAMS, ERROR])
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
-        for name, values in columns.items():
-            table = table.append_column(name, pa.array(values, _TYPES[name]))
+        answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
+        table = answered(table, answers, began)
         if self.sampler is not None:
             table = self.sampler.tell(table, began)
-        when = pa.array([began] * table.num_rows, pa.float64())
-        return timed(table.append_column(f"{TIMES}_began", when), "engine", began)
+        return timed(table, "engine", began)
 
     def _load(self) -> dict[str, float]:
         return getattr(self._engine, "load", dict)()  # {} while there is no engine
@@ -254,5 +239,30 @@ _TYPES = {
 }
 
 
-def _columns(rows: int) -> dict[str, list[Any]]:
-    return {name: [None] * rows for name in _TYPES}
+def answered(
+    table: pa.Table, answers: Iterable[tuple[int, Sequence[int], Completion]], began: float
+) -> pa.Table:
+    """A prepared block with the columns of its answers, and when it came to the engine.
+
+    `answers` are (the row that was asked about, the rows that get its answer, the answer).
+    """
+    errors = table[ERROR].to_pylist()
+    columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
+    for row, served, completion in answers:
+        for i in served:
+            if completion.error:
+                errors[i] = Failure("engine", *completion.error).to_dict()
+                continue
+            columns[ANSWERS][i] = completion.token_ids
+            columns[TEXTS][i] = completion.texts
+            columns[FINISH][i] = completion.finish_reason
+            columns[MERGED][i] = i != row
+            if i == row:  # tokens count where they were computed
+                columns[PROMPT_TOKENS][i] = completion.prompt_tokens
+                columns[CACHED_TOKENS][i] = completion.cached_tokens
+    table = table.drop_columns([TOKENS, PARAMS, ERROR])
+    table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values, _TYPES[name]))
+    when = pa.array([began] * table.num_rows, pa.float64())
+    return table.append_column(f"{TIMES}_began", when)

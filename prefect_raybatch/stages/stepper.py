@@ -95,7 +95,8 @@ class SteppedEngine:
     """A vLLM engine and the one thread that feeds and steps it.
 
     engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
-        `disable_log_stats` is True unless given: counting costs Python per token.
+        Unless `disable_log_stats` is given, vLLM's scheduler counts (once a step) and its front,
+        in this process, does not (that costs Python per token).
     hang_seconds: an engine with requests in flight of which no step has returned for so long
         (twice that until its first answer) is hung and treated as dead: its processes are killed.
         Where the engine core is in this process, this process ends itself (`hang.end_process`).
@@ -205,9 +206,8 @@ class SteppedEngine:
         """What the engine does now; {} once it is closed.
 
         running, waiting: sequences; steps: since the start; kv_cache: share of the KV cache in use.
-        With the engine core in this process all are vLLM's own and cost nothing. A core in another
-        process tells only with `disable_log_stats: false`, which costs Python per token; without
-        it, `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
+        All are vLLM's own. With `disable_log_stats: true` and the core in another process,
+        `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
         """
         engine = self._engine
         if engine is None:
@@ -294,18 +294,22 @@ class SteppedEngine:
         from vllm import LLMEngine
         from vllm.engine.arg_utils import EngineArgs
 
-        engine_kwargs.setdefault("disable_log_stats", True)
+        no_stats = engine_kwargs.pop("disable_log_stats", None)
+        arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
         with START_LOCK:
             before = {process.pid for process in multiprocessing.active_children()}
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_kwargs))
+            self._engine = LLMEngine.from_engine_args(arguments)
             self._processes = [
                 process
                 for process in multiprocessing.active_children()
                 if process.pid not in before
             ]
         self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
-        if not engine_kwargs["disable_log_stats"]:
+        if not no_stats:
             self._keep_scheduler_stats()
+        if no_stats is None:
+            self._engine.log_stats = self._engine.output_processor.log_stats = False
+            self._engine.logger_manager = None
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
@@ -551,20 +555,26 @@ def _guarded_params(params: dict[str, Any]) -> Any:
         return error
 
 
+def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams` as plain values: nulls left out, `choice` written in full,
+    `detokenize` off unless given or needed by `stop`."""
+    fields = {name: value for name, value in params.items() if value is not None}
+    choice = fields.pop("choice", None)
+    if choice is not None:
+        if fields.get("structured_outputs") is not None:
+            raise ValueError("give either `choice` or `structured_outputs`, not both")
+        fields["structured_outputs"] = {"choice": list(choice)}
+    fields.setdefault("detokenize", bool(fields.get("stop")))
+    return fields
+
+
 def _build_params(params: dict[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    fields = {name: value for name, value in params.items() if value is not None}
-    choice = fields.pop("choice", None)
-    structured = fields.get("structured_outputs")
-    if choice is not None:
-        if structured is not None:
-            raise ValueError("give either `choice` or `structured_outputs`, not both")
-        structured = {"choice": list(choice)}
-    if isinstance(structured, dict):
+    fields = plain_fields(params)
+    if isinstance(structured := fields.get("structured_outputs"), dict):
         fields["structured_outputs"] = StructuredOutputsParams(**structured)
     fields["output_kind"] = RequestOutputKind.FINAL_ONLY
-    fields.setdefault("detokenize", bool(fields.get("stop")))
     fields["skip_clone"] = True
     return SamplingParams(**fields)
 
