@@ -17,6 +17,9 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   raydata3   the same with three engines on a GPU
   ours       runs.plan_run, infer_run, finalize_run with commits on, one engine a GPU; `ours3`:
              three engines a GPU; `auto`: as many as the package chooses by itself
+  stage      the same as `ours` with `engine.stage: ray.data.llm`
+
+`gpu_page.py` makes the page of figures from what --out got.
 
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
 the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
@@ -35,6 +38,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +247,13 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     return {"rows_s": (high - low) / (at[high] - at[low]), "first_row_s": at[0] - START}
 
 
-def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> dict[str, float]:
+def peer_stage(args: argparse.Namespace, model: str) -> dict[str, float]:
+    return peer_ours(args, model, stage="ray.data.llm")
+
+
+def peer_ours(
+    args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
+) -> dict[str, float]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -266,6 +277,7 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> d
                     "model": model,
                     "replicas": args.gpus,
                     "engines_per_gpu": engines,
+                    "stage": stage,
                     **arguments,
                 },
                 "output": {"uri": f"{folder}/out", "columns": []},
@@ -320,6 +332,7 @@ PEERS = {
     "ours5": (peer_ours, 5),
     "ours6": (peer_ours, 6),
     "auto": (peer_ours, "auto"),
+    "stage": (peer_stage, 1),
 }
 
 
@@ -358,6 +371,12 @@ def main() -> int:
         print("RESULT", json.dumps(run(args, model, *more)), flush=True)  # type: ignore[operator]
         return 0
     failed = 0
+    about = {
+        "date": f"{date.today()}",
+        "device": device(args.gpus),
+        "versions": f"vLLM {version('vllm')}, Ray {version('ray')}",
+        "command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}",
+    }
     for size in args.sizes.split(","):
         for peer in args.peers.split(","):
             row = {
@@ -366,6 +385,7 @@ def main() -> int:
                 "peer": peer,
                 "rows": args.rows,
                 "gpus": args.gpus,
+                **about,
             }
             row |= _run(args, size, peer)
             failed += "error" in row
@@ -373,6 +393,12 @@ def main() -> int:
                 out.write(json.dumps(row) + "\n")
             print(json.dumps(row)[:1500], flush=True)
     return 1 if failed else 0
+
+
+def device(gpus: int) -> str:
+    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    name = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return f"{f'{gpus} ' if gpus > 1 else ''}{name}, {os.cpu_count()} CPUs"
 
 
 def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:

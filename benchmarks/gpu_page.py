@@ -1,0 +1,195 @@
+"""The figures of `gpu.py` as tables and a plot in docs/performance.md.
+
+    python benchmarks/gpu_page.py benchmarks/results/*.jsonl
+
+Each file is one run of `gpu.py` on one machine; ratios are only made within a file. What stands
+between the two marks in the page is replaced, the plot is docs/images/gpu.svg.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch import svg
+
+DOCS = Path(__file__).parent.parent / "docs"
+BEGIN, END = "<!-- gpu_page.py: begin -->", "<!-- gpu_page.py: end -->"
+WORK = {
+    "company": "company task: industry from a name, one of nine choices, 6 tokens out",
+    "long": "long outputs: 512 tokens out",
+    "varied": "long outputs of varied length: 128 to 512 tokens out",
+    "prefix": "shared prefixes: 256 of about 512 tokens, shuffled, 128 tokens out",
+}
+SIZE = {"8b": "8B", "05b": "0.5B"}
+PEERS = {"vllm": "`LLM.chat`, synchronous", "raydata": "`ray.data.llm` as its guides configure it"}
+# (work, size) -> (peer, least ratio of ours to it)
+BARS = {
+    ("company", "8b"): (("vllm", 1.45), ("raydata", 1.4)),
+    ("company", "05b"): (("vllm", 3.0),),
+    ("long", "8b"): (("vllm", 1.0),),
+    ("varied", "8b"): (("vllm", 1.15),),
+    ("prefix", "8b"): (("raydata", 1.3),),
+}
+LINEAR = 0.94  # of one GPU's rate, on each of several
+WIDTH, ROW, LEFT, RIGHT = 720, 22, 290, 90
+
+
+def name_of(peer: str) -> str:
+    """`ours3` is three engines a GPU."""
+    if peer in PEERS:
+        return PEERS[peer]
+    if peer == "auto":
+        return "ours, as it comes"
+    kind, number = peer.rstrip("0123456789"), peer[len(peer.rstrip("0123456789")) :] or "1"
+    what = {"ours": "ours", "raydata": "`ray.data.llm`", "stage": "ours on `ray.data.llm`"}[kind]
+    return f"{what}, {number} engine{'s' * (number != '1')} a GPU"
+
+
+def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Records by (file, work, size, GPUs, rows), those of one run beside each other."""
+
+    def key(record: dict[str, Any]) -> tuple[Any, ...]:
+        place = list(WORK).index(record["work"])
+        names = ("file", "size", "gpus", "rows")
+        return (place, *(record[name] for name in names))
+
+    for (_, _, size, gpus, _), found in groupby(sorted(records, key=key), key):
+        group = list(found)
+        yield (group[0]["work"], size, gpus), group
+
+
+def ours(group: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """As it comes; where that was not run, the best of ours."""
+    mine = [r for r in group if r["peer"] == "auto" and "rows_s" in r]
+    mine = mine or [r for r in group if r["peer"].startswith("ours") and "rows_s" in r]
+    return max(mine, key=lambda r: r["rows_s"], default=None)
+
+
+def table(group: list[dict[str, Any]]) -> list[str]:
+    base = {r["peer"]: r["rows_s"] for r in group if "rows_s" in r}
+    against = [peer for peer in PEERS if peer in base]
+    heads = ["", "rows/s", *(f"of {PEERS[p].split(',')[0].split(' as')[0]}" for p in against)]
+    heads += ["engines a GPU", "first row after"]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for record in sorted(group, key=lambda r: r.get("rows_s", 0)):
+        if "rows_s" not in record:
+            lines.append(f"| {name_of(record['peer'])} | failed |{' |' * (len(heads) - 2)}")
+            continue
+        rate = record["rows_s"]
+        digits = 0 if rate >= 200 else 1
+        cells = [name_of(record["peer"]), f"{rate:,.{digits}f}"]
+        cells += [f"{rate / base[peer]:.2f}" for peer in against]
+        engines = record.get("engines_a_gpu")
+        cells += [f"{engines:.0f}" if engines else "", f"{record['first_row_s']:.0f} s"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def verdicts(work: str, size: str, group: list[dict[str, Any]]) -> list[str]:
+    base = {r["peer"]: r["rows_s"] for r in group if "rows_s" in r}
+    mine = ours(group)
+    if mine is None:
+        return []
+    found = [
+        f"{mine['rows_s'] / base[peer]:.2f} of {PEERS[peer].split(',')[0].split(' as')[0]} "
+        f"(aim {bar}: {'met' if mine['rows_s'] >= bar * base[peer] else 'missed'})"
+        for peer, bar in BARS.get((work, size), ())
+        if peer in base
+    ]
+    return [
+        f"{name_of(mine['peer'])[0].upper()}{name_of(mine['peer'])[1:]}: {', '.join(found)}."
+    ] * bool(found)
+
+
+def scaling(records: list[dict[str, Any]]) -> list[str]:
+    """The same work on one GPU and on several."""
+    lines = []
+    by = {
+        (r["file"], r["work"], r["size"], r["peer"], r["gpus"]): r for r in records if "rows_s" in r
+    }
+    for (file, work, size, peer, gpus), record in sorted(by.items()):
+        one = by.get((file, work, size, peer, 1))
+        if one is None or (file, work, size, peer, 2) not in by:
+            continue
+        share = record["rows_s"] / gpus / one["rows_s"]
+        lines.append(f"| {gpus} | {record['rows']:,} | {record['rows_s']:,.0f} | {share:.2f} |")
+    if not lines:
+        return []
+    return [
+        "### Several GPUs",
+        "",
+        f"8B, company task, ours as it comes (aim: {LINEAR} of linear).",
+        "",
+        "| GPUs | rows | rows/s | of linear |",
+        "| --- | --- | --- | --- |",
+        *lines,
+        "",
+    ]
+
+
+def markdown(records: list[dict[str, Any]]) -> str:
+    lines = ["![Rows a second, peers and this package](images/gpu.svg)", ""]
+    for (work, size, gpus), group in groups(records):
+        if len(group) < 2:
+            continue
+        first = group[0]
+        lines += [
+            f"### {SIZE[size]}, {WORK[work].partition(':')[0]}"
+            + (f", {gpus} GPUs" if gpus > 1 else ""),
+            "",
+            f"{WORK[work].partition(': ')[2].capitalize()}; {first['rows']:,} rows. "
+            f"{first['date']}, {first['device']}, {first['versions']}.",
+            "",
+            f"    {first['command']}",
+            "",
+            *table(group),
+            "",
+            *(f"{line}\n" for line in verdicts(work, size, group)),
+        ]
+    return "\n".join([*lines, *scaling(records)]).rstrip() + "\n"
+
+
+def plot(records: list[dict[str, Any]]) -> str:
+    """Bars of each group on a scale of its own."""
+    body, y = [], 34.0
+    for (work, size, gpus), group in groups(records):
+        rates = [r for r in group if "rows_s" in r]
+        if len(rates) < 2:
+            continue
+        title = f"{SIZE[size]}, {WORK[work].partition(':')[0]}" + (f", {gpus} GPUs" * (gpus > 1))
+        body.append(svg.text(14, y, title, size=13))
+        scale = svg.linear(0, max(r["rows_s"] for r in rates), LEFT, WIDTH - RIGHT)
+        for record in sorted(rates, key=lambda r: r["rows_s"]):
+            y += ROW
+            mine = record["peer"] not in PEERS and not record["peer"].startswith("raydata")
+            colour = svg.BLUE if mine else svg.GREY
+            words = name_of(record["peer"]).replace("`", "")
+            body.append(svg.text(LEFT - 8, y + 4, words, "end", fill=svg.GREY))
+            body.append(svg.rect(LEFT, y - 8, scale(record["rows_s"]) - LEFT, 15, colour))
+            rate = f"{record['rows_s']:,.0f} rows/s"
+            body.append(svg.text(scale(record["rows_s"]) + 6, y + 4, rate, size=11))
+        y += 2 * ROW
+    return svg.document("Rows a second, peers and this package", WIDTH, y - ROW + 6, body)
+
+
+def main(paths: list[str]) -> int:
+    records = []
+    for path in paths:
+        for line in Path(path).read_text().splitlines():
+            records.append({"file": Path(path).name, **json.loads(line)})
+    page = DOCS / "performance.md"
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{markdown(records)}{END}{rest.split(END)[1]}", "utf-8")
+    (DOCS / "images/gpu.svg").write_text(plot(records) + "\n", encoding="utf-8")
+    print(f"{page}: {len(records)} figures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
