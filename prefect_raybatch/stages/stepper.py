@@ -307,7 +307,7 @@ class SteppedEngine:
         self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
         if not no_stats:
             self._keep_scheduler_stats()
-        if no_stats is None:
+        if no_stats is None:  # counted, but not by this process
             self._engine.log_stats = self._engine.output_processor.log_stats = False
             self._engine.logger_manager = None
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
@@ -315,7 +315,9 @@ class SteppedEngine:
 
     def _keep_scheduler_stats(self) -> None:
         processor = self._engine.output_processor
-        update = processor.update_scheduler_stats  # vLLM calls it in each step
+        update = getattr(processor, "update_scheduler_stats", None)  # called in each step
+        if update is None:  # by another name in this vLLM: the figures are missing, no more
+            return
 
         def keep(stats: Any) -> None:
             if stats is not None:
