@@ -27,7 +27,16 @@ from prefect_raybatch.stages.blocks import (
 )
 from prefect_raybatch.stages.engine import EngineSpec
 from prefect_raybatch.stages.finish import Finish
-from prefect_raybatch.stages.ray_llm import RAY_ERROR, ROW, Gather, Spread, _answer, _asked, through
+from prefect_raybatch.stages.ray_llm import (
+    RAY_ERROR,
+    ROW,
+    Gather,
+    Spread,
+    _answer,
+    _asked,
+    _place,
+    through,
+)
 from prefect_raybatch.storage import open_store
 
 SAMPLING = {"temperature": 0, "max_tokens": 3, "stop": ["."]}
@@ -141,3 +150,17 @@ def test_engines_that_share_a_gpu_need_its_memory_known() -> None:
     pool = Pool.__new__(Pool)
     with pytest.raises(ConfigError, match="engines can share only GPUs whose memory is known"):
         through(None, spec, pool, {}, 2, 100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("resources", "bundle"),
+    [
+        ({"num_cpus": 1}, {"CPU": 1}),
+        ({"num_cpus": 2, "num_gpus": 0.333}, {"CPU": 2, "GPU": 0.333}),  # three on a GPU
+        ({"num_cpus": 1, "num_gpus": 4.0}, {"CPU": 1, "GPU": 1}),  # a worker for each of four
+    ],
+)
+def test_an_engine_has_the_resources_of_our_own(resources: Any, bundle: Any) -> None:
+    place = {"placement_group_config": {"bundle_per_worker": bundle}}
+    assert _place(resources) == place
+    assert _place({**resources, "accelerator_type": "L4"}) == {**place, "accelerator_type": "L4"}
