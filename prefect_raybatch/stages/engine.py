@@ -191,10 +191,7 @@ class EngineStage:
             return lost_all(table, self._refused or "the engine did not start", fatal=True)
         prompts = table[TOKENS].to_pylist()
         errors = table[ERROR].to_pylist()
-        params = [
-            {**self.spec.sampling, **json.loads(own)} if own else self.spec.sampling
-            for own in table[PARAMS].to_pylist()
-        ]
+        params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(errors) if error is None]
         keys = token_keys(table[TOKENS])
         asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
@@ -237,6 +234,11 @@ _TYPES = {
     CACHED_TOKENS: pa.int32(),
     MERGED: pa.bool_(),
 }
+
+
+def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
+    """A row's sampling fields: the job's, and those that a prompt function set for it (JSON)."""
+    return {**sampling, **json.loads(own)} if own else sampling
 
 
 def answered(

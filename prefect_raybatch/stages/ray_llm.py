@@ -28,7 +28,7 @@ from prefect_raybatch.stages.blocks import (
     passes_by,
     timed,
 )
-from prefect_raybatch.stages.engine import EngineSpec, answered
+from prefect_raybatch.stages.engine import EngineSpec, answered, fields_of
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.stepper import Completion, plain_fields
 
@@ -148,7 +148,7 @@ class Spread:
         for i, error in enumerate(errors):
             if error is not None:
                 continue
-            fields = plain_fields({**self.sampling, **(json.loads(own[i]) if own[i] else {})})
+            fields = plain_fields(fields_of(self.sampling, own[i]))
             shape = shape or _shape(fields)
             if _shape(fields) != shape:
                 # Rows of a block become one Arrow column: a field that one lacks would be null.
@@ -219,7 +219,7 @@ class Gather:
         if row[RAY_ERROR]:
             kind, _, message = row[RAY_ERROR].partition(": ")
             return Completion([], error=(kind, message))
-        fields = plain_fields({**self.sampling, **(json.loads(own) if own else {})})
+        fields = plain_fields(fields_of(self.sampling, own))
         most = fields.get("max_tokens")
         ids, prompt = list(row["ids"]), int(row["prompt_tokens"])
         cut = (most is not None and len(ids) >= most) or (
