@@ -306,18 +306,20 @@ class SteppedEngine:
             ]
         self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
         if not no_stats:
-            self._keep_scheduler_stats()
-        if no_stats is None:  # counted, but not by this process
-            self._engine.log_stats = self._engine.output_processor.log_stats = False
-            self._engine.logger_manager = None
+            self._keep_scheduler_stats(front=no_stats is not None)
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
-    def _keep_scheduler_stats(self) -> None:
-        processor = self._engine.output_processor
+    def _keep_scheduler_stats(self, front: bool) -> None:
+        """Keep what vLLM's scheduler counts; unless `front`, nothing is counted in this process."""
+        engine = self._engine
+        processor = getattr(engine, "output_processor", None)
+        if processor is not None and not front:
+            engine.log_stats = processor.log_stats = False
+            engine.logger_manager = None
         update = getattr(processor, "update_scheduler_stats", None)  # called in each step
-        if update is None:  # by another name in this vLLM: the figures are missing, no more
-            return
+        if update is None:
+            return  # by another name in this vLLM: the figures are missing, no more
 
         def keep(stats: Any) -> None:
             if stats is not None:
