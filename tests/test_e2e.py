@@ -350,7 +350,8 @@ def test_the_stage_of_ray_data_llm_keeps_the_contract(tmp_path: Path, env: dict[
     assert own.returncode == 0, own.stdout + own.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (report["good"], report["failed"], report["shards"]) == (497, 3, 4)
-    assert report["tokens"]["prompt"] > 0 and report["tokens"]["output"] > 0
+    tokens = report["tokens"]
+    assert tokens["prompt_tokens"] > 0 and tokens["output_tokens"] > 0
     for part in ("data", "quarantine"):
         ours, theirs = (pq.read_table(tmp_path / f"out/{key}/{part}") for key in ("own", "r"))
         assert ours.equals(theirs), part

@@ -313,7 +313,7 @@ class SteppedEngine:
     def _keep_scheduler_stats(self, front: bool) -> None:
         """Keep what vLLM's scheduler counts; unless `front`, nothing is counted in this process."""
         engine = self._engine
-        processor = getattr(engine, "output_processor", None)
+        processor: Any = getattr(engine, "output_processor", None)
         if processor is not None and not front:
             engine.log_stats = processor.log_stats = False
             engine.logger_manager = None
