@@ -330,15 +330,20 @@ def test_a_core_elsewhere_tells_the_kv_cache_only_where_vllm_keeps_statistics():
     assert closed.load() == {}
 
 
-def test_vllms_statistics_are_kept_where_it_makes_them():
+@pytest.mark.parametrize("front", [True, False])
+def test_vllms_statistics_are_kept_where_it_makes_them(front):
     seen = []
-    processor = SimpleNamespace(update_scheduler_stats=seen.append)
+    processor = SimpleNamespace(update_scheduler_stats=seen.append, log_stats=True)
     made = stepped(SimpleNamespace())
     made._engine.output_processor = processor
-    made._keep_scheduler_stats()
+    made._engine.log_stats = True
+    made._engine.logger_manager = manager = object()
+    made._keep_scheduler_stats(front)
     processor.update_scheduler_stats("first")
     processor.update_scheduler_stats(None)
     assert made._scheduler_stats == "first" and seen == ["first", None]
+    assert made._engine.log_stats is front and processor.log_stats is front
+    assert made._engine.logger_manager is (manager if front else None)
 
 
 def test_the_stage_samples_its_engine(monkeypatch):
