@@ -595,6 +595,24 @@ def test_reading_ahead_keeps_order_and_bound() -> None:
         list(read_ahead(read, range(1000), threads=4, ahead=5))
 
 
+def test_reading_ahead_ends_without_waiting_for_reads() -> None:
+    late, begun = threading.Event(), threading.Event()
+
+    def read(item: int) -> int:
+        if item:
+            begun.set()
+            late.wait(60)
+        return item
+
+    few = read_ahead(read, range(9), threads=2, ahead=3)
+    try:
+        assert next(few) == 0 and begun.wait(60)
+        few.close()
+        assert not late.is_set()
+    finally:
+        late.set()
+
+
 def test_importing_loads_no_client() -> None:
     code = "import sys, prefect_raybatch.storage as s; s.open_store('/x'); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,8 @@ def read_ahead(
     """`read(item)` for each item, in order; `threads` threads work up to `ahead` items ahead.
 
     Memory is that of `ahead` results, however many items there are. What `read` raises comes out
-    at its item; then, or when the consumer stops early, what has not begun is dropped.
+    at its item; then, or when the consumer stops early, what has not begun is dropped and what has
+    is not waited for.
     """
     waiting: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(threads)
@@ -29,4 +30,5 @@ def read_ahead(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        # Garbage collection may end this in a thread that is just starting: a join there hangs.
+        pool.shutdown(wait=False, cancel_futures=True)
