@@ -22,7 +22,6 @@ so it holds imports and engine start.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -131,39 +130,11 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
 
 
 def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
-    from prefect_raybatch import cluster, runs, sized
-    from prefect_raybatch.ledger import Ledger
-    from prefect_raybatch.pipeline import Pipeline
-    from prefect_raybatch.records import Unit
-    from prefect_raybatch.storage import FileInfo, open_store
-    from prefect_raybatch.storage.local import LocalStore
-
-    class Nowhere(LocalStore):
-        """Forgets what is put: the pieces of a run without commits."""
-
-        def put(self, path: str, data: bytes) -> FileInfo:
-            return FileInfo(path, len(data), None, None)
+    from variants import without_commits
 
     with tempfile.TemporaryDirectory() as out:
-        batch = job(data, rows, out)
-        run = runs.plan_run(batch, "bench")
-        ledger = Ledger(open_store(run.uri))
-        plan = ledger.load_plan()
-        if plan is None:
-            raise SystemExit("no plan was made")
-        shards = ledger.shards(plan)
-        units = [Unit(i, 0, shards[i].rows) for i in range(plan.shards)]
-        ends = []
-        with cluster.connected(batch) as have:
-            size = sized.for_attempt(batch, plan, ledger, have)
-            cluster.check_fit(batch, have, size.pool)
-            pipeline = Pipeline(batch, plan, shards, ledger.store, "bench", size, {})
-            pipeline.finish = type(pipeline.finish)(
-                **{**pipeline.finish.__dict__, "store": Nowhere(run.uri)}
-            )
-            for receipt in pipeline(units, False):
-                ends.append((receipt.stats["ended"], receipt.stats["rows"]))
-    ends.sort()
+        done = without_commits(job(data, rows, out))
+    ends = sorted((receipt.stats["ended"], receipt.stats["rows"]) for receipt in done)
     steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
     return {"rows_s": steady, "first_row_s": ends[0][0] - START, "total_s": time.time() - START}
 
@@ -199,49 +170,13 @@ def peer_quiet(data: Path, rows: int) -> dict[str, float]:
 
 
 def peer_resume(data: Path, rows: int) -> dict[str, float]:
-    from prefect_raybatch import runs
-    from prefect_raybatch.ledger import Ledger
-    from prefect_raybatch.stages.engine import EngineStage
-    from prefect_raybatch.storage import open_store
+    from variants import resumed
 
     with tempfile.TemporaryDirectory() as out:
-        ready = Path(out) / "ready"
-
-        class Timed(EngineStage):
-            """Says when its engine is ready."""
-
-            def __init__(self, spec: Any) -> None:
-                super().__init__(spec)
-                ready.write_text(repr(time.time()))
-
-        class Enough(Exception):
-            pass
-
-        def stop(progress: Any) -> None:
-            if progress.done >= 0.9 * progress.rows:
-                raise Enough
-
         batch = job(data, rows, out)
         batch.source.rows_per_shard = max(1, rows // 200)
-        run = runs.plan_run(batch, "bench")
-        with contextlib.suppress(Enough):
-            runs.infer_run(batch, run, stop)
-        ready.unlink(missing_ok=True)
-        began = time.time()
-        runs.infer_run(batch, run, engine=Timed)
-        at = float(ready.read_text())
-        ledger = Ledger(open_store(run.uri))
-        plan = ledger.load_plan()
-        if plan is None:
-            raise SystemExit("no plan was made")
-        commits = ledger.commits(plan, ledger.listing(plan))
-        new = [c.stats for c in commits if c.stats["started"] > began]
-    return {
-        "new_shards": len(new),
-        "engine_ready_s": at - began,
-        "first_row_s": max(0.0, min(s["started"] for s in new) - at),
-        "total_s": min(s["ended"] for s in new) - at,
-    }
+        found = resumed(batch)
+    return {**found, "total_s": found["first_commit_s"]}
 
 
 def job(data: Path, rows: int, out: str) -> Any:

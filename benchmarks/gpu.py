@@ -1,7 +1,7 @@
 """Peers and us side by side on GPUs, with random weights at real dimensions.
 
     python benchmarks/gpu.py --sizes 8b,05b --rows 60000 --gpus 1 --out gpu.jsonl
-    python benchmarks/gpu.py --work varied --rows 2000 --peers vllm,ours,ours2 --out gpu.jsonl
+    python benchmarks/gpu.py --work varied --rows 2000 --peers vllm,vllm@none,auto --out gpu.jsonl
 
 Work, greedy in all cases:
   company    a company's industry from its name: about 104 prompt tokens, one of nine choices
@@ -16,8 +16,13 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   raydata    `ray.data.llm` as its guides configure it: all its stages on, no checkpoint
   raydata3   the same with three engines on a GPU
   ours       runs.plan_run, infer_run, finalize_run with commits on, one engine a GPU; `ours3`:
-             three engines a GPU; `auto`: as many as the package chooses by itself
+             three engines a GPU
+  auto       the same with all sizes as the package chooses them
+  nocommit   the same as `auto` with our stages alone: no pieces, no commits, no result
+  resume     `auto` stopped after 90 % of its rows and resumed
   stage      the same as `ours` with `engine.stage: ray.data.llm`
+
+`vllm@512` has another max_num_seqs than --seqs, `vllm@none` what vLLM takes when none is given.
 
 `gpu_page.py` makes the page of figures from what --out got.
 
@@ -82,6 +87,7 @@ DIMENSIONS = {
     },
 }
 WORK = ("company", "long", "varied", "prefix")
+OUT = {"long": 512, "varied": 512, "prefix": 128}  # tokens at most
 WORDS = [
     "Acme",
     "Stone",
@@ -182,12 +188,13 @@ def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, An
     shared: dict[str, Any] = {
         "load_format": "dummy",
         "max_model_len": 256 if args.work == "company" else 1024,
-        "max_num_seqs": args.seqs,
         "max_num_batched_tokens": args.batched_tokens,
     }
+    if args.seqs:
+        shared["max_num_seqs"] = args.seqs
     if engines > 1:  # engines that share a GPU must not measure its free memory at the same time
         return {**shared, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 12 << 30}
-    return {**shared, "gpu_memory_utilization": 0.6}
+    return {**shared, "gpu_memory_utilization": 0.9}
 
 
 def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
@@ -251,38 +258,49 @@ def peer_stage(args: argparse.Namespace, model: str) -> dict[str, float]:
     return peer_ours(args, model, stage="ray.data.llm")
 
 
-def peer_ours(
-    args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
-) -> dict[str, float]:
+def job_of(
+    args: argparse.Namespace, model: str, engines: int | str, stage: str, folder: str
+) -> Any:
+    """The work as a job of ours, its input written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from prefect_raybatch import BatchJob, runs
+    from prefect_raybatch import BatchJob
+
+    rows = make_rows(args.work, args.rows)
+    pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
+    own = args.work in ("long", "varied", "prefix")
+    arguments = engine_arguments(args)
+    if engines != 1:  # left to the package
+        del arguments["gpu_memory_utilization"]
+    if engines == "auto":
+        arguments = {name: arguments[name] for name in ("load_format", "max_model_len")}
+    prompt = {"function": "gpu:ask"} if own else {"system": SYSTEM, "template": "{text}"}
+    return BatchJob.from_dict(
+        {
+            "name": "gpu-benchmark",
+            "source": {"uri": f"{folder}/in.parquet"},
+            "prompt": prompt,
+            "sampling": sampling_of(OUT[args.work] if own else 0),
+            "engine": {
+                "model": model,
+                "replicas": args.gpus,
+                "engines_per_gpu": engines,
+                "stage": stage,
+                **arguments,
+            },
+            "output": {"uri": f"{folder}/out", "columns": []},
+        }
+    )
+
+
+def peer_ours(
+    args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
+) -> dict[str, float]:
+    from prefect_raybatch import runs
 
     with tempfile.TemporaryDirectory() as folder:
-        rows = make_rows(args.work, args.rows)
-        pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
-        own = args.work in ("long", "varied", "prefix")
-        arguments = engine_arguments(args)
-        if engines != 1:  # left to the package
-            del arguments["gpu_memory_utilization"]
-        prompt = {"function": "gpu:ask"} if own else {"system": SYSTEM, "template": "{text}"}
-        job = BatchJob.from_dict(
-            {
-                "name": "gpu-benchmark",
-                "source": {"uri": f"{folder}/in.parquet"},
-                "prompt": prompt,
-                "sampling": sampling_of(512 if own else 0),
-                "engine": {
-                    "model": model,
-                    "replicas": args.gpus,
-                    "engines_per_gpu": engines,
-                    "stage": stage,
-                    **arguments,
-                },
-                "output": {"uri": f"{folder}/out", "columns": []},
-            }
-        )
+        job = job_of(args, model, engines, stage, folder)
         _init_ray()
         run = runs.plan_run(job, "bench")
         progress = runs.infer_run(job, run)
@@ -305,7 +323,31 @@ def peer_ours(
             "prompt_tokens": sums["prompt_tokens"] / args.rows,
             "output_tokens": sums["output_tokens"] / args.rows,
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
+            **report.figures,
         }
+
+
+def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
+    from variants import without_commits
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(args, model, "auto", "vllm", folder)
+        _init_ray()
+        done = [receipt.stats for receipt in without_commits(job)]
+    if sum(stats["rows"] for stats in done) != args.rows:
+        raise SystemExit("rows are missing")
+    began, ended = min(s["started"] for s in done), max(s["ended"] for s in done)
+    first = min(s["ended"] for s in done)
+    return {"rows_s": args.rows / (ended - began), "first_row_s": first - START}
+
+
+def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
+    from variants import resumed
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(args, model, "auto", "vllm", folder)
+        _init_ray()
+        return resumed(job)
 
 
 def _packed(job: Any, run: Any) -> int:
@@ -332,6 +374,8 @@ PEERS = {
     "ours5": (peer_ours, 5),
     "ours6": (peer_ours, 6),
     "auto": (peer_ours, "auto"),
+    "nocommit": (peer_nocommit, 1),
+    "resume": (peer_resume, 1),
     "stage": (peer_stage, 1),
 }
 
@@ -402,8 +446,11 @@ def device(gpus: int) -> str:
 
 
 def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
-    given = [f"--{n}={getattr(args, n)}" for n in ("work", "rows", "seqs", "gpus", "models")]
-    given += [f"--batched-tokens={args.batched_tokens}", f"--sizes={size}", f"--peer={peer}"]
+    kind, _, own = peer.partition("@")
+    seqs = 0 if own == "none" else int(own or args.seqs)
+    given = [f"--{n}={getattr(args, n)}" for n in ("work", "rows", "gpus", "models")]
+    given += [f"--batched-tokens={args.batched_tokens}", f"--seqs={seqs}"]
+    given += [f"--sizes={size}", f"--peer={kind}"]
     log = Path(args.out).with_name(f"{args.work}-{size}-{peer}.log")
     with log.open("w") as stream:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from prefect_raybatch.job import BatchJob, seconds_of
 from prefect_raybatch.records import Advice, RunReport
+from prefect_raybatch.shard_sizes import SEQUENCES, sequences_seen
 
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
@@ -39,11 +40,10 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     if not found:
         return None
     tokens = job.engine.max_num_batched_tokens or USUAL_TOKENS
-    change = (
-        f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
-        if tokens > 2048
-        else f"engine.max_num_seqs: {max(1, job.engine.max_num_seqs // 2)}"
-    )
+    change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
+    if tokens <= 2048:
+        seqs = sequences_seen(job, report.figures) or SEQUENCES
+        change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
     times = sum(number for _, number in found)
     return Advice(
         "engines ran out of memory",
@@ -72,8 +72,8 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
 def starved(report: RunReport, job: BatchJob) -> Advice | None:
     """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
-    full = job.engine.max_num_seqs
-    if running is None or waiting is None or not _long_enough(report, full):
+    full = sequences_seen(job, report.figures)
+    if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
         return None
@@ -102,8 +102,8 @@ def starved(report: RunReport, job: BatchJob) -> Advice | None:
 def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
     """The GPU waits although its engine is full: Python on one core holds it back."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
-    full = job.engine.max_num_seqs
-    if gpu is None or running is None or not _long_enough(report, full):
+    full = sequences_seen(job, report.figures)
+    if gpu is None or running is None or not full or not _long_enough(report, full):
         return None
     if gpu >= BUSY_GPU or running < FULL * full:
         return None
@@ -119,8 +119,8 @@ def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
 def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     """Sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
-    waiting, full = report.figures.get("waiting"), job.engine.max_num_seqs
-    if cache is None or running is None or not waiting:
+    waiting, full = report.figures.get("waiting"), sequences_seen(job, report.figures)
+    if cache is None or running is None or not waiting or not full:
         return None
     if cache < 0.9 or running >= FULL * full:
         return None

@@ -43,7 +43,6 @@ def _engine_figures(
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
         ]
     batched, seqs = arguments["max_num_batched_tokens"], arguments["max_num_seqs"]
-    at_once = "engine.max_num_seqs; vLLM through Ray would take 128"
     step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
     if batched != BATCHED[pool.device][0]:
         step += ", fewer where that would take too much of the KV cache"
@@ -51,7 +50,7 @@ def _engine_figures(
         step = "engine.max_num_batched_tokens"
     found += [
         Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
-        Figure("max_num_seqs", str(seqs), at_once),
+        Figure("max_num_seqs", str(seqs), size.sequences_why),
         Figure("max_num_batched_tokens", str(batched), step),
         Figure(
             "max_model_len",
@@ -91,7 +90,7 @@ def _kv_figure(job: BatchJob, size: Sizing, model: Model | None) -> Figure:
 
 def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
     engine, calls = job.engine, size.concurrent
-    rule = f"ceil({engine.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
+    rule = f"ceil({size.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
     taken = size.pool.fewest * engine.num_cpus
     free = max(0.0, have.cpus - taken)
     found = [

@@ -348,6 +348,7 @@ class Sampling(Group):
 
 
 MOST_REPLICAS = 4096
+MOST_SEQUENCES = 65536
 
 
 def _count(value: Any, most: int, auto: bool = True) -> Any:
@@ -404,8 +405,12 @@ class Engine(Group):
         text="Prompt and answer together, in tokens; by default the model's own. auto: what "
         "max_model_len_percentile of a sample of the rows need, fixed in the run's plan.",
     )
-    max_num_seqs: int = _field(
-        8, 256, title="Sequences at once", text="Most rows an engine computes at one time.", gt=0
+    max_num_seqs: int | Literal["auto"] = _field(
+        8,
+        "auto",
+        title="Sequences at once",
+        text="Most rows an engine computes at one time. auto: 256, up to 1024 where long answers "
+        "and the GPU's memory make more of them pay.",
     )
     max_num_batched_tokens: int | None = _field(
         9,
@@ -495,6 +500,11 @@ class Engine(Group):
     @classmethod
     def _engines_per_gpu(cls, value: Any) -> Any:
         return _count(value, 16)
+
+    @field_validator("max_num_seqs", mode="before")
+    @classmethod
+    def _sequences(cls, value: Any) -> Any:
+        return _count(value, MOST_SEQUENCES)
 
     @field_validator("max_model_len")
     @classmethod

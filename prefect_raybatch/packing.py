@@ -131,7 +131,7 @@ def choose(
         return 1, "the size of the model is not known"
     if card is None:
         return 1, "the GPU's memory and speed are not known"
-    gpu = gpu_seconds(model, card, row, job.engine.max_num_seqs)
+    gpu = gpu_seconds(model, card, row, arguments["max_num_seqs"])
     best = wanted(HOST, gpu)
     fit = fitting(model, arguments, gpu_bytes, row, length)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, job.engine.num_cpus)))

@@ -32,7 +32,7 @@ from prefect_raybatch.heartbeat import (
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
-from prefect_raybatch.shard_sizes import concurrent_batches
+from prefect_raybatch.shard_sizes import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
 
 LOOK = 1.0  # seconds between looks of the page's thread
@@ -113,8 +113,10 @@ class Page(Listener):
             return None
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
-        working = engines * concurrent_batches(self.job, a_shard)
-        return plots.live(charts(self._progress.tally, self.run.shards), working)
+        tally = self._progress.tally
+        seqs = sequences_seen(self.job, tally.whole.figures()) or SEQUENCES
+        working = engines * concurrent_batches(self.job, a_shard, seqs)
+        return plots.live(charts(tally, self.run.shards), working)
 
     def _now(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""

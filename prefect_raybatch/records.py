@@ -527,7 +527,7 @@ def fold_stats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 # Figures of the engine and its node while a shard was in it: see stages/figures.py.
-MEANS = ("running", "waiting", "kv_cache", "steps_per_s", "node_cpu", "gpu")
+MEANS = ("running", "waiting", "sequences", "kv_cache", "steps_per_s", "node_cpu", "gpu")
 PEAKS = ("kv_cache_peak", "node_memory_peak", "gpu_memory_peak")
 CHOSEN: Mapping[str, Callable[[Iterable[float]], float]] = {
     "started": min,

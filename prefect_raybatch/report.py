@@ -166,6 +166,7 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         "engines": f"{len(report.workers)}" if report.workers else DASH,
         "tokens/s in / out": " / ".join(rates),
         "sequences running (mean an engine)": number(known.get("running"), 1),
+        "sequences that may run (max_num_seqs)": number(known.get("sequences"), 0),
         "sequences waiting (mean an engine)": number(known.get("waiting"), 1),
         "KV cache in use (mean)": percent(known.get("kv_cache")),
         "KV cache in use (most)": percent(known.get("kv_cache_peak")),

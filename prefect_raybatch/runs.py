@@ -31,7 +31,7 @@ from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
-from prefect_raybatch.shard_sizes import problems
+from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
@@ -470,7 +470,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job, plan), *_of_whom(plan)),
+        notes=(*_notes(job, plan, result.tally), *_of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=_dashboard(store),
@@ -494,10 +494,11 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     return _end(ledger, plan, True)
 
 
-def _notes(job: BatchJob, plan: Plan) -> list[str]:
+def _notes(job: BatchJob, plan: Plan, tally: Tally) -> list[str]:
+    seqs = sequences_seen(job, tally.whole.figures()) or SEQUENCES
     engines = sizes.certain_engines(job)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
-    return [shards, *problems(job, plan.rows, plan.rows_per_shard, engines)]
+    return [shards, *problems(job, plan.rows, plan.rows_per_shard, engines, seqs)]
 
 
 def _of_whom(plan: Plan) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from prefect_raybatch.job import BatchJob
 
 SHARDS_A_WORKER = 8  # 2 to 4 is the least that balances; more makes resume and progress finer
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
+SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
 
 
@@ -37,24 +39,32 @@ def choose_rows_per_shard(
     return chosen, why
 
 
-def concurrent_batches(job: BatchJob, rows_per_shard: int) -> int:
-    """Shards in flight in an engine: set, or so many that rows in flight cover max_num_seqs
-    twice over the one being filled, at least 2 (the tail of one overlaps the head of the next)."""
+def sequences_seen(job: BatchJob, figures: Mapping[str, float]) -> int | None:
+    """max_num_seqs as the job has it, or as engines told it in a run's figures; None: not known."""
+    if job.engine.max_num_seqs != "auto":
+        return job.engine.max_num_seqs
+    return round(figures.get("sequences", 0.0)) or None
+
+
+def concurrent_batches(job: BatchJob, rows_per_shard: int, seqs: int) -> int:
+    """Shards in flight in an engine: set, or so many that rows in flight cover `seqs`
+    (max_num_seqs) twice over the one being filled, at least 2 (the tail of one overlaps the head
+    of the next)."""
     if job.engine.max_concurrent_batches:
         return job.engine.max_concurrent_batches
-    return max(2, math.ceil(job.engine.max_num_seqs / rows_per_shard) + 1)
+    return max(2, math.ceil(seqs / rows_per_shard) + 1)
 
 
-def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int) -> list[str]:
+def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int, seqs: int) -> list[str]:
     """What leaves engines idle, with the number that mends it."""
     found = []
-    concurrent = concurrent_batches(job, rows_per_shard)
+    concurrent = concurrent_batches(job, rows_per_shard, seqs)
     # A run with fewer rows than that has all of them in flight.
-    if min(rows_per_shard, max(rows, 1)) * concurrent < min(job.engine.max_num_seqs, rows):
-        need = math.ceil(job.engine.max_num_seqs / rows_per_shard)
+    if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
+        need = math.ceil(seqs / rows_per_shard)
         found.append(
             f"engines starve: {rows_per_shard} rows * {concurrent} shards at once is under "
-            f"max_num_seqs {job.engine.max_num_seqs}; set engine.max_concurrent_batches to {need}"
+            f"max_num_seqs {seqs}; set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
     fit = max(1, math.ceil(rows / (4 * engines)))

@@ -9,12 +9,17 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefect_raybatch import packing
+from prefect_raybatch import packing, sequences
 from prefect_raybatch.cards import Card, card
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.memory import Model, packed
 from prefect_raybatch.misfit import check_memory, cramped, over_pcie, step_tokens
-from prefect_raybatch.shard_sizes import choose_rows_per_shard, concurrent_batches, problems
+from prefect_raybatch.shard_sizes import (
+    SEQUENCES,
+    choose_rows_per_shard,
+    concurrent_batches,
+    problems,
+)
 
 BATCHED = {"cpu": (4096,), "gpu": (16384, 8192, 4096, 2048)}  # tokens a step, the first that fits
 ASSUMED_GPUS = 8  # of a cluster that cannot be asked yet: a large node
@@ -85,6 +90,7 @@ class Sizing:
     shards_a_worker: float
     concurrent: int
     max_num_seqs: int
+    sequences_why: str
     saturated: bool
     arguments: dict[str, Any]
     share: dict[str, Any]
@@ -246,7 +252,7 @@ def resolve(
     arguments: dict[str, Any] = {
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "max_num_seqs": engine.max_num_seqs,
+        "max_num_seqs": SEQUENCES if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens or BATCHED[kind][0],
         **(engine.model_extra or {}),
     }
@@ -254,6 +260,11 @@ def resolve(
         arguments["max_model_len"] = engine.context
     pool = choose_pool(job, have, model, row_bytes, arguments, unknown)
     length = _length(job, model)
+    row = packing.tokens(job, row_bytes)
+    seqs, seqs_why = sequences.choose(
+        job, model, card_of(job, have)[0], pool.gpu_bytes, arguments, row, pool.engines_per_gpu
+    )
+    arguments["max_num_seqs"] = seqs
     share: dict[str, Any] = {}
     warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
     if pool.device == "gpu" and model and pool.gpu_bytes:
@@ -262,19 +273,19 @@ def resolve(
         if pool.engines_per_gpu > 1:
             share = packed(model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
         else:
-            row = packing.tokens(job, row_bytes).typical
             if not engine.max_num_batched_tokens:
                 arguments["max_num_batched_tokens"] = step_tokens(
-                    model, arguments, pool.gpu_bytes, row, BATCHED["gpu"]
+                    model, arguments, pool.gpu_bytes, row.typical, BATCHED["gpu"]
                 )
-            warnings += cramped(model, arguments, pool.gpu_bytes, row)
+            warnings += cramped(model, arguments, pool.gpu_bytes, row.typical)
     chosen, why = choose_rows_per_shard(rows, row_bytes, job, expected or pool.engines)
     if planned:
         chosen, why = planned, "the run's plan"
-    concurrent = concurrent_batches(job, chosen)
+    concurrent = concurrent_batches(job, chosen, seqs)
     shards = math.ceil(rows / chosen)
     # A run with fewer rows than that has all of them in flight.
-    saturated = min(chosen, max(rows, 1)) * concurrent >= min(engine.max_num_seqs, rows)
+    known = certain_engines(job) if have.assumed else pool.engines
+    saturated = min(chosen, max(rows, 1)) * concurrent >= min(seqs, rows)
     return Sizing(
         pool,
         chosen,
@@ -282,12 +293,13 @@ def resolve(
         shards,
         round(shards / pool.engines, 2),
         concurrent,
-        engine.max_num_seqs,
+        seqs,
+        seqs_why,
         saturated,
         arguments,
         share,
         length,
-        tuple(problems(job, rows, chosen, certain_engines(job) if have.assumed else pool.engines)),
+        tuple(problems(job, rows, chosen, known, seqs)),
         tuple(warnings),
     )
 

@@ -176,7 +176,7 @@ class Bench:
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
-            SEQUENCES: self.job.engine.max_num_seqs,
+            SEQUENCES: size.max_num_seqs,
             TOKENS: size.arguments["max_num_batched_tokens"],
         }
 

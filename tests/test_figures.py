@@ -278,6 +278,7 @@ def test_runs_of_an_earlier_version_have_dashes(tmp_path):
         "engines",
         "sequences running (mean an engine)",
         "sequences waiting (mean an engine)",
+        "sequences that may run (max_num_seqs)",
         "KV cache in use (mean)",
         "KV cache in use (most)",
         "steps/s (mean an engine)",
@@ -317,12 +318,18 @@ def test_a_core_in_this_process_tells_what_vllm_knows():
     scheduler = SimpleNamespace(running=[1] * 5, kv_cache_manager=SimpleNamespace(usage=0.4))
     inside = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     found = stepped(inside).load()
-    assert found == {"steps": 7, "running": 5, "waiting": 35 + 6, "kv_cache": 0.4}
+    assert found == {
+        "steps": 7,
+        "sequences": 8,
+        "running": 5,
+        "waiting": 35 + 6,
+        "kv_cache": 0.4,
+    }
 
 
 def test_a_core_elsewhere_tells_the_kv_cache_only_where_vllm_keeps_statistics():
     found = stepped(SimpleNamespace()).load()
-    assert found == {"steps": 7, "running": 8, "waiting": 32 + 6}  # at most max_num_seqs run
+    assert found == {"steps": 7, "sequences": 8, "running": 8, "waiting": 32 + 6}
     stats = SimpleNamespace(num_running_reqs=6, kv_cache_usage=0.7)
     assert stepped(SimpleNamespace(), stats).load()["kv_cache"] == 0.7
     closed = stepped(SimpleNamespace())

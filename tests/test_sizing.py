@@ -102,7 +102,7 @@ def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
 @given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
 def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
     job = make_job(engine={"max_num_seqs": seqs})
-    calls = concurrent_batches(job, rows)
+    calls = concurrent_batches(job, rows, seqs)
     assert calls >= 2
     assert (calls - 1) * rows >= seqs  # one more is being filled
     assert resolve(job, rows, 1.0, NO_GPU, planned=rows).saturated
@@ -377,6 +377,36 @@ def test_tensor_parallel_over_pcie_is_warned_of(kind, parallel, warned):
 def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, kind, engine, said):
     warnings = sized(config, imagined(kind, 1, 16), **engine).warnings
     assert [said in text for text in warnings] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "sampling", "engine", "seqs", "why"),
+    [
+        (LLAMA_8B, "H200", LONG, {}, 1024, "answers of 512 tokens; half as many would read"),
+        (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
+        (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "for each of 2 engines on a GPU"),
+        (LLAMA_8B, "H200", SHORT, {}, 256, "for each of 3 engines on a GPU"),
+        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 512, "twice as many would bring 3%"),
+        (LLAMA_8B, "A100-40G", LONG, {}, 256, "the KV cache has room for 190 rows"),
+        (LLAMA_8B, "L4", LONG, {}, 256, "the KV cache has room for"),
+        (LLAMA_8B, "RTX-PRO-6000", LONG, {}, 256, "unless engine.max_num_seqs says more"),
+        (None, "H200", LONG, {}, 256, "unless engine.max_num_seqs says more"),
+        (LLAMA_8B, "H200", LONG, {"device": "cpu"}, 256, "unless engine.max_num_seqs says more"),
+        (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 4}, 1024, "answers of 512 tokens"),
+        (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 2}, 512, "the KV cache has room for 528 rows"),
+    ],
+)
+def test_more_rows_at_once_where_they_pay_and_fit(config, kind, sampling, engine, seqs, why):
+    found = sized(config, imagined(kind, 4, 64), sampling, **engine)
+    assert found.max_num_seqs == found.arguments["max_num_seqs"] == seqs
+    assert why in found.sequences_why
+    assert found.rows_per_shard * (found.concurrent - 1) >= seqs
+
+
+def test_rows_at_once_count_on_max_tokens_where_a_function_may_ask_for_any_length():
+    own = {"function": "helpers.small:make_job"}
+    assert sized(sampling=LONG, prompt=own).max_num_seqs == 1024
+    assert sized(sampling={"max_tokens": 2}, prompt=own).max_num_seqs == 256
 
 
 @pytest.mark.parametrize(

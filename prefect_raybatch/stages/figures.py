@@ -36,9 +36,9 @@ NVML = ("pynvml", "ray._private.thirdparty.pynvml")  # Ray brings a copy of its 
 class Sampler:
     """Samples an engine and its node every `every` seconds from a thread of its own.
 
-    `load()` says what the engine does now: running, waiting (sequences), kv_cache (share in use),
-    steps (since its start); any of them may be missing. `node()` does the same for cpu and gpu
-    (shares), memory and gpu_memory (GiB).
+    `load()` says what the engine does now: running, waiting (sequences), sequences (that may run),
+    kv_cache (share in use), steps (since its start); any of them may be missing. `node()` does the
+    same for cpu and gpu (shares), memory and gpu_memory (GiB).
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Sampler:
     def over(self, began: float, ended: float) -> dict[str, float]:
         """Figures of the time between (seconds since 1970), as they stand in `Commit.stats`.
 
-        Means of running, waiting, kv_cache, steps_per_s, node_cpu, gpu; `*_peak` the highest of
-        kv_cache, node_memory and gpu_memory; `samples` behind them. A shard that was shorter than
-        the time between two samples gets the latest one; {} where there is none.
+        Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak` the
+        highest of kv_cache, node_memory and gpu_memory; `samples` behind them. A shard that was
+        shorter than the time between two samples gets the latest one; {} where there is none.
         """
         samples = list(self._samples)
         found = [sample for at, sample in samples if began <= at <= ended]
@@ -114,6 +114,7 @@ class Sampler:
 MEAN = {
     "running": "running",
     "waiting": "waiting",
+    "sequences": "sequences",
     "kv_cache": "kv_cache",
     "steps_per_s": "steps_per_s",
     "cpu": "node_cpu",

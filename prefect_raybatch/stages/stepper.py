@@ -205,7 +205,8 @@ class SteppedEngine:
     def load(self) -> dict[str, float]:
         """What the engine does now; {} once it is closed.
 
-        running, waiting: sequences; steps: since the start; kv_cache: share of the KV cache in use.
+        running, waiting: sequences; sequences: that may run at once; steps: since the start;
+        kv_cache: share of the KV cache in use.
         All are vLLM's own. With `disable_log_stats: true` and the core in another process,
         `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
         """
@@ -215,8 +216,9 @@ class SteppedEngine:
         with self._wake:
             held, steps = self._sequences, self._stats["steps"]
             outside = sum(len(call.prompts) - call.cursor for call in self._waiting)
-        running = min(held, self._window // WINDOW)
-        found = {"steps": steps}
+        most = self._window // WINDOW
+        running = min(held, most)
+        found = {"steps": steps, "sequences": most}
         core = getattr(engine.engine_core, "engine_core", None)
         scheduler = getattr(core, "scheduler", None)
         if scheduler is not None:
