@@ -6,7 +6,6 @@ every shard is committed: two finalizers write the same files, so it does not ma
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -157,7 +156,7 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
             f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
             f"{piece.bytes}, or other contents; it held positions {_spans(piece)}"
         )
-    table = pq.read_table(io.BytesIO(data))
+    table = pq.read_table(pa.BufferReader(data))
     check_types(table.schema, path)
     if table.num_rows != piece.rows or POSITION not in table.column_names:
         raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
@@ -225,9 +224,9 @@ def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
     """The first rows of a result, for people; None when there is none."""
     for name in files:
         with store.open(name) as stream:
-            parquet = pq.ParquetFile(stream)
+            parquet = pq.ParquetFile(stream, pre_buffer=False)
             check_types(parquet.schema_arrow, name)
-            batch = next(parquet.iter_batches(batch_size=rows), None)
+            batch = next(parquet.iter_batches(batch_size=rows, use_threads=False), None)
         if batch is not None:
             return pa.Table.from_batches([batch])
     return None

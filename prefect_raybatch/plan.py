@@ -411,6 +411,6 @@ def from_parquet(data: bytes, what: str, names: list[str]) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(io.BytesIO(data), columns=names)
+        return pq.read_table(pa.BufferReader(data), columns=names)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise CorruptRun(f"the {what} is not readable: {error}") from None

@@ -47,7 +47,11 @@ def rows_of(member: Member) -> Iterator[Rows]:
     for kind in FOLDERS:
         for part in _parts(member, kind):
             with _opened(member, part, check=False) as (parquet, name):
-                yield kind, part.path, parquet.read([name])[name].to_numpy().astype(np.int64)
+                yield (
+                    kind,
+                    part.path,
+                    parquet.read([name], use_threads=False)[name].to_numpy().astype(np.int64),
+                )
 
 
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
@@ -59,7 +63,10 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
     if _compact(member):
         for part in _parts(member, "quarantine"):
             with _opened(member, part, check=True) as (parquet, name):
-                for batch in parquet.iter_batches(_batch_rows(parquet), columns=[name, *columns]):
+                wanted = [name, *columns]
+                for batch in parquet.iter_batches(
+                    _batch_rows(parquet), columns=wanted, use_threads=False
+                ):
                     table = pa.Table.from_batches([batch])
                     rows = table[name].to_numpy().astype(np.int64)
                     yield part.path, rows, table.select(columns)
@@ -115,7 +122,7 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
                 if check:
                     _fetch(stream, local, part, uri)
                     source = local
-                with pq.ParquetFile(source) as parquet:
+                with pq.ParquetFile(source, pre_buffer=False) as parquet:
                     check_types(parquet.schema_arrow, uri)
                     if row_number not in parquet.schema_arrow.names:
                         raise CorruptRun(f"{uri} has no column {row_number}")

@@ -62,7 +62,7 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
     import pyarrow.parquet as pq
 
     try:
-        found = pq.ParquetFile(io.BytesIO(data))
+        found = pq.ParquetFile(pa.BufferReader(data))
         if found.metadata.num_rows != rows:
             raise CorruptRun(f"{name} holds {found.metadata.num_rows} rows, not {rows}")
         table = found.read([ROW, SUM]).cast(pa.schema([(ROW, pa.int64()), (SUM, pa.uint32())]))

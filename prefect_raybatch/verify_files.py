@@ -58,7 +58,8 @@ def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.n
         same = checksum == part.sha256
         stream.seek(0)
         try:
-            table = pq.read_table(stream, columns=[row_number] if same else None)
+            columns = [row_number] if same else None
+            table = pq.ParquetFile(stream, pre_buffer=False).read(columns, use_threads=False)
         except (pa.ArrowException, OSError, KeyError) as error:
             fault(
                 f"{part.path}: its contents are not what finalize wrote ({_held(part)}); it is "

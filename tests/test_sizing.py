@@ -393,7 +393,14 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (None, "H200", LONG, {}, 256, "unless engine.max_num_seqs says more"),
         (LLAMA_8B, "H200", LONG, {"device": "cpu"}, 256, "unless engine.max_num_seqs says more"),
         (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 4}, 1024, "answers of 512 tokens"),
-        (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 2}, 512, "the KV cache has room for 528 rows"),
+        (
+            LLAMA_70B,
+            "H200",
+            LONG,
+            {"tensor_parallel_size": 2},
+            512,
+            "the KV cache has room for 528 rows",
+        ),
     ],
 )
 def test_more_rows_at_once_where_they_pay_and_fit(config, kind, sampling, engine, seqs, why):

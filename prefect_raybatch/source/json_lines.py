@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -82,7 +81,7 @@ def _parse_json(file: File, block: bytes, line: int) -> pa.Table:
     def parse(fields: list[tuple[str, pa.DataType]]) -> pa.Table:
         schema = pa.schema(fields) if fields else None
         options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=False)
-        return pj.read_json(io.BytesIO(block), read_options=read, parse_options=options)
+        return pj.read_json(pa.BufferReader(block), read_options=read, parse_options=options)
 
     try:
         block.decode("utf-8")

@@ -70,7 +70,10 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
     import pyarrow.parquet as pq
 
     try:
-        with file.store.open(file.info.path) as handle, pq.ParquetFile(handle) as parquet:
+        with (
+            file.store.open(file.info.path) as handle,
+            pq.ParquetFile(handle, pre_buffer=False) as parquet,
+        ):
             metadata, schema = parquet.metadata, parquet.schema_arrow
     except RayBatchError:
         raise

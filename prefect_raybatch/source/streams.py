@@ -26,7 +26,11 @@ def open_bytes(file: File) -> Iterator[Any]:
     compression = ending(file.info.path)[1]
     try:
         with file.store.open(file.info.path) as handle:
-            native = pa.PythonFile(handle, mode="r")
+            # pyarrow reads CSV ahead in threads of its own, which need Python for any handle but
+            # a real file: see Store.open.
+            path = getattr(handle, "name", None)
+            real = isinstance(handle, io.BufferedReader) and isinstance(path, str)
+            native = pa.OSFile(path) if real else pa.PythonFile(handle, mode="r")
             yield pa.CompressedInputStream(native, compression) if compression else native
     except FileNotFoundError:
         raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None

@@ -109,6 +109,10 @@ class Store(ABC):
         """A handle for random reads (close it, or use `with`). FileNotFoundError.
 
         On S3 each read is one GET tied to the etag seen here: SourceError if the object changes.
+
+        pyarrow may read it in the calling thread alone (`pre_buffer=False`, `use_threads=False`):
+        threads of its own need Python to let go of the handle, and abort or hang an interpreter
+        that is ending (apache/arrow issues 34314 and 50482).
         """
 
     @abstractmethod
