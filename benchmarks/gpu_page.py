@@ -26,7 +26,8 @@ WORK = {
     "prefix": "shared prefixes: 256 of about 512 tokens, shuffled, 128 tokens out",
 }
 SIZE = {"8b": "8B", "05b": "0.5B"}
-PEERS = {"vllm": "`LLM.chat`, synchronous", "raydata": "`ray.data.llm` as its guides configure it"}
+PEERS = {"vllm": "`LLM.chat`", "raydata": "`ray.data.llm`"}
+USUAL = "256"  # sequences, where a peer is told no other number
 # (work, size) -> (peer, least ratio of ours to it)
 BARS = {
     ("company", "8b"): (("vllm", 1.45), ("raydata", 1.4)),
@@ -36,18 +37,38 @@ BARS = {
     ("prefix", "8b"): (("raydata", 1.3),),
 }
 LINEAR = 0.94  # of one GPU's rate, on each of several
-WIDTH, ROW, LEFT, RIGHT = 720, 22, 290, 90
+WIDTH, ROW, LEFT, RIGHT = 760, 22, 370, 100
 
 
 def name_of(peer: str) -> str:
-    """`ours3` is three engines a GPU."""
+    """`ours3` is three engines a GPU, `ours@512` one with max_num_seqs 512."""
+    peer, _, seqs = peer.partition("@")
     if peer in PEERS:
-        return PEERS[peer]
+        return PEERS[peer] + _at_once(seqs or USUAL)
+    if seqs:
+        return f"{name_of(peer)}{_at_once(seqs)}"
     if peer == "auto":
         return "ours, as it comes"
+    if peer == "nocommit":
+        return "ours, without pieces, commits and result"
     kind, number = peer.rstrip("0123456789"), peer[len(peer.rstrip("0123456789")) :] or "1"
     what = {"ours": "ours", "raydata": "`ray.data.llm`", "stage": "ours on `ray.data.llm`"}[kind]
     return f"{what}, {number} engine{'s' * (number != '1')} a GPU"
+
+
+def _at_once(seqs: str) -> str:
+    return " as its guides' example has it" if seqs == "none" else f", {seqs} sequences"
+
+
+def bases(group: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
+    """What ratios are made against: (short name, rows/s) by peer."""
+    found = {}
+    for record in group:
+        kind, _, seqs = record["peer"].partition("@")
+        if kind in PEERS and "rows_s" in record:
+            name = PEERS[kind] + (_at_once(seqs) if seqs else "")
+            found[record["peer"]] = (name, record["rows_s"])
+    return dict(sorted(found.items(), reverse=True))
 
 
 def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
@@ -59,7 +80,7 @@ def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[s
         return (place, *(record[name] for name in names))
 
     for (_, _, size, gpus, _), found in groupby(sorted(records, key=key), key):
-        group = list(found)
+        group = [record for record in found if record["peer"] != "resume"]
         yield (group[0]["work"], size, gpus), group
 
 
@@ -71,9 +92,8 @@ def ours(group: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def table(group: list[dict[str, Any]]) -> list[str]:
-    base = {r["peer"]: r["rows_s"] for r in group if "rows_s" in r}
-    against = [peer for peer in PEERS if peer in base]
-    heads = ["", "rows/s", *(f"of {PEERS[p].split(',')[0].split(' as')[0]}" for p in against)]
+    against = bases(group)
+    heads = ["", "rows/s", *(f"of {name}" for name, _ in against.values())]
     heads += ["engines a GPU", "first row after"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for record in sorted(group, key=lambda r: r.get("rows_s", 0)):
@@ -83,7 +103,7 @@ def table(group: list[dict[str, Any]]) -> list[str]:
         rate = record["rows_s"]
         digits = 0 if rate >= 200 else 1
         cells = [name_of(record["peer"]), f"{rate:,.{digits}f}"]
-        cells += [f"{rate / base[peer]:.2f}" for peer in against]
+        cells += [f"{rate / base:.2f}" for _, base in against.values()]
         engines = record.get("engines_a_gpu")
         cells += [f"{engines:.0f}" if engines else "", f"{record['first_row_s']:.0f} s"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -91,19 +111,44 @@ def table(group: list[dict[str, Any]]) -> list[str]:
 
 
 def verdicts(work: str, size: str, group: list[dict[str, Any]]) -> list[str]:
-    base = {r["peer"]: r["rows_s"] for r in group if "rows_s" in r}
     mine = ours(group)
     if mine is None:
         return []
     found = [
-        f"{mine['rows_s'] / base[peer]:.2f} of {PEERS[peer].split(',')[0].split(' as')[0]} "
-        f"(aim {bar}: {'met' if mine['rows_s'] >= bar * base[peer] else 'missed'})"
-        for peer, bar in BARS.get((work, size), ())
-        if peer in base
+        f"{mine['rows_s'] / base:.2f} of {name} "
+        f"(aim {bar}: {'met' if mine['rows_s'] >= bar * base else 'missed'})"
+        for peer, (name, base) in bases(group).items()
+        for kind, bar in BARS.get((work, size), ())
+        if peer.partition("@")[0] == kind
     ]
     return [
         f"{name_of(mine['peer'])[0].upper()}{name_of(mine['peer'])[1:]}: {', '.join(found)}."
-    ] * bool(found)
+    ] * bool(found) + _commits(group, mine)
+
+
+def _commits(group: list[dict[str, Any]], mine: dict[str, Any]) -> list[str]:
+    """What commits cost."""
+    without = next((r["rows_s"] for r in group if r["peer"] == "nocommit" and "rows_s" in r), None)
+    if without is None:
+        return []
+    share = mine["rows_s"] / without
+    met = "met" if share >= 0.99 else "missed"
+    return [f"With commits on {share:.2f} of the rate without (aim 0.99: {met})."]
+
+
+def resumes(records: list[dict[str, Any]]) -> list[str]:
+    """Runs that were stopped and resumed."""
+    lines = [
+        f"{SIZE[r['size']]}, {r['work']} task, {r['rows']:,} rows, stopped after 90 %, resumed: "
+        f"the first new row was in an engine {r['first_row_s']:.1f} s after the last engine was "
+        f"ready (aim 10 s: {'met' if r['first_row_s'] <= 10 else 'missed'}), its shard committed "
+        "after "
+        f"{r['first_commit_s']:.1f} s; engines were ready {r['engine_ready_s']:.0f} s after the "
+        f"start of the attempt. {r['date']}, {r['device']}."
+        for r in records
+        if r["peer"] == "resume" and "first_row_s" in r
+    ]
+    return ["### Resume", "", *lines, ""] if lines else []
 
 
 def scaling(records: list[dict[str, Any]]) -> list[str]:
@@ -135,14 +180,15 @@ def scaling(records: list[dict[str, Any]]) -> list[str]:
 def markdown(records: list[dict[str, Any]]) -> str:
     lines = ["![Rows a second, peers and this package](images/gpu.svg)", ""]
     for (work, size, gpus), group in groups(records):
-        if len(group) < 2:
+        if len(group) < 2 and (not group or work == "company"):  # alone in the table of GPUs
             continue
         first = group[0]
         lines += [
             f"### {SIZE[size]}, {WORK[work].partition(':')[0]}"
-            + (f", {gpus} GPUs" if gpus > 1 else ""),
+            + (f", {gpus} GPUs" if gpus > 1 else "")
+            + f", {first['rows']:,} rows",
             "",
-            f"{WORK[work].partition(': ')[2].capitalize()}; {first['rows']:,} rows. "
+            f"{WORK[work].partition(': ')[2].capitalize()}. "
             f"{first['date']}, {first['device']}, {first['versions']}.",
             "",
             f"    {first['command']}",
@@ -151,7 +197,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
             "",
             *(f"{line}\n" for line in verdicts(work, size, group)),
         ]
-    return "\n".join([*lines, *scaling(records)]).rstrip() + "\n"
+    return "\n".join([*lines, *resumes(records), *scaling(records)]).rstrip() + "\n"
 
 
 def plot(records: list[dict[str, Any]]) -> str:
@@ -162,11 +208,12 @@ def plot(records: list[dict[str, Any]]) -> str:
         if len(rates) < 2:
             continue
         title = f"{SIZE[size]}, {WORK[work].partition(':')[0]}" + (f", {gpus} GPUs" * (gpus > 1))
+        title += f", {rates[0]['rows']:,} rows"
         body.append(svg.text(14, y, title, size=13))
         scale = svg.linear(0, max(r["rows_s"] for r in rates), LEFT, WIDTH - RIGHT)
         for record in sorted(rates, key=lambda r: r["rows_s"]):
             y += ROW
-            mine = record["peer"] not in PEERS and not record["peer"].startswith("raydata")
+            mine = not record["peer"].startswith(tuple(PEERS))
             colour = svg.BLUE if mine else svg.GREY
             words = name_of(record["peer"]).replace("`", "")
             body.append(svg.text(LEFT - 8, y + 4, words, "end", fill=svg.GREY))
