@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from prefect_raybatch.job import BatchJob
 
-SHARDS_A_WORKER = 8  # 2 to 4 is the least that balances; more makes resume and progress finer
+SHARDS = 8  # of an engine alone: progress and resume are that fine
+SHARDS_A_WORKER = 16  # of each of several: with the last of them some engines wait for others
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
 SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
@@ -18,16 +19,18 @@ def choose_rows_per_shard(
 ) -> tuple[int, str]:
     """(rows a shard, why).
 
-    rows / (engines * 8), not under `batch_size` (smaller blocks starve the engine) nor over 4,000
-    rows or 128 MiB. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4
-    partitions a worker and blocks no smaller than the batch; 8 make progress and resume finer.
+    rows / (engines * 16), or rows / 8 for an engine alone, not under `batch_size` (smaller blocks
+    starve the engine) nor over 4,000 rows or 128 MiB. Source of the formula: Ray Data LLM's sizing
+    guide asks for at least 2 to 4 partitions a worker and blocks no smaller than the batch; with
+    more, engines wait less for each other at the end.
     """
     if job.source.rows_per_shard:
         return min(job.source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
-    wanted = math.ceil(rows / (engines * SHARDS_A_WORKER))
+    each = SHARDS_A_WORKER if engines > 1 else SHARDS
+    wanted = math.ceil(rows / (engines * each))
     by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
     chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
-    why = f"{rows:,} rows / ({engines} engines * {SHARDS_A_WORKER} shards)"
+    why = f"{rows:,} rows / ({engines} engines * {each} shards)"
     if chosen == by_bytes:
         why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:

@@ -67,7 +67,7 @@ def sized(
     ("rows", "row_bytes", "engines", "engine", "source", "chosen", "why"),
     [
         (10_000, 50, 1, {}, {}, 1250, "10,000 rows / (1 engines * 8 shards)"),
-        (10_000, 50, 4, {}, {}, 313, "(4 engines * 8 shards)"),
+        (40_000, 50, 4, {}, {}, 625, "(4 engines * 16 shards)"),
         (10_000, 50, 10, {}, {}, 256, "at least engine.batch_size 256"),
         (1_000_000, 50, 1, {}, {}, MOST_ROWS, "at most 4,000"),
         (300, 50, 1, {}, {}, 256, "at least engine.batch_size 256"),
@@ -527,7 +527,7 @@ def test_every_size_is_shown_with_its_reason():
         "max_num_batched_tokens": "16384",
         "max_model_len": "512",
         "KV cache an engine": "20.6 GiB",
-        "rows a shard": "2,084",
+        "rows a shard": "1,042",
         "batch_size": "256",
         "max_concurrent_batches": "2",
         "tasks in flight an engine": "3",
@@ -536,7 +536,7 @@ def test_every_size_is_shown_with_its_reason():
         "finish tasks": "up to 116",
     }
     assert all(why for _, why in found.values())
-    assert "ceil(256 / 2,084) + 1" in found["max_concurrent_batches"][1]
+    assert "ceil(256 / 1,042) + 1" in found["max_concurrent_batches"][1]
     assert "(32 CPUs - 3 of engines)" in found["prepare tasks"][1]
 
 
