@@ -94,6 +94,7 @@ def form_is_whole(schema: dict[str, Any]) -> None:
     assert tabs == {
         "Source.uri": ["One", "Several"],
         "Engine.replicas": ["Number", "auto", "Several"],
+        "Engine.max_num_seqs": ["Number", "auto"],
         "Engine.max_model_len": ["Number", "auto", "By default"],
         "Engine.engines_per_gpu": ["Number", "auto"],
     }
