@@ -386,16 +386,21 @@ def test_another_job_is_refused_with_the_difference(tmp_path: Path, env: dict[st
 def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, str]) -> None:
     """Through a real Prefect server: the example flow, its artifacts and its logs."""
     code = (
-        "import json, sys; sys.path.insert(0, 'flows')\n"
+        "import json, sys, time; sys.path.insert(0, 'flows')\n"
         "from extract_infer_load import extract_infer_load\n"
         "from prefect.client.orchestration import get_client\n"
         f"state = extract_infer_load({str(tmp_path)!r}, 300, return_state=True)\n"
         "with get_client(sync_client=True) as client:\n"
-        "    run = client.read_flow_runs(limit=1)[0]\n"
-        "    tasks = client.read_task_runs()\n"
-        "    from prefect.client.schemas.filters import LogFilter\n"
-        "    import time; time.sleep(5)\n"
-        "    logs = [l.message for l in client.read_logs()]\n"
+        # The server records states and logs after it has answered.
+        "    until = time.time() + 120\n"
+        "    while time.time() < until:\n"
+        "        run = client.read_flow_runs(limit=1)[0]\n"
+        "        tasks = client.read_task_runs()\n"
+        "        logs = [l.message for l in client.read_logs()]\n"
+        "        whole = {t.state_name for t in [run, *tasks]} == {'Completed'}\n"
+        "        if whole and any('300 rows' in text for text in logs):\n"
+        "            break\n"
+        "        time.sleep(1)\n"
         "print(json.dumps({'counts': state.result(), 'state': run.state_name,\n"
         "    'tasks': {t.name.split('-')[0]: t.state_name for t in tasks}, 'logs': logs}))\n"
     )
