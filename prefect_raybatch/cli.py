@@ -146,9 +146,7 @@ def tune(
 
     def show(trial: tuning.Trial) -> None:
         if not as_json:
-            err.print(
-                f"{dict(trial.changes)}: {trial.rows_per_s:,.1f} rows/s {trial.error}", markup=False
-            )
+            err.print(tuning.line(trial), markup=False)
 
     found = tuning.tune(_with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")

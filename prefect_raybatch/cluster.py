@@ -56,6 +56,7 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
     Raises `InsufficientResources` with the address when no cluster answers.
     """
     import ray
+    import ray.data  # sets the levels of its loggers, so that ours below must come later
 
     if ray.is_initialized():  # inside somebody's pipeline: theirs to stop
         yield capacity()

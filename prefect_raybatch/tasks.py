@@ -158,8 +158,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         log = get_run_logger()
 
         def show(trial: tune.Trial) -> None:
-            said = trial.error or f"{trial.rows_per_s:,.1f} rows/s"
-            log.info("%s: %s", tune.told(trial.changes), said)
+            log.info(tune.line(trial))
 
         wanted = deadline or job.limits.deadline
         limit = seconds_of(wanted) if wanted else None

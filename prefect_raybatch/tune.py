@@ -98,7 +98,7 @@ def tune(
             starts = bench.starts()
             trials = list(search(starts, _axes(job, have), bench, ends, observe))
     finally:
-        _remove(store)
+        _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
     best = max(trials, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
@@ -325,23 +325,30 @@ def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | N
     return Tuned(trials, best, rows, seconds, deadline, needs)
 
 
-def _remove(store: Store) -> None:
-    """All files of the trials, those in the making too: their writers were killed with the pass."""
+def _remove(output: Store, top: str) -> None:
+    """All files of the trials in the folder `top`, those in the making too: their writers were
+    killed with the pass. Removed from the output's root, so that their folders go as well."""
+    trials = output.sub(top)
     try:
         for _ in range(REMOVALS):
-            store.delete([info.path for info in store.list()])
-            store.unfinished(math.inf, remove=True)
+            trials.unfinished(math.inf, remove=True)
+            output.delete([info.path for info in output.list(top)])
             time.sleep(0.5)  # a writer on another node may get one more file through
-            if next(iter(store.list()), None) is None and not store.unfinished(math.inf, False):
+            if next(iter(trials.list()), None) is None and not trials.unfinished(math.inf, False):
                 return
-        log.warning("%s: something is still being written there", store.uri)
+        log.warning("%s: something is still being written there", trials.uri)
     except RayBatchError as error:  # what was found out counts more
-        log.warning("%s could not be removed: %s", store.uri, error)
+        log.warning("%s could not be removed: %s", trials.uri, error)
 
 
 def told(changes: Mapping[str, Any]) -> str:
     """Settings in words."""
     return ", ".join(f"{name}: {value}" for name, value in changes.items()) or "as the job is"
+
+
+def line(trial: Trial) -> str:
+    """A trial in a line."""
+    return f"{told(trial.changes)} -> {trial.error or f'{trial.rows_per_s:,.1f} rows/s'}"
 
 
 def table(tuned: Tuned) -> list[dict[str, str]]:
@@ -362,9 +369,10 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
 
 def verdict(tuned: Tuned) -> list[str]:
     """What it comes to, in sentences."""
+    engines = "1 engine" if tuned.best.engines == 1 else f"{tuned.best.engines} engines"
     said = [
-        f"{tuned.rows:,} rows would take {duration(tuned.seconds)} with {tuned.best.engines} "
-        f"engines at {tuned.best.rows_per_s:,.1f} rows/s in all"
+        f"{tuned.rows:,} rows would take {duration(tuned.seconds)} with {engines} "
+        f"at {tuned.best.rows_per_s:,.1f} rows/s in all"
     ]
     if tuned.deadline is not None:
         meets = f"the deadline of {duration(tuned.deadline)}"
@@ -386,6 +394,6 @@ def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
     import yaml
 
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
-    said = "".join(f"# {line}\n" for line in [*rows, *verdict(tuned)])
+    said = "".join(f"# {text}\n" for text in [*rows, *verdict(tuned)])
     made = with_fields(value, settings(tuned))
     return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)

@@ -160,7 +160,7 @@ def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, 
     assert found.trials[1].rows_per_s > found.trials[0].rows_per_s * tune.BETTER
     assert found.best.changes == {tune.SEQUENCES: 256}
     assert found.rows == 4000 and found.needs is None
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not list((tmp_path / "out").rglob("*"))  # no file, no folder
     assert runs.default_run_key(job).startswith(job.name)  # no run of ours to continue
 
 
