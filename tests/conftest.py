@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import environ
 from hypothesis import HealthCheck, settings
 
-# Machines that run tests are busy. Ray gives a node 30 s to start, and then up.
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+for name, value in environ.BUSY.items():
+    os.environ.setdefault(name, value)
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.environ import clean
 from s3server import S3Server, start_s3
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
@@ -35,9 +36,8 @@ BIN = Path(sys.executable).parent
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment whose Prefect has a database of its own."""
     home = tmp_path_factory.mktemp("prefect")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
     return {
-        **kept,
+        **clean(),
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         # This package, and the user functions below, on driver and workers.

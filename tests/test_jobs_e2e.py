@@ -17,6 +17,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.environ import clean
 from helpers.ray_head import ROOT, free_ports, start_head
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
@@ -33,9 +34,8 @@ ROWS, SHARD = 6000, 100
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Prefect server of this module's own, and what makes processes use it."""
     (port,) = free_ports(1)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
     env = {
-        **kept,
+        **clean(),
         "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -18,7 +18,7 @@ from prefect_raybatch import monitor, runs, stall
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import EngineFailure, StoreUnavailable
 from prefect_raybatch.heartbeat import WAITING
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job import BatchJob, Limits, with_fields
 from prefect_raybatch.monitor import Monitor, probe
 from prefect_raybatch.records import Receipt, Unit
 from prefect_raybatch.stages.blocks import passes_by
@@ -217,14 +217,12 @@ def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 5},
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1, "env": {"GATE": str(gate)}},
         output={"uri": str(tmp_path / "out")},
-        limits={"stall_seconds": 2.0, "stall_start_seconds": 90.0, "fail_on_stall": True},
+        limits={"stall_seconds": 2.0, "stall_start_seconds": 300.0, "fail_on_stall": True},
     )
     run = runs.plan_run(job, "key")
     heard = Heard()
-    began = time.monotonic()
-    with pytest.raises(EngineFailure, match="no shard was committed for"):
+    with pytest.raises(EngineFailure, match="where 2 s are allowed"):
         runs.infer_run(job, run, heard, engine=HangingEngine)
-    assert time.monotonic() - began < 100
     kept = runs.status(run.uri).committed
     assert 0 < kept < 8
     assert "Engines: 1 alive" in caplog.text and "a listing took" in caplog.text
@@ -232,6 +230,7 @@ def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     wait_for(lambda: not [t for t in threading.enumerate() if t.name == "raybatch-pass"], 30)
     gate.unlink()
     # The caller's cluster is free again: the engine that hung has left its CPU.
-    progress = runs.infer_run(job, run, engine=HangingEngine)
+    patient = with_fields(job.to_dict(), {"limits.stall_seconds": 60.0})
+    progress = runs.infer_run(BatchJob.from_dict(patient), run, engine=HangingEngine)
     assert (progress.done, progress.resumed_shards) == (40, kept)
     assert runs.finalize_run(job, run, progress).good == 40

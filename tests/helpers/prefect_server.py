@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.environ import clean
+
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
 POOL = "raybatch"
@@ -29,7 +31,7 @@ class Prefect:
             taken.bind(("127.0.0.1", 0))
             self.port = taken.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
+        kept = clean()
         self.env = {
             **kept,
             "PREFECT_HOME": str(home),

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from helpers.environ import clean
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +55,6 @@ def start_head(cpus: int, **env: str) -> Iterator[str]:
 def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
     port, dashboard, agent, client = free_ports(4)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PREFECT_"))}
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         f"--num-cpus={cpus}", f"--port={port}", f"--ray-client-server-port={client}",
@@ -65,7 +66,7 @@ def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Pop
         head = subprocess.Popen(
             command,
             env={
-                **kept,
+                **clean(),
                 "PATH": path,
                 "PYTHONUNBUFFERED": "1",
                 "RAY_AUTH_MODE": "disabled",
