@@ -83,7 +83,8 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def tick(self) -> None:
-        """Shows what is new and due."""
+        """Shows what is new and due. What the API does not take is tried again when it is next due,
+        and keeps nothing else from being shown."""
         now = self.clock()
         beat = self._now(now)
         if beat is None:
@@ -92,21 +93,40 @@ class Page(Listener):
             self._began = True
             self.events.started(beat)
         self.events.see(beat, now)
-        if self._is_due("line", LOG_EVERY, now, (beat.done, beat.phase)):
-            self.log.info(line(beat))
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
-        if self._is_due("progress", PROGRESS_EVERY, now, share):
-            text = f"Share of the rows of {self.run.run_key} that are committed."
-            self._show(ProgressArtifact(progress=share, description=text), "progress", share)
-        if self._is_due("live", TABLE_EVERY, now, beat):
-            table = "\n".join(table_lines(live_rows(beat)))
-            text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
-            self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
-        if self._is_due("plots", PLOTS_EVERY, now, (beat.committed, alive(beat.engines))):
-            image = self._plots(beat)
-            if image is not None:
-                text = f"Throughput and shards of {self.run.run_key}."
-                self._show(ImageArtifact(image_url=image, description=text), "plots", image)
+        parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
+            ("line", LOG_EVERY, (beat.done, beat.phase), lambda: self.log.info(line(beat))),
+            ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
+            ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
+            ("plots", PLOTS_EVERY, (beat.committed, alive(beat.engines)), lambda: self._plot(beat)),
+        )
+        failed = None
+        for what, every, value, show in parts:
+            if not self._is_due(what, every, now, value):
+                continue
+            try:
+                show()
+            except Exception as error:
+                failed = error
+            else:
+                self._shown[what] = value
+        if failed is not None:
+            raise failed
+
+    def _show_share(self, share: float) -> None:
+        text = f"Share of the rows of {self.run.run_key} that are committed."
+        self._show(ProgressArtifact(progress=share, description=text), "progress", share)
+
+    def _show_state(self, beat: Beat) -> None:
+        table = "\n".join(table_lines(live_rows(beat)))
+        text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
+        self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
+
+    def _plot(self, beat: Beat) -> None:
+        image = self._plots(beat)
+        if image is not None:
+            text = f"Throughput and shards of {self.run.run_key}."
+            self._show(ImageArtifact(image_url=image, description=text), "plots", image)
 
     def _plots(self, beat: Beat) -> str | None:
         if self._progress is None:
@@ -139,7 +159,7 @@ class Page(Listener):
         early = now < self._due.get(what, float("-inf")) and not self._closing
         if early or self._shown.get(what) == value:
             return False
-        self._due[what], self._shown[what] = now + every, value
+        self._due[what] = now + every
         return True
 
     def _show(self, artifact: Artifact, kind: str, data: Any) -> None:

@@ -27,7 +27,7 @@ from test_html_report import full
 from test_records import COMMIT
 from test_tasks import report
 
-from prefect_raybatch import assets, events, runs, tasks
+from prefect_raybatch import assets, events, page, runs, tasks
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.events import LiveEvents, RunEvents
@@ -123,6 +123,35 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     assert 8 * 100 < calls["plots"] <= 8 * 120
     assert (calls.total() + len(emitted)) / (8 * 3600) < 0.5
     assert len(emitted) <= 1000
+
+
+def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
+    tmp_path, emitted, monkeypatch
+):
+    now, away = [0.0], [True]
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: now[0])
+    shown.log = type("Log", (), {"info": lambda self, text: None})()
+    seen: list[str] = []
+
+    def show(self: Page, artifact: Any, kind: str, data: Any) -> None:
+        if kind == "progress" and away[0]:
+            raise ConnectionError("database is locked")
+        seen.append(kind)
+
+    monkeypatch.setattr(Page, "_show", show)
+    shown._counts = counts()  # the same for ever: what is shown once is not shown again
+    shown.hear(Beat(0.0, phase=INFERRING))
+    with pytest.raises(ConnectionError):
+        shown.tick()
+    assert "live" in seen and "progress" not in seen
+    now[0], away[0] = 1.0, False
+    shown.tick()
+    assert "progress" not in seen  # a server in trouble is asked no more often
+    now[0] = page.PROGRESS_EVERY
+    shown.tick()
+    now[0] = 2 * page.PROGRESS_EVERY
+    shown.tick()
+    assert seen.count("progress") == 1
 
 
 def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
