@@ -56,11 +56,12 @@ def connected(job: BatchJob) -> Iterator[Capacity]:
     Raises `InsufficientResources` with the address when no cluster answers.
     """
     import ray
-    import ray.data  # sets the levels of its loggers, so that ours below must come later
 
     if ray.is_initialized():  # inside somebody's pipeline: theirs to stop
         yield capacity()
         return
+    import ray.data  # sets the levels of its loggers, so that ours must come after it
+
     address = address_of(job)
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)

@@ -94,11 +94,12 @@ class Page(Listener):
             self.events.started(beat)
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
+        drawn = (beat.committed, alive(beat.engines))
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
             ("line", LOG_EVERY, (beat.done, beat.phase), lambda: self.log.info(line(beat))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
-            ("plots", PLOTS_EVERY, (beat.committed, alive(beat.engines)), lambda: self._plot(beat)),
+            ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
         )
         failed = None
         for what, every, value, show in parts:
@@ -122,7 +123,7 @@ class Page(Listener):
         text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
         self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
 
-    def _plot(self, beat: Beat) -> None:
+    def _show_plots(self, beat: Beat) -> None:
         image = self._plots(beat)
         if image is not None:
             text = f"Throughput and shards of {self.run.run_key}."
