@@ -210,8 +210,8 @@ class Driver:
         common = Counter(add_counts(self.progress.tally.failures, failures)).most_common(COMMON)
         lines = "\n".join("  {:,.0f} rows: {}".format(n, k.replace("|", ": ")) for k, n in common)
         raise ErrorBudgetExceeded(
-            f"{failed:,} of {self.plan.rows:,} rows failed, more than limits.max_failed "
-            f"{self.limits.max_failed} ({allowed:,} rows) allows. Commonest:\n{lines}\n"
+            f"{failed:,} of {self.plan.rows:,} rows failed, more than "
+            f"{self.limits.said(self.plan.rows)}. Commonest:\n{lines}\n"
             f"{self.progress.tally.shards} of {self.plan.shards} shards are committed and kept; "
             "mend the cause or raise the limit and run the same command again."
         )

@@ -62,7 +62,7 @@ class EngineFailure(RayBatchError):
 
 
 class ErrorBudgetExceeded(RayBatchError):
-    """More rows failed than `limits.max_failed` allows; what is committed is kept."""
+    """More rows failed than the job's limits allow; what is committed is kept."""
 
 
 class IncompleteRun(RayBatchError):

@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from prefect_raybatch import vllm_fields
+from prefect_raybatch import sampling_ranges, vllm_fields
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.secrets import CLEAR, MASK, hide_named, hide_options, is_masked
 
@@ -342,6 +342,9 @@ class Sampling(Group):
         for name in ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval"):
             if extra.get(name) is not None:
                 raise ValueError(f"{name} is not supported: only the answer's text is written")
+        wrong = sampling_ranges.wrong(dict(self))
+        if wrong is not None:
+            raise ValueError(wrong)
         if self.choice and extra.get("structured_outputs"):
             raise ValueError("choice and structured_outputs exclude each other; keep one")
         return self
@@ -612,35 +615,47 @@ class Output(Group):
         return self
 
 
+MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
+
+
 class Limits(Group):
     """When to give up."""
 
-    max_failed: int | float = _field(
+    max_failed_fraction: float | None = _field(
         1,
-        0.01,
-        title="Most failed rows",
-        text="A count (10) or a fraction of the planned rows (0.01); one more fails the run.",
+        None,
+        title="Most failed rows, as a fraction",
+        text="Of the planned rows; one more fails the run. Above 0 it allows at least one row, "
+        "and below 1 never all of them. By default 0.01 where no other limit is set.",
         ge=0,
+        le=1,
         allow_inf_nan=False,
     )
-    engine_deaths: int = _field(
+    max_failed_rows: int | None = _field(
         2,
+        None,
+        title="Most failed rows, as a count",
+        text="One more fails the run. With max_failed_fraction both must hold.",
+        ge=0,
+    )
+    engine_deaths: int = _field(
+        3,
         2,
         title="Deaths a row may cause",
         text="A row that, alone, kills its engine this often goes to quarantine.",
         gt=0,
     )
     warn_failed: int | float | None = _field(
-        3,
+        4,
         None,
         title="Failed rows that are reported",
         text="A count or a fraction as above; one more warns and sends the event "
-        "raybatch.quarantine.high. By default half of max_failed.",
+        "raybatch.quarantine.high. By default half of what may fail.",
         ge=0,
         allow_inf_nan=False,
     )
     stall_seconds: float | None = _field(
-        4,
+        5,
         None,
         title="Longest pause between commits",
         text="In seconds; a longer one is reported as a stall. By default at least 60, and 10 "
@@ -649,7 +664,7 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     stall_start_seconds: float = _field(
-        5,
+        6,
         1800.0,
         title="Longest wait for the first commit",
         text="In seconds, from the start of a pass, whose engines must start first.",
@@ -657,24 +672,33 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     fail_on_stall: bool = _field(
-        6,
+        7,
         False,
         title="A stall ends the run",
         text="With EngineFailure, which is retried; off only reports it.",
     )
     deadline: str | None = _field(
-        7,
+        8,
         None,
         title="Time the run may take",
         text="Such as 45m or 6h of working time. A run that takes longer is told what would make "
         "it fit; it is not ended.",
     )
     hang_seconds: float = _field(
-        8,
+        9,
         600.0,
         title="Longest engine step",
         text="In seconds, twice that until an engine's first answer; an engine that takes longer "
         "is hung: it is killed and another started. 0 (or null): any time.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    max_failed: int | float | None = _field(
+        10,
+        None,
+        title="Most failed rows, older form",
+        text="A count (10) or, below 1 with a decimal point, a fraction of the planned rows, "
+        "rounded down (0.01). In place of max_failed_fraction and max_failed_rows.",
         ge=0,
         allow_inf_nan=False,
     )
@@ -697,9 +721,40 @@ class Limits(Group):
                 raise ValueError("no time at all; write 45m or 6h")
         return value
 
+    @model_validator(mode="after")
+    def _one_limit(self) -> Limits:
+        if self.max_failed is not None:
+            for name in ("max_failed_rows", "max_failed_fraction"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"max_failed and {name} say the same; keep one")
+        return self
+
+    def _limits(self) -> dict[str, float]:
+        """The fields that bound the failed rows, with their values."""
+        names = ("max_failed", "max_failed_rows", "max_failed_fraction")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return given or {"max_failed_fraction": MAX_FAILED}
+
     def allowed(self, rows: int) -> int:
-        """Failed rows allowed of `rows` planned: a float below 1 is a fraction, rounded down."""
-        return _share(self.max_failed, rows)
+        """Failed rows allowed of `rows` planned.
+
+        A fraction is rounded down; `max_failed_fraction` above 0 allows at least one row, and
+        below 1 not all of them, so that neither one bad row of 20 fails a run, nor one of 1 passes.
+        """
+        allowed = []
+        for name, value in self._limits().items():
+            share = _share(value, rows)
+            if name == "max_failed_fraction":
+                share = round(rows * value) if value in (0, 1) else min(max(1, share), rows - 1)
+            allowed.append(share)
+        return min(allowed)
+
+    def said(self, rows: int) -> str:
+        """The limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
+        fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
+        allowed = self.allowed(rows)
+        words = f"({allowed:,} row{'' if allowed == 1 else 's'})"
+        return f"{' and '.join(fields)} {words} allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
         """Failed rows of `rows` planned above which the quarantine is reported."""

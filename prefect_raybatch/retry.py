@@ -30,6 +30,7 @@ from prefect_raybatch.row_numbers import among, numbers_table
 from prefect_raybatch.runs import Run
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
+FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
 OURS = "the rows come from the run's quarantine, and the retry is written beside the run"
 
 
@@ -74,7 +75,7 @@ def plan_retry(
 
     `errors` are error classes; by default all failed rows that no other child has taken. The job
     is the run's own or `job`, with the fields `overrides` ({"sampling.max_tokens": 99}) replaced.
-    All rows of the child may fail again, unless `limits.max_failed` is among these: they count
+    All rows of the child may fail again, unless a limit on failed rows is among these: they count
     against the limit of the run they are from. Raises as `request`, and `PlanMismatch` when
     another retry of these rows began at the same moment.
     """
@@ -91,8 +92,10 @@ def plan_retry(
     _same_types(asked, ledger)
     run = runs.run_of(ledger.store, plan, ledger)
     job = asked.job
-    if not {"limits", "limits.max_failed"} & set(overrides or ()):
-        limits = job.limits.model_copy(update={"max_failed": plan.rows})
+    if not {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides or ()):
+        limits = job.limits.model_copy(
+            update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
+        )
         job = job.model_copy(update={"limits": limits})
     return Retry(job, run, asked.parent.key)
 

@@ -99,6 +99,7 @@ def form_is_whole(schema: dict[str, Any]) -> None:
         "Engine.engines_per_gpu": ["Number", "auto"],
     }
     assert fields["Limits.max_failed"]["type"] == "number"
+    assert fields["Limits.max_failed_rows"]["type"] == "integer"
 
 
 def test_the_server_takes_null_for_what_is_left_out_and_refuses_the_rest() -> None:

@@ -101,8 +101,33 @@ def refused(value: dict[str, Any]) -> str:
         ("limits.max_failed", -0.1, ["limits.max_failed", "-0.1"]),
         ("limits.max_failed", float("nan"), ["limits.max_failed"]),
         ("limits.max_failed", float("inf"), ["limits.max_failed"]),
+        ("limits.max_failed_rows", -1, ["limits.max_failed_rows", "-1"]),
+        ("limits.max_failed_rows", 0.5, ["limits.max_failed_rows", "0.5"]),
+        ("limits.max_failed_fraction", 1.5, ["limits.max_failed_fraction", "1.5"]),
+        ("limits", {"max_failed": 1, "max_failed_rows": 1}, ["max_failed_rows", "keep one"]),
         ("limits.engine_deaths", 0, ["limits.engine_deaths", "greater than 0"]),
         ("sampling.temperature", float("inf"), ["sampling.temperature"]),
+        # figures that vLLM would refuse row by row, once its engines are up
+        ("sampling.temperature", 2.5, ["sampling", "temperature", "0 to 2", "2.5"]),
+        ("sampling.top_p", 7, ["sampling", "top_p", "over 0, at most 1", "7"]),
+        ("sampling.top_p", 0, ["sampling", "top_p"]),
+        ("sampling.top_p", "high", ["sampling", "top_p", "'high'"]),
+        ("sampling.top_k", -2, ["sampling", "top_k", "-2"]),
+        ("sampling.top_k", 1.5, ["sampling", "top_k", "1.5"]),
+        ("sampling.min_p", 1.1, ["sampling", "min_p", "1.1"]),
+        ("sampling.n", 0, ["sampling", "n ", "at least 1", "0"]),
+        ("sampling.n", True, ["sampling", "n ", "True"]),
+        ("sampling.presence_penalty", 3, ["sampling", "presence_penalty", "-2 to 2"]),
+        ("sampling.frequency_penalty", -2.1, ["sampling", "frequency_penalty", "-2.1"]),
+        ("sampling.repetition_penalty", 0, ["sampling", "repetition_penalty", "over 0"]),
+        ("sampling.min_tokens", -1, ["sampling", "min_tokens", "-1"]),
+        ("sampling.min_tokens", 17, ["sampling", "min_tokens", "17", "max_tokens", "16"]),
+        ("sampling.stop", ["a", ""], ["sampling", "stop", "empty"]),
+        ("sampling.stop", "", ["sampling", "stop", "empty"]),
+        ("sampling.stop_token_ids", ["x"], ["sampling", "stop_token_ids", "'x'"]),
+        ("sampling.bad_words", [""], ["sampling", "bad_words", "empty"]),
+        ("sampling.seed", "x", ["sampling", "seed", "'x'"]),
+        ("sampling", {"n": 3}, ["sampling", "n ", "temperature", "0"]),
         # the rest
         ("output.column", "__rb_pos", ["output.column", "'__rb_pos'", "choose another"]),
         ("output.column", "", ["output.column"]),
@@ -226,8 +251,49 @@ def test_the_known_fields_are_those_of_the_installed_vllm():
         (0.07, 100, 7),
     ],
 )
-def test_allowed_failures(max_failed, rows, allowed):
+def test_allowed_failures_by_the_older_field(max_failed, rows, allowed):
     assert Limits(max_failed=max_failed).allowed(rows) == allowed
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows", "allowed"),
+    [
+        ({}, 20, 1),  # 1 % of 20 is less than a row: one bad row is still not the end
+        ({}, 1, 0),  # though never all of them
+        ({}, 2, 1),
+        ({}, 1_000, 10),
+        ({}, 1_000_000, 10_000),
+        ({"max_failed_fraction": 0.0}, 1_000, 0),
+        ({"max_failed_fraction": 0.001}, 20, 1),
+        ({"max_failed_fraction": 0.29}, 100, 29),
+        ({"max_failed_fraction": 1.0}, 20, 20),
+        ({"max_failed_fraction": 0.99}, 20, 19),
+        ({"max_failed_rows": 0}, 1_000, 0),
+        ({"max_failed_rows": 3}, 20, 3),
+        ({"max_failed_rows": 30}, 20, 30),
+        ({"max_failed_rows": 3, "max_failed_fraction": 0.5}, 20, 3),  # both must hold
+        ({"max_failed_rows": 30, "max_failed_fraction": 0.5}, 20, 10),
+    ],
+)
+def test_allowed_failures(limits, rows, allowed):
+    assert Limits(**limits).allowed(rows) == allowed
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({}, "limits.max_failed_fraction 0.01 (1 row) allows"),
+        ({"max_failed": 2}, "limits.max_failed 2 (2 rows) allows"),
+        ({"max_failed_rows": 2}, "limits.max_failed_rows 2 (2 rows) allows"),
+        ({"max_failed_fraction": 0.1}, "limits.max_failed_fraction 0.1 (2 rows) allows"),
+        (
+            {"max_failed_rows": 2, "max_failed_fraction": 0.5},
+            "limits.max_failed_rows 2 and limits.max_failed_fraction 0.5 (2 rows) allow",
+        ),
+    ],
+)
+def test_the_limit_is_said_by_the_fields_that_set_it(limits, said):
+    assert Limits(**limits).said(20) == said
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -357,7 +423,7 @@ def test_the_json_schema_carries_title_description_and_position():
 
 
 def test_ray_data_llm_gives_one_answer_a_row() -> None:
-    two = put(job_dict(), "sampling.n", 2)
+    two = put(put(job_dict(), "sampling.n", 2), "sampling.temperature", 1.0)
     assert BatchJob.from_dict(two).sampling.model_extra == {"n": 2}
     said = refused(put(two, "engine.stage", "ray.data.llm"))
     assert said.startswith("job.yaml: sampling.n: ray.data.llm gives one answer a row; set")

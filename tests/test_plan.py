@@ -184,6 +184,8 @@ CHANGED: dict[str, Any] = {
     "output.file_mb": 1,
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
+    "limits.max_failed_fraction": 0.5,
+    "limits.max_failed_rows": 7,
     "limits.max_failed": 0.5,
     "limits.engine_deaths": 3,
     "limits.warn_failed": 5,

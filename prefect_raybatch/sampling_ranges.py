@@ -1,0 +1,69 @@
+"""Values of vLLM's sampling fields that it takes, checked without importing it.
+
+vLLM checks them request by request, so a wrong one would fail every row, once the engines are up.
+The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = tuple[Callable[[Any], bool], str]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _between(low: float, high: float) -> Check:
+    return lambda v: _number(v) and low <= v <= high, f"a number, {low:g} to {high:g}"
+
+
+def _texts(value: Any) -> bool:
+    values = [value] if isinstance(value, str) else value
+    return isinstance(values, (list, tuple)) and all(isinstance(v, str) and v for v in values)
+
+
+_PENALTY = _between(-2, 2)
+RANGES: dict[str, Check] = {
+    "n": (lambda v: _whole(v) and v >= 1, "a whole number, at least 1"),
+    "temperature": _between(0, 2),
+    "top_p": (lambda v: _number(v) and 0 < v <= 1, "a number, over 0, at most 1"),
+    "top_k": (lambda v: _whole(v) and v >= -1, "a whole number, at least 1 (0 or -1: off)"),
+    "min_p": _between(0, 1),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (lambda v: _number(v) and v > 0, "a number over 0"),
+    "min_tokens": (lambda v: _whole(v) and v >= 0, "a whole number, at least 0"),
+    "seed": (_whole, "a whole number"),
+    "stop": (_texts, "a text or a list of texts, none of them empty"),
+    "bad_words": (_texts, "a list of texts, none of them empty"),
+    "stop_token_ids": (
+        lambda v: isinstance(v, (list, tuple)) and all(map(_whole, v)),
+        "a list of whole numbers",
+    ),
+}
+
+
+def wrong(sampling: Mapping[str, Any]) -> str | None:
+    """What of `sampling` ({field: value}) vLLM would refuse, or None. None as a value is vLLM's
+    default and always right."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    for name, (fits, what) in RANGES.items():
+        if name in given and not fits(given[name]):
+            return f"{name} must be {what}, and is {str(given[name])[:80]!r}"
+    fewest, most = given.get("min_tokens", 0), given.get("max_tokens")
+    if most is not None and fewest > most:
+        return f"min_tokens {fewest} is over max_tokens {most}; lower it"
+    if given.get("n", 1) > 1 and not given.get("temperature", 1.0):
+        return (
+            f"n {given['n']} answers are the same at temperature 0; raise temperature, or "
+            "leave n out"
+        )
+    return None
