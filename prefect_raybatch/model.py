@@ -55,6 +55,12 @@ def local_path(model: dict[str, Any]) -> str:
     return _fetch(source, str(model["identity"])) if is_remote(source) else source
 
 
+def store_of(model: Mapping[str, Any]) -> Store:
+    """The files of a model that lies in a folder, local or s3://; nothing is fetched."""
+    source = str(model["source"])
+    return open_store(demo.demo_model_path() if source == DEMO else source)
+
+
 def local_folder(model: dict[str, Any]) -> Path:
     """The model's files on this node, fetched once where they are not here yet."""
     path = Path(local_path(model))

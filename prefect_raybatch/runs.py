@@ -15,12 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch import model as models
+from prefect_raybatch import model_check, sized
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
-from prefect_raybatch import sized
 from prefect_raybatch import sizing as sizes
 from prefect_raybatch import tokens as counting
 from prefect_raybatch.advice import advise
@@ -139,12 +140,20 @@ def run_keys(root: Store) -> list[str]:
 
 
 def check_places(job: BatchJob) -> None:
-    """Raises `ConfigError` when the output would lie where the input is looked for."""
+    """Raises `ConfigError` where the output would lie in the input, or in a file."""
     for uri in job.source.uris:
         if contains(split_glob(uri)[0], job.output.uri):
             raise ConfigError(
                 f"output.uri: {job.output.uri!r} lies inside the input {uri!r}; the next night "
                 "would read its own results. Choose another folder"
+            )
+    if not is_remote(job.output.uri):
+        path = join(job.output.uri)
+        taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
+        if taken:
+            raise ConfigError(
+                f"output.uri: {taken[-1]} is a file, so nothing can be written below it; name a "
+                "folder"
             )
 
 
@@ -191,7 +200,10 @@ def precheck(job: BatchJob, store: Store) -> None:
     plan = Ledger(store).load_plan()
     if plan is not None:
         _check_same(plan, job, model, store.uri)
-    elif source.needs_snapshot(job.source):
+        return
+    if model is not None:
+        model_check.check(job, model)
+    if source.needs_snapshot(job.source):
         planning.check_against_schema(job, source.peek(job.source).schema)
     else:  # the first file with rows is enough here; the plan reads every footer
         first = job.source.model_copy(update={"limit": 1})
@@ -220,6 +232,8 @@ def _new_plan(
 ) -> Plan:
     from prefect_raybatch import source
 
+    pinned = models.resolve(job.engine)
+    model_check.check(job, pinned)
     attempt = uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
     if dataset is not None:
@@ -231,7 +245,6 @@ def _new_plan(
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
-    pinned = models.resolve(job.engine)
     context = None
     if job.engine.max_model_len == "auto":
         tokens = counting.of_files(job, pinned, found, ledger.store if copied else None)
@@ -293,6 +306,7 @@ def dry_run(
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     model = models.resolve(job.engine)
+    model_check.check(job, model, files=what_if is None)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
         sample = sample or counting.SAMPLE

@@ -1,4 +1,4 @@
-"""Which engine and sampling fields the installed vLLM knows, read from its source.
+"""Which engine and sampling fields and which models the installed vLLM knows, by its source.
 
 Importing vLLM takes over ten seconds; parsing two of its files takes a tenth of one. So a
 misspelt field is refused at once, also on a laptop that holds vLLM without a GPU. Where vLLM is
@@ -25,14 +25,33 @@ def sampling_fields() -> frozenset[str] | None:
     return _class_fields("sampling_params.py", "SamplingParams")
 
 
-def _class_fields(file: str, name: str) -> frozenset[str] | None:
+@cache
+def generating_models() -> frozenset[str] | None:
+    """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
+    lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+    names: set[str] = set()
+    for node in _statements("model_executor/models/registry.py"):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Dict)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id in lists
+        ):
+            names |= {str(k.value) for k in node.value.keys if isinstance(k, ast.Constant)}
+    return frozenset(names) or None
+
+
+def _statements(file: str) -> list[ast.stmt]:
+    """What stands at the top of one of vLLM's files; nothing where it is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
-        return None
+        return []
     path = Path(next(iter(found.submodule_search_locations))) / file
-    if not path.exists():
-        return None
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    return ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+
+
+def _class_fields(file: str, name: str) -> frozenset[str] | None:
+    for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return frozenset(
                 item.target.id

@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "figures": {"job", "memory", "misfit", "sizing"},
     "plan": {"trust", "functions", "job", "shard_sizes", "sizing", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
+    "model_check": {"errors", "job", "model", "storage", "vllm_fields"},
     "checkpoints": {"storage", *VALUES},
     "row_numbers": {"plan", *VALUES},
     "ledger": {"checkpoints", "plan", "row_numbers", "storage", *VALUES},

@@ -13,7 +13,8 @@ NUMBERS: list[Any] = [*WHOLE, -2.1, 0.0, 0.5, 1.0, 2.5, float("nan"), float("inf
 VALUES: dict[str, list[Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), NUMBERS),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), NUMBERS),
-    **dict.fromkeys(("n", "top_k"), [*WHOLE, 1.5]),
+    "n": [*WHOLE, 1.5],
+    "top_k": [*WHOLE, 1.5],
     "min_tokens": WHOLE,
     "stop": ["a", ["a", "b"], [], ["a", ""], [""]],
     "stop_token_ids": [[], [1, 2], ["x"], [1.5]],

@@ -191,7 +191,12 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
         (LLAMA_05B, {"sampling": LONG}, 1, "answers of up to 512 tokens"),
         (LLAMA_05B, {"sampling": {"max_tokens": 33}}, 1, "sampling.max_tokens"),
         (LLAMA_05B, {"sampling": {"max_tokens": 32}}, 5, ""),
-        (LLAMA_05B, {"sampling": {"max_tokens": 16, "n": 3}}, 1, "up to 48 tokens"),
+        (
+            LLAMA_05B,
+            {"sampling": {"max_tokens": 16, "n": 3, "temperature": 1.0}},
+            1,
+            "up to 48 tokens",
+        ),
         (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, "7 out"),
         (
             LLAMA_05B,

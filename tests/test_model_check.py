@@ -1,0 +1,137 @@
+"""A model that no engine could load or ask is refused when the plan is made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import job_dict
+
+from prefect_raybatch import demo, model_check, runs, vllm_fields
+from prefect_raybatch import model as models
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import BatchJob
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model."""
+    return Path(shutil.copytree(demo.demo_model_path(), tmp_path / "model"))
+
+
+def refused(folder: Path, **groups: Any) -> str:
+    """What is said at plan of a job with the model in `folder`, within the dry run too."""
+    source = folder.parent / "in.csv"
+    source.write_text("Company\nAcme\n")
+    groups["engine"] = {"model": str(folder), **groups.get("engine", {})}
+    value = job_dict(**groups)
+    value["source"], value["output"] = {"uri": str(source)}, {"uri": str(folder.parent / "out")}
+    job = BatchJob.from_dict(value)
+    with pytest.raises(ConfigError) as error:
+        runs.dry_run(job)
+    said = str(error.value)
+    for command in (
+        lambda: runs.plan_run(job, "k"),
+        lambda: runs.precheck(job, runs.run_store(job, "k")),
+    ):
+        with pytest.raises(ConfigError) as error:
+            command()
+        assert str(error.value) == said
+    assert not (folder.parent / "out/k/_raybatch").exists()
+    assert "\n" not in said
+    return said
+
+
+def edit(folder: Path, **fields: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+def test_the_bundled_model_passes_in_a_folder_of_its_own(folder: Path) -> None:
+    job = BatchJob.from_dict(job_dict(engine={"model": str(folder)}))
+    model_check.check(job, models.resolve(job.engine))
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in refused(folder)
+    job = BatchJob.from_dict(job_dict(engine={"model": str(folder), "load_format": "dummy"}))
+    model_check.check(job, models.resolve(job.engine))  # needs none
+
+
+def test_weights_cut_off(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    assert f"has {len(whole) - 1:,} bytes where its header says {len(whole):,}" in refused(folder)
+    weights.write_bytes(whole[:1000])
+    assert "no safetensors file" in refused(folder)
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "Git LFS" in refused(folder)
+    weights.write_bytes(b"")
+    assert "no safetensors file" in refused(folder)
+
+
+def test_a_weight_file_of_several_is_missing(folder: Path) -> None:
+    names = {"a": "model.safetensors", "b": "model-00002.safetensors"}
+    (folder / model_check.INDEX).write_text(json.dumps({"weight_map": names}))
+    said = refused(folder)
+    assert "lacks 1 of the 2 weight files" in said and "model-00002.safetensors" in said
+    (folder / model_check.INDEX).write_text("[]")
+    assert f"{model_check.INDEX} is not readable" in refused(folder)
+
+
+def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert "holds no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
+    other = {"model": str(folder), "tokenizer": demo.demo_model_path()}
+    job = BatchJob.from_dict(job_dict(engine=other))
+    model_check.check(job, models.resolve(job.engine))
+
+
+@pytest.mark.parametrize(
+    "name", ["BertModel", "LlamaForSequenceClassification", "XLMRobertaForMaskedLM", "Qwen2Model"]
+)
+def test_a_pooling_model(folder: Path, name: str) -> None:
+    said = refused(edit(folder, architectures=[name]))
+    assert name in said and "generates no text" in said
+
+
+def test_a_runner_that_pools(folder: Path) -> None:
+    assert "engine.runner: 'pooling' gives no text" in refused(folder, engine={"runner": "pooling"})
+
+
+@pytest.mark.parametrize("name", ["ChatGLMModel", "GPT2LMHeadModel", "NewestForCausalLM"])
+def test_generating_models_pass(folder: Path, name: str) -> None:
+    job = BatchJob.from_dict(job_dict(engine={"model": str(edit(folder, architectures=[name]))}))
+    model_check.check(job, models.resolve(job.engine))
+
+
+def test_vllms_own_lists_are_read() -> None:
+    known = vllm_fields.generating_models()
+    assert known is not None and len(known) > 150
+    assert {"LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration"} <= known
+    assert "BertModel" not in known
+
+
+def test_an_answer_longer_than_the_context(folder: Path) -> None:
+    said = refused(folder, sampling={"max_tokens": 2048})
+    assert "sampling.max_tokens: 2,048" in said and "config.json" in said
+    said = refused(folder, sampling={"max_tokens": 100}, engine={"max_model_len": 100})
+    assert "100 tokens (engine.max_model_len)" in said
+
+
+@pytest.mark.parametrize("below", ["", "/deeper/still"])
+def test_an_output_that_is_a_file(folder: Path, below: str) -> None:
+    taken = folder.parent / "taken"
+    taken.write_text("")
+    (folder.parent / "in.csv").write_text("Company\nAcme\n")
+    value = job_dict()
+    value["source"] = {"uri": str(folder.parent / "in.csv")}
+    value["output"] = {"uri": f"{taken}{below}"}
+    with pytest.raises(ConfigError, match=r"output\.uri: .*/taken is a file"):
+        runs.dry_run(BatchJob.from_dict(value))
