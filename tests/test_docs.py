@@ -109,14 +109,14 @@ def test_commands_and_options_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
         # A line of code may go on to a comment or, in a table, to another command.
-        for call in re.finditer(r"(?<![\w-])raybatch ([a-z-]+)([^`#|]*)", line):
+        for call in re.finditer(r"(?<![\w-])raybatch ([a-z][a-z-]*)([^`#|]*)", line):
             command, rest = call.groups()
             assert command in COMMANDS, f"{page.name}: {line}"
             unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - options_of(command)
             assert not unknown, f"{page.name}: {line}"
         for arguments in re.findall(r'make demo ARGS="([^"]*)"', line):
             assert set(re.findall(r"--[a-z-]+", arguments)) <= options_of("demo"), line
-    known = {"--help"}.union(*map(options_of, COMMANDS))
+    known = {"--help", "--version"}.union(*map(options_of, COMMANDS))
     for option in re.findall(r"`(--[a-z-]+)", text):
         assert option in known, f"{page.name}: {option}"
 
