@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "trust": {"errors", "job"},
     "functions": {"errors", "trust"},
     "storage": {"errors"},
+    "installed": set(),
     "demo": set(),
     "part_files": {"storage", *VALUES},
     "source": {"trust", "job", "part_files", "storage", *VALUES},
@@ -85,6 +86,7 @@ MAY_IMPORT = {
     "stages.figures": {"stages.blocks"},
     "stages.order": set(),
     "stages.engine": {
+        "installed",
         "job",
         "memory",
         "model",
@@ -154,6 +156,7 @@ MAY_IMPORT = {
 MAY_IMPORT["doctor"] = {
     "cluster",
     "functions",
+    "installed",
     "job",
     "model",
     "plan",
