@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,15 +111,18 @@ def _unmet(owner: str) -> Iterator[Misfit]:
 
 
 def _builds() -> Iterator[Misfit]:
-    """Companions whose build is called otherwise than that of torch: from PyPI they come for CUDA,
-    with no tag, and their version alone fits torch's CPU build."""
+    """Companions whose build is called otherwise than that of torch. What PyPI has for Linux on
+    x86-64 is for CUDA and has no tag; it cannot be loaded beside torch's CPU build, which its
+    version alone would fit."""
     torch = _version("torch")
+    intel = (sys.platform, platform.machine()) == ("linux", "x86_64")
     for name in COMPANIONS:
         have = _version(name)
         if torch is None or have is None or have.local == torch.local:
             continue
         text = f"{name} {have} is built for another torch than {torch}"
-        yield Misfit(name, text, proved=False)
+        cuda = have.local is None or have.local.startswith("cu")
+        yield Misfit(name, text, proved=intel and torch.local == "cpu" and cuda)
 
 
 def _version(name: str) -> Version | None:

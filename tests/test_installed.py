@@ -40,17 +40,27 @@ def test_the_environment_of_the_tests_fits() -> None:
     assert one(machine.check_packages).mark == "pass"
 
 
-def test_builds_for_cuda_beside_a_cpu_torch(plant: Plant) -> None:
+def test_builds_for_cuda_beside_a_cpu_torch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed.platform, "machine", lambda: "x86_64")
     plant(*CPU_TORCH)
-    breaks = "raise RuntimeError('operator torchvision::nms does not exist')"
-    plant("torchvision", "0.28.0", "torch (==2.13.0)", code=breaks)
-    plant("torchaudio", "2.11.0", code="import os; os.abort()")
+    plant("torchvision", "0.28.0", "torch (==2.13.0)", code="import time; time.sleep(60)")
+    plant("torchaudio", "2.11.0+cu130")
     got = one(machine.check_packages)
     assert got.mark == "fail"
     assert "torchvision 0.28.0 is built for another torch than 2.13.0+cpu" in got.found
-    assert "torchaudio 2.11.0 is" in got.found and "torchcodec" not in got.found
+    assert "torchaudio 2.11.0+cu130 is" in got.found and "torchcodec" not in got.found
     assert got.remedy.startswith("pip uninstall -y torchvision torchaudio (")
     assert "\n" not in got.found + got.remedy
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('no nms')", "import os; os.abort()"])
+def test_other_builds_prove_it_by_not_being_importable(
+    code: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed.platform, "machine", lambda: "aarch64")
+    plant(*CPU_TORCH)
+    plant("torchvision", "0.28.0", code=code)
+    assert one(machine.check_packages).mark == "fail"
 
 
 def test_builds_that_can_be_imported_fit_whatever_they_are_called(plant: Plant) -> None:
@@ -69,9 +79,9 @@ def test_builds_of_one_name_are_not_even_imported(plant: Plant) -> None:
 def test_an_import_without_end_is_a_warning(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "IMPORT", 0.5)
     plant(*CPU_TORCH)
-    plant("torchcodec", "0.17.0", code="import time; time.sleep(60)")
+    plant("torchcodec", "0.17.0+rocm7", code="import time; time.sleep(60)")
     got = one(machine.check_packages)
-    assert got.mark == "warn" and "torchcodec 0.17.0" in got.found and "0.5 s" in got.found
+    assert got.mark == "warn" and "torchcodec 0.17.0+rocm7" in got.found and "0.5 s" in got.found
 
 
 @pytest.mark.parametrize(
