@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,11 +20,18 @@ from pydantic_core import PydanticUndefined
 from prefect_raybatch import errors
 from prefect_raybatch.cli import app
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.plan import FREE_ENGINE_ARGUMENTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefect_raybatch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SMALL = {
+    "name": "j",
+    "source": {"uri": "in"},
+    "prompt": {"template": "x"},
+    "output": {"uri": "out"},
+}
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 
 
@@ -93,6 +101,46 @@ def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
     assert blocks
     for block in blocks:
         BatchJob.from_dict(yaml.safe_load(block))
+
+
+def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import yaml
+
+    from prefect_raybatch import runs
+
+    (block,) = re.findall(r"```yaml\n(name: .*?)```", (ROOT / "README.md").read_text(), re.S)
+    job = BatchJob.from_dict(yaml.safe_load(block))
+    tracked = ["git", "ls-files", "--error-unmatch", str(job.source.uri)]
+    if (ROOT / ".git").exists():  # an sdist has none
+        assert subprocess.run(tracked, cwd=ROOT, capture_output=True).returncode == 0
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(ROOT)
+    found = runs.dry_run(job)
+    assert (found.problems, found.files) == ((), 1)
+    assert found.rows > 0 and "Company" in found.columns  # rows are an estimate for a CSV
+
+
+def test_the_engine_arguments_that_may_change_are_all_named() -> None:
+    _, _, rest = text_of("job.md").partition("these are free as well:\n")
+    named = re.findall(r"`(\w+)`", rest.strip().split("\n\n")[0])
+    assert set(named) == FREE_ENGINE_ARGUMENTS
+
+
+def test_what_the_command_line_sets_is_told_as_it_is() -> None:
+    source = (PACKAGE / "cli.py").read_text(encoding="utf-8")
+    pairs = re.findall(r'os\.environ\.setdefault\("(\w+)", "(\w+)"\)', source)
+    _, _, rest = text_of("job.md").partition("sets these for its own process")
+    assert pairs and sorted(re.findall(r"`(\w+)=(\w+)`", rest)) == sorted(pairs)
+
+
+def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
+    from prefect_raybatch.model import with_tokenizer
+
+    _, _, rest = text_of("job.md").partition("The CPU stages load the tokenizer")
+    both, _, engine_only = rest.partition(" only.")[0].partition(";")
+    reach, stay = re.findall(r"`(\w+)`", both), re.findall(r"`(\w+)`", engine_only)
+    job = BatchJob.from_dict({**SMALL, "engine": dict.fromkeys([*reach, *stay], "x")})
+    assert reach and set(with_tokenizer({}, job.engine)) == set(reach)
 
 
 # --- commands, errors, modules ------------------------------------------------------------------
