@@ -20,6 +20,8 @@ from pydantic_core import PydanticUndefined
 from prefect_raybatch import errors
 from prefect_raybatch.cli import app
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.jobs import OUTPUT_ENV
+from prefect_raybatch.metrics import COUNTERS, GAUGES
 from prefect_raybatch.plan import FREE_ENGINE_ARGUMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +143,25 @@ def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
     reach, stay = re.findall(r"`(\w+)`", both), re.findall(r"`(\w+)`", engine_only)
     job = BatchJob.from_dict({**SMALL, "engine": dict.fromkeys([*reach, *stay], "x")})
     assert reach and set(with_tokenizer({}, job.engine)) == set(reach)
+
+
+def sources() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def test_every_environment_variable_of_ours_is_told() -> None:
+    ours = set(re.findall(r'"(RAYBATCH_[A-Z_]+)"', sources())) - {OUTPUT_ENV}  # set by us alone
+    told = re.findall(r"^\| (.*?) \| .* \| .* \|$", text_of("job.md"), re.M)
+    assert ours and ours <= {name for cell in told for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_every_event_and_metric_is_told() -> None:
+    events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
+    metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    page = text_of("operations.md")
+    assert len(events) == 7 and len(metrics) > 10
+    assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events
+    assert set(re.findall(r"`(raybatch_[a-z_]+)`", page)) == metrics
 
 
 # --- commands, errors, modules ------------------------------------------------------------------
