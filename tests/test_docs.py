@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,11 +20,20 @@ from pydantic_core import PydanticUndefined
 from prefect_raybatch import errors
 from prefect_raybatch.cli import app
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.jobs import OUTPUT_ENV
+from prefect_raybatch.metrics import COUNTERS, GAUGES
+from prefect_raybatch.plan import FREE_ENGINE_ARGUMENTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefect_raybatch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SMALL = {
+    "name": "j",
+    "source": {"uri": "in"},
+    "prompt": {"template": "x"},
+    "output": {"uri": "out"},
+}
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 
 
@@ -95,6 +105,65 @@ def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
         BatchJob.from_dict(yaml.safe_load(block))
 
 
+def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import yaml
+
+    from prefect_raybatch import runs
+
+    (block,) = re.findall(r"```yaml\n(name: .*?)```", (ROOT / "README.md").read_text(), re.S)
+    job = BatchJob.from_dict(yaml.safe_load(block))
+    tracked = ["git", "ls-files", "--error-unmatch", str(job.source.uri)]
+    if (ROOT / ".git").exists():  # an sdist has none
+        assert subprocess.run(tracked, cwd=ROOT, capture_output=True).returncode == 0
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(ROOT)
+    found = runs.dry_run(job)
+    assert (found.problems, found.files) == ((), 1)
+    assert found.rows > 0 and "Company" in found.columns  # rows are an estimate for a CSV
+
+
+def test_the_engine_arguments_that_may_change_are_all_named() -> None:
+    _, _, rest = text_of("job.md").partition("these are free as well:\n")
+    named = re.findall(r"`(\w+)`", rest.strip().split("\n\n")[0])
+    assert set(named) == FREE_ENGINE_ARGUMENTS
+
+
+def test_what_the_command_line_sets_is_told_as_it_is() -> None:
+    source = (PACKAGE / "cli.py").read_text(encoding="utf-8")
+    pairs = re.findall(r'os\.environ\.setdefault\("(\w+)", "(\w+)"\)', source)
+    _, _, rest = text_of("job.md").partition("sets these for its own process")
+    assert pairs and sorted(re.findall(r"`(\w+)=(\w+)`", rest)) == sorted(pairs)
+
+
+def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
+    from prefect_raybatch.model import with_tokenizer
+
+    _, _, rest = text_of("job.md").partition("The CPU stages load the tokenizer")
+    both, _, engine_only = rest.partition(" only.")[0].partition(";")
+    reach, stay = re.findall(r"`(\w+)`", both), re.findall(r"`(\w+)`", engine_only)
+    job = BatchJob.from_dict({**SMALL, "engine": dict.fromkeys([*reach, *stay], "x")})
+    assert reach and set(with_tokenizer({}, job.engine)) == set(reach)
+
+
+def sources() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def test_every_environment_variable_of_ours_is_told() -> None:
+    ours = set(re.findall(r'"(RAYBATCH_[A-Z_]+)"', sources())) - {OUTPUT_ENV}  # set by us alone
+    told = re.findall(r"^\| (.*?) \| .* \| .* \|$", text_of("job.md"), re.M)
+    assert ours and ours <= {name for cell in told for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_every_event_and_metric_is_told() -> None:
+    events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
+    metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    page = text_of("operations.md")
+    assert len(events) == 7 and len(metrics) > 10
+    assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events
+    assert set(re.findall(r"`(raybatch_[a-z_]+)`", page)) == metrics
+
+
 # --- commands, errors, modules ------------------------------------------------------------------
 
 
@@ -109,14 +178,14 @@ def test_commands_and_options_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
         # A line of code may go on to a comment or, in a table, to another command.
-        for call in re.finditer(r"(?<![\w-])raybatch ([a-z-]+)([^`#|]*)", line):
+        for call in re.finditer(r"(?<![\w-])raybatch ([a-z][a-z-]*)([^`#|]*)", line):
             command, rest = call.groups()
             assert command in COMMANDS, f"{page.name}: {line}"
             unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - options_of(command)
             assert not unknown, f"{page.name}: {line}"
         for arguments in re.findall(r'make demo ARGS="([^"]*)"', line):
             assert set(re.findall(r"--[a-z-]+", arguments)) <= options_of("demo"), line
-    known = {"--help"}.union(*map(options_of, COMMANDS))
+    known = {"--help", "--version"}.union(*map(options_of, COMMANDS))
     for option in re.findall(r"`(--[a-z-]+)", text):
         assert option in known, f"{page.name}: {option}"
 

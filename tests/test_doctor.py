@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3server import S3Server, proxy, start_s3
 
-from prefect_raybatch import cli, cluster, doctor
+from prefect_raybatch import cli, cluster, doctor, installed
 from prefect_raybatch.doctor import Finding, Patient, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import BatchJob
@@ -75,7 +75,7 @@ def test_versions_are_compared_with_the_metadata(monkeypatch: pytest.MonkeyPatch
 def test_a_python_out_of_range_and_a_missing_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = machine.ranges()[1]
     monkeypatch.setattr(machine, "ranges", lambda: (">=4", {**real, "ray": SpecifierSet()}))
-    monkeypatch.setattr(machine, "ENGINES", {"no-such-engine": "cpu"})
+    monkeypatch.setattr(installed, "ENGINES", {"no-such-engine": "cpu"})
     got = found(machine.check_versions)
     assert got["python"].mark == "fail" and ">=4" in got["python"].found
     assert got["vllm"].mark == "warn" and got["ray"].mark == "pass"

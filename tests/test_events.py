@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 from helpers.small import make_job, small_run
+from hypothesis import given
+from hypothesis import strategies as st
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
@@ -28,6 +30,7 @@ from test_records import COMMIT
 from test_tasks import report
 
 from prefect_raybatch import assets, events, page, runs, tasks
+from prefect_raybatch.artifacts import KINDS, artifact_key, tune_key
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.events import LiveEvents, RunEvents
@@ -111,7 +114,7 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     stats = {"rows": 10, "started": 1.0, "ended": 2.0}
     progress.add(replace(COMMIT, stats=stats), 1.0)
     shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
-    monkeypatch.setattr(Page, "_show", lambda self, artifact, kind, data: calls.update([kind]))
+    monkeypatch.setattr(Page, "_show", lambda self, artifact, kind: calls.update([kind]))
     for second in range(8 * 3600):
         now[0] = float(second)
         done = round(1_000_000 * second / (8 * 3600))
@@ -133,7 +136,7 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
     shown.log = type("Log", (), {"info": lambda self, text: None})()
     seen: list[str] = []
 
-    def show(self: Page, artifact: Any, kind: str, data: Any) -> None:
+    def show(self: Page, artifact: Any, kind: str) -> None:
         if kind == "progress" and away[0]:
             raise ConnectionError("database is locked")
         seen.append(kind)
@@ -178,7 +181,6 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
     [
         ("s3://b/out/k", "s3://b/out/k/data/"),
         ("/srv/out/k/", "file:///srv/out/k/data/"),
-        ("/srv/o ut/{a}#%20/k", "file:///srv/o_ut/_a___20/k/data/"),
         ("file:///srv/out/k", "file:///srv/out/k/data/"),
     ],
 )
@@ -187,9 +189,21 @@ def test_the_asset_key_is_the_uri_of_the_data(run, key):
     assert assets.Asset(key=key)
 
 
+def test_characters_that_an_asset_key_may_not_hold_are_replaced():
+    key = assets.asset_key("/srv/o ut/{a}#%20/k")
+    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/data/~[0-9a-f]{8}/", key)
+    assert assets.Asset(key=key)
+
+
 def test_a_long_path_keeps_its_end():
     key = assets.asset_key("/" + "x" * 600 + "/k")
-    assert len(key) <= 512 and key.endswith("xx/k/data/") and assets.Asset(key=key)
+    assert len(key) <= 512 and "xx/k/data/" in key and assets.Asset(key=key)
+
+
+def test_two_places_never_share_an_asset_key():
+    long = "/" + "x" * 600 + "/k"
+    places = ["/o/a b/k", "/o/a_b/k", "/o/a#b/k", "s3://o/a b/k", long, "/y" + long]
+    assert len({assets.asset_key(place) for place in places}) == len(places)
 
 
 # --- a real server ------------------------------------------------------------------------------
@@ -312,6 +326,71 @@ def test_the_report_shows_its_plots_on_the_server(server, monkeypatch):
     assert len(images) == 4 and all(picture(uri).startswith("<svg") for uri in images)
     assert "| sequences running (mean an engine) | 200.0 |" in text
     assert picture(made["raybatch-night-8-plots"].data).count("<svg ") == 5
+
+
+def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(server, tmp_path, monkeypatch):
+    """The plots of a run at work become those of the whole, and a second try adds no versions."""
+    run = Run(str(tmp_path), "night-9", "h", 100, 10, False)
+    done = full(run_key="night-9", run="/nowhere/k")
+    tries: list[int] = []
+    monkeypatch.setattr(runs, "infer_run", steady(0.2, 10, failed=3))
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+
+    def completed(self: Any, report: Any) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise StoreUnavailable("away")
+
+    monkeypatch.setattr(tasks.RunEvents, "completed", completed)
+
+    @flow
+    def night() -> None:
+        progress = tasks.infer_shards(make_job(), run)
+        tasks.finalize_run.with_options(retry_delay_seconds=0)(make_job(), run, progress)
+
+    assert night(return_state=True).is_completed() and len(tries) == 2
+    with get_client(sync_client=True) as client:
+        every = [a for a in client.read_artifacts() if (a.key or "").startswith("raybatch-night-9")]
+    kinds = ["failures", "live", "plots", "progress", "report", "stages"]
+    assert sorted(a.key for a in every) == [f"raybatch-night-9-{kind}" for kind in kinds]
+    by_key = {a.key: a for a in every}
+    assert picture(by_key["raybatch-night-9-plots"].data).count("<svg ") == 5  # all of them
+    assert by_key["raybatch-night-9-plots"].description == "Plots of the run night-9."
+
+
+# --- keys of artifacts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run_key", "key"),
+    [
+        ("monday", "raybatch-monday"),
+        ("demo-600-7", "raybatch-demo-600-7"),
+        ("industries-20260301T020000Z", "raybatch-industries-20260301t020000z"),
+    ],
+)
+def test_plain_run_keys_are_their_own_artifact_keys(run_key, key):
+    assert artifact_key(run_key) == key
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+ALIKE = st.sampled_from(["a.b", "a-b", "a_b", "A-b", "a--b", "a-b-", "a-b.", "a-b--", "n-20260301"])
+STAMPED = st.sampled_from(["n-20260301T020000Z", "n-20260301t020000z", "N-20260301T020000Z"])
+
+
+@given(st.sets(NAMES | ALIKE | STAMPED, min_size=2, max_size=12))
+def test_two_run_keys_never_share_an_artifact_key(names):
+    keys = {artifact_key(name) for name in names}
+    assert len(keys) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_tuned_has_a_key_that_no_run_has(kind):
+    assert tune_key("nightly") == "raybatch-tune-nightly"
+    taken = f"{artifact_key('tune-x')}-{kind}"
+    assert tune_key(f"x-{kind}") != taken and tune_key(f"x.{kind}") != taken
+    assert tune_key(f"x-{kind}") != tune_key(f"x.{kind}")
 
 
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):

@@ -22,9 +22,9 @@ from pydantic import SecretStr
 
 from prefect_raybatch import (
     BatchJob,
+    artifacts,
     batch_inference,
     infer_shards,
-    page,
     plan_shards,
     retry_failed,
     runs,
@@ -165,7 +165,7 @@ def test_artifacts_and_logs_are_in_the_page(
 
     monkeypatch.setattr(runs, "finalize_run", finalize_run)
     monkeypatch.setattr(runs, "plan_run", plan_run)
-    base = "raybatch-night-1-a"
+    base = artifacts.artifact_key(key)
     wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
     with get_client(sync_client=True) as client:
         # Prefect's server on SQLite was once locked for a minute; the page then gives up in time.
@@ -236,7 +236,7 @@ def test_a_page_that_is_away_stops_nothing(
         asked.append("artifact")
         raise ConnectionError("no API")
 
-    monkeypatch.setattr(page.Artifact, "get", away)
+    monkeypatch.setattr(artifacts.Artifact, "get", away)
 
     @flow
     def infer() -> int:

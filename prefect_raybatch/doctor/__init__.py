@@ -15,6 +15,7 @@ from prefect_raybatch.doctor.machine import (
     check_engines,
     check_files,
     check_gpus,
+    check_packages,
     check_shm,
     check_versions,
 )
@@ -36,6 +37,7 @@ Check = Callable[[Patient], Iterable[Finding]]
 # error that it raises.
 CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "install this package again"),
+    "packages": (check_packages, 30, "install this package again"),
     "Prefect API": (check_prefect, 20, "correct PREFECT_API_URL (prefect config view)"),
     "cluster": (check_cluster, 30, "a larger cluster, or smaller numbers in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),

