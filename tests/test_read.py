@@ -389,6 +389,41 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
     assert "x/09.parquet is gone" in lost(last)[0] and lost(last)[1]
 
 
+def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
+    store = open_store("s3://input/lake", s3.options)
+    write(tmp_path / "f.parquet", numbers(0, 5))
+    data = (tmp_path / "f.parquet").read_bytes()
+    files = ["delta/p=1/a.parquet", "iceberg/data/a.parquet", "hudi/a.parquet", "a1.parquet"]
+    files += ["out/run/data/a.parquet", "d[1]/a.parquet", "d1/b.parquet", "a[1].parquet"]
+    files += ["iceberg/metadata/v1.metadata.json", "hudi/.hoodie/hoodie.properties"]
+    for path in (*files, "delta/_delta_log/0.json", "out/run/_raybatch/plan.json"):
+        store.put(path, data)
+
+    def names(below: str) -> list[str]:
+        found = inventory(Source(uri=f"s3://input/lake/{below}", options=s3.options))
+        return [file.uri.removeprefix("s3://input/lake/") for file in found.files]
+
+    reached = {
+        "delta": ["", "/p=1", "/p=1/*.parquet", "/p=1/a.parquet"],
+        "hudi": ["", "/*.parquet"],
+    }
+    reached["iceberg"] = ["", "/data", "/*/*.parquet"]
+    for table, ways in reached.items():
+        for way in ways:
+            with pytest.raises(SourceError, match=f"(?i)input/lake/{table} is an? {table} table"):
+                names(f"{table}{way}")
+    with pytest.raises(SourceError, match="table"):
+        names("**/a.parquet")
+    with pytest.raises(SourceError, match="run in s3://input/lake/out/run is not finished"):
+        names("out/run/data")
+    store.put("out/run/_SUCCESS", b"{}")
+    assert names("out/run/data") == names("out/*/data/*") == ["out/run/data/a.parquet"]
+    assert names("a[1].parquet") == ["a[1].parquet"]
+    assert names("d[1]") == names("d[1]/*.parquet") == ["d[1]/a.parquet"]
+    store.delete(["a[1].parquet"])
+    assert names("a[1].parquet") == ["a1.parquet"]
+
+
 def test_s3_that_cannot_be_read(s3, tmp_path):
     with pytest.raises(StoreError, match="does not exist"):
         inventory(Source(uri="s3://no-such-bucket/x", options=s3.options))

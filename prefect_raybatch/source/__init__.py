@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot
+from prefect_raybatch.source.globs import reaches
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
@@ -25,6 +26,7 @@ __all__ = [
     "inventory",
     "needs_snapshot",
     "peek",
+    "reaches",
     "snapshot",
     "snapshot_dataset",
     "snapshot_tables",
