@@ -77,9 +77,18 @@ def test_a_folder_is_read_recursively_in_name_order_without_hidden_files(tmp_pat
     assert [Path(f.uri).name for f in found.files] == ["a.parquet", "1.pq", "2.parquet"]
     assert found.rows == 3 and found.format == "parquet"
     info = os.stat(tmp_path / "in/a.parquet")
-    assert found.files[0] == InputFile(
-        str(tmp_path / "in/a.parquet"), info.st_size, None, info.st_mtime_ns, 1
+    first = found.files[0]
+    assert first == InputFile(
+        str(tmp_path / "in/a.parquet"),
+        info.st_size,
+        None,
+        info.st_mtime_ns,
+        1,
+        info.st_ctime_ns,
+        info.st_ino,
+        first.footer,
     )
+    assert first.footer and first.footer == found.files[0].footer
 
 
 @pytest.mark.parametrize(
@@ -410,6 +419,22 @@ def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(snapshots, "_copy", slow)
     with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
+        copy(tmp_path, str(path))
+
+
+def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path, monkeypatch):
+    path = Path(text(tmp_path / "a.csv", "a\n1\n"))
+    info = path.stat()
+    kept = snapshots._copy
+
+    def slow(*args: Any) -> Inventory:
+        made = kept(*args)
+        path.write_text("a\n2\n")
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+        return made
+
+    monkeypatch.setattr(snapshots, "_copy", slow)
+    with pytest.raises(SourceError, match=r"a\.csv: changed while it was being copied"):
         copy(tmp_path, str(path))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -61,9 +61,13 @@ class File:
     def uri(self) -> str:
         return join(self.store.uri, self.info.path)
 
-    def input(self, rows: int) -> InputFile:
-        """The file as the plan names it, of which a run reads `rows` rows."""
-        return input_file(self.uri, self.info, rows)
+    def input(self, rows: int, footer: str | None = None) -> InputFile:
+        """The file as the plan names it, of which a run reads `rows` rows; `footer` where what
+        the file system knows of it is to be compared as well."""
+        made = input_file(self.uri, self.info, rows)
+        if footer is None:
+            return made
+        return replace(made, ctime_ns=self.info.ctime_ns, inode=self.info.inode, footer=footer)
 
 
 def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:

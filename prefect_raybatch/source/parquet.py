@@ -16,7 +16,7 @@ from prefect_raybatch.source.arrow_types import plain_type
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.find import File, Inventory, find, some
 from prefect_raybatch.source.streams import one_line
-from prefect_raybatch.storage import read_ahead
+from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 from prefect_raybatch.trust import check_types
 
 FOOTER_THREADS = 16
@@ -38,7 +38,7 @@ def inventory(source: Source) -> Inventory:
         if rows:  # an empty table often has no real types
             shape.see_types(file.uri, footer.types)
         row_bytes = max(row_bytes, footer.row_bytes)
-        chosen.append(file.input(rows))
+        chosen.append(file.input(rows, footer.digest))
     if not any(file.rows for file in chosen):
         raise SourceError(f"source.uri: no rows in {some(files)}")
     return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet")
@@ -63,6 +63,7 @@ class _Footer:
     rows: int
     types: dict[str, pa.DataType]
     row_bytes: float
+    digest: str | None  # of a local file
 
 
 def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
@@ -75,6 +76,7 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
             pq.ParquetFile(handle, pre_buffer=False) as parquet,
         ):
             metadata, schema = parquet.metadata, parquet.schema_arrow
+            digest = None if is_remote(file.uri) else footer_digest(handle)
     except RayBatchError:
         raise
     except FileNotFoundError:
@@ -91,7 +93,7 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
     rows = metadata.num_rows
     # Repeated values are stored once: never below what the fixed widths alone need.
     least = sum(_least_bytes(kind) for kind in types.values())
-    return _Footer(rows, types, max(size / rows, least) if rows else 0.0)
+    return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest)
 
 
 def _stored_bytes(metadata: Any, names: set[str] | None) -> int:

@@ -138,7 +138,9 @@ def _check_unchanged(files: Sequence[File]) -> None:
             now = file.store.stat(file.info.path)
         except FileNotFoundError:
             raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
-        if now != file.info:
+        # The change time cannot be set back. A new link or mode changes it too, but what was read
+        # cannot be compared any more, and to begin the copy anew costs little.
+        if now != file.info or now.ctime_ns != file.info.ctime_ns:
             raise SourceError(
                 f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
                 f"{now.size}); start again when it is complete"

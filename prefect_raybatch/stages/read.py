@@ -38,7 +38,7 @@ from ray.data.datasource import ReadTask
 from prefect_raybatch.errors import RayBatchError, is_transient
 from prefect_raybatch.records import InputFile, Unit
 from prefect_raybatch.stages import blocks
-from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
+from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
 UNITS_PER_TASK = 8  # of neighbours: they share the decoding of a row group
@@ -221,6 +221,8 @@ class _Files:
         self._open: tuple[int, _Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
+        # Touched since the plan, and found the same: change time and inode then.
+        self._same: dict[int, tuple[int | None, int | None]] = {}
 
     def __enter__(self) -> _Files:
         return self
@@ -259,6 +261,29 @@ class _Files:
                 f"time of change {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
                 f"{found.size})"
             )
+        self._check_written(number, planned, found)
+
+    def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
+        """Size and time of change can be set: where the file system says that something else
+        happened to the file, its footer decides. Raises as `check`."""
+        at = (found.ctime_ns, found.inode)
+        if planned.footer is None or at in (
+            (planned.ctime_ns, planned.inode),
+            self._same.get(number),
+        ):
+            return
+        store, path = self._place(number)
+        with store.open(path) as handle:
+            try:
+                footer = footer_digest(handle)
+            except ValueError:
+                footer = "none"
+        if footer != planned.footer:
+            raise _Changed(
+                f"footer {planned.footer[:12]} -> {footer[:12]} (size and time of change are the "
+                "same, but it was written again)"
+            )
+        self._same[number] = at
 
     def forget(self, number: int) -> None:
         """After an error: open the file afresh for the next unit."""
