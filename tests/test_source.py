@@ -400,6 +400,39 @@ def test_csv_errors_name_file_and_place(tmp_path, content, words):
     refused(tmp_path, text(tmp_path / "data.csv", content), "data.csv", *words)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-be", "UTF-16"),  # these without a mark are told by their zeros
+        ("utf-16-le", "UTF-16"),
+        ("utf-32", "UTF-32"),
+    ],
+)
+def test_other_encodings_are_named_with_the_remedy(tmp_path, monkeypatch, name, encoding, said):
+    ignored: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    rows = "id,city\n1,München\n2,Ürgüp, Nevşehir\n" if "csv" in name else '{"a": "ü"}\n'
+    data = rows.encode(encoding)
+    if encoding == "utf-16-be":
+        data = b"\xfe\xff" + data
+    text(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
+    message = refused(tmp_path, str(tmp_path / name), name, said, "iconv -f")
+    assert "\n" not in message and not ignored
+    with pytest.raises(SourceError, match=said):
+        peek(Source(uri=str(tmp_path / name)))
+    assert not ignored
+
+
+def test_a_ragged_line_that_is_no_utf8_is_one_clean_error(tmp_path, monkeypatch):
+    ignored: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    text(tmp_path / "a.csv", "id,city\n1,a\n2,Ürgüp,x\n".encode("latin-1"))
+    refused(tmp_path, str(tmp_path / "a.csv"), "a.csv, line 3: 3 columns where the header has 2")
+    assert not ignored
+
+
 def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 12)
     path = text(tmp_path / "a.csv", 'a\n"' + "x\n" * 9000)

@@ -13,7 +13,7 @@ from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import common_type, map_type
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import not_utf8, one_line, open_bytes
+from prefect_raybatch.source.streams import check_encoding, not_utf8, one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
 
@@ -24,6 +24,7 @@ def json_tables(
     """Blocks of a JSON Lines file, without keys that no line of a block has; notes all keys."""
     types: dict[str, pa.DataType] = {}
     try:
+        check_encoding(file)
         for line, block in _line_blocks(file):
             if not block.strip():
                 continue
