@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -77,7 +78,7 @@ FREE = {
 }
 # Columns of the file table. The second came after the first runs; who says nothing is left out.
 FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows")
-FILES_MAY_SAY = ("ctime_ns", "inode", "footer")
+FILES_MAY_SAY = ("ctime_ns", "inode", "footer", "values")
 FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory, not answers
     (
         "gpu_memory_utilization",
@@ -248,16 +249,32 @@ def files_table(files: Sequence[InputFile]) -> bytes:
             ("ctime_ns", pa.int64()),
             ("inode", pa.uint64()),
             ("footer", pa.string()),
+            ("values", pa.string()),
         ]
     )
-    table = pa.Table.from_pylist([asdict(f) for f in files], schema)
+    rows = [asdict(f) | {"values": json.dumps(f.values) if f.values else None} for f in files]
+    table = pa.Table.from_pylist(rows, schema)
     empty = [name for name in FILES_MAY_SAY if table[name].null_count == len(files)]
     return to_parquet(table.drop_columns(empty))
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
     table = from_parquet(data, "file table", FILES_SAY, FILES_MAY_SAY)
-    return tuple(InputFile(**row) for row in table.to_pylist())
+    return tuple(
+        InputFile(**row | {"values": _path_values(row.get("values"))}) for row in table.to_pylist()
+    )
+
+
+def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
+    if text is None:
+        return ()
+    try:
+        pairs = tuple((name, value) for name, value in json.loads(text))
+        if all(isinstance(n, str) and isinstance(v, str | None) for n, v in pairs):
+            return pairs
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise CorruptRun(f"the file table holds {text[:80]!r} for the columns of a path")
 
 
 def encode_schema(schema: pa.Schema) -> str:

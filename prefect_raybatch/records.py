@@ -103,8 +103,8 @@ class InputFile:
     """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it.
 
     Of a local Parquet file read in place: `ctime_ns` and `inode` change whenever it is written, and
-    otherwise too, so `footer` (a hash) then tells whether it is still the same. None elsewhere,
-    and in the plans of before.
+    otherwise too, so `footer` (a hash) then tells whether it is still the same. `values` are the
+    columns, as text, that only its path tells. None and empty elsewhere, and in plans of before.
     """
 
     uri: str
@@ -115,6 +115,7 @@ class InputFile:
     ctime_ns: int | None = None
     inode: int | None = None
     footer: str | None = None
+    values: tuple[tuple[str, str | None], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -487,6 +487,12 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
     assert names("d[1]") == names("d[1]/*.parquet") == ["d[1]/a.parquet"]
     store.delete(["a[1].parquet"])
     assert names("a[1].parquet") == ["a1.parquet"]
+    store.put("h/y=7/m=x%20y/a.parquet", data)
+    for uri in ("h", "h/y=7/*/*", "h/y=7/m=x%20y/a.parquet"):
+        found = inventory(Source(uri=f"s3://input/lake/{uri}", options=s3.options))
+        one = ShardReader(found.files, found.schema, options=s3.options)
+        table = everything(one, one.tasks(shards(5, 5)))[0]
+        assert (table["y"].to_pylist(), set(table["m"].to_pylist())) == ([7] * 5, {"x y"})
 
 
 def test_s3_that_cannot_be_read(s3, tmp_path):

@@ -22,7 +22,10 @@ _RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
 def csv_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Blocks of a CSV file with all columns as text; an empty unquoted cell is null."""
+    """Blocks of a CSV file with all columns as text; an empty unquoted cell is null.
+
+    Of `columns` those that the path tells may be lacking; without any other, all are given.
+    """
     import pyarrow.csv as pc
 
     delimiter = "\t" if ".tsv" in file.info.path.lower() else ","
@@ -36,7 +39,8 @@ def csv_tables(
             header = pc.open_csv(stream, read, parse).schema.names
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
-        chosen = check_columns(columns, names, file.uri)
+        told = {name for name, _ in file.values} - {*names}
+        chosen = check_columns([c for c in columns or () if c not in told], names, file.uri)
         known.update(dict.fromkeys(names))
         convert = pc.ConvertOptions(
             column_types=dict.fromkeys(header, pa.string()),

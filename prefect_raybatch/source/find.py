@@ -14,6 +14,7 @@ from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import Source
 from prefect_raybatch.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
+from prefect_raybatch.source.hive import Values, path_values
 from prefect_raybatch.source.places import Places, mark
 from prefect_raybatch.storage import FileInfo, Store, is_remote, join, open_store, split_glob
 
@@ -50,21 +51,25 @@ class Inventory:
 
 @dataclass(frozen=True)
 class File:
-    """A file found; `given` is the entry of source.uri, `named` when that is the file itself."""
+    """A file found; `given` is the entry of source.uri, `named` when that is the file itself.
+
+    `values` are the columns that its path tells.
+    """
 
     store: Store
     info: FileInfo
     given: str
     named: bool
+    values: Values = ()
 
     @property
     def uri(self) -> str:
         return join(self.store.uri, self.info.path)
 
-    def input(self, rows: int, footer: str | None = None) -> InputFile:
+    def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
         """The file as the plan names it, of which a run reads `rows` rows; `footer` where what
-        the file system knows of it is to be compared as well."""
-        made = input_file(self.uri, self.info, rows)
+        the file system knows of it is to be compared as well, `values` to be added on reading."""
+        made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
             return made
         return replace(made, ctime_ns=self.info.ctime_ns, inode=self.info.inode, footer=footer)
@@ -188,7 +193,8 @@ def _expand(
     if not parts and name and not folder.endswith(":/") and not given.endswith("/"):
         parent = open_store(folder or "/", options)
         with suppress(FileNotFoundError):
-            yield File(parent, parent.stat(name), given, named=True)
+            found = parent.stat(name)
+            yield File(parent, found, given, named=True, values=path_values(folder, ""))
             return
     store = open_store(root, options)
     for info in store.list("", recursive=len(parts) != 1 or parts == ["**"]):
@@ -197,7 +203,8 @@ def _expand(
             places.note(join(store.uri, shown[0]) if shown[0] else store.uri, shown[1])
         path = info.path.split("/")
         if matches(path, parts) if parts else not any(hidden(part) for part in path):
-            yield File(store, info, given, named=False)
+            values = path_values(root, "/".join(path[:-1]))
+            yield File(store, info, given, named=False, values=values)
 
 
 def ending(name: str) -> tuple[str | None, str | None]:

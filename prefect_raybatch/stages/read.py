@@ -238,7 +238,8 @@ class _Files:
             self._close()
             handle = self._handle(part.file)
             try:
-                cursor = _Cursor(handle, self._schema, self._last_row[part.file])
+                values = dict(self._task.files[part.file].values)
+                cursor = _Cursor(handle, self._schema, self._last_row[part.file], values)
             except BaseException:
                 handle.close()
                 raise
@@ -375,10 +376,16 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class _Cursor:
-    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on."""
+    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on.
 
-    def __init__(self, handle: BinaryIO, schema: pa.Schema, stop: int) -> None:
-        self._handle, self._schema, self._stop = handle, schema, stop
+    `values`: the columns that are not in the file, each of one value, as text.
+    """
+
+    def __init__(
+        self, handle: BinaryIO, schema: pa.Schema, stop: int, values: Mapping[str, str | None]
+    ) -> None:
+        self._handle, self._schema, self._stop, self._values = handle, schema, stop, values
+        self._names = [name for name in schema.names if name not in values]
         self._file = pq.ParquetFile(handle, pre_buffer=False)
         metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -387,7 +394,7 @@ class _Cursor:
             self._starts.append(self._starts[-1] + group.num_rows)
         if self._starts[-1] < stop:
             raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, the plan reads {stop}")
-        names = set(schema.names)
+        names = set(self._names)
         chunks = [
             group.column(i)
             for group in groups[:1]
@@ -424,7 +431,7 @@ class _Cursor:
                 self._held.append(batch.slice(high))
             self._at += high
             if low < high:
-                tables.append(_cast(batch.slice(low, high - low), self._schema))
+                tables.append(_cast(batch.slice(low, high - low), self._schema, self._values))
         return tables
 
     def close(self) -> None:
@@ -444,14 +451,20 @@ class _Cursor:
         self._batches = self._file.iter_batches(
             batch_size=self._batch_rows,
             row_groups=list(range(group, last)),
-            columns=self._schema.names,
+            columns=self._names,
             use_threads=False,  # a task holds half a CPU or one
         )
 
 
-def _cast(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones."""
-    columns = [batch.column(name) for name in schema.names]
+def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
+    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones; those
+    of `values` hold that, once a row."""
+    columns = [
+        pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
+        if name in values
+        else batch.column(name)
+        for name in schema.names
+    ]
     cast_columns = [
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(columns, schema, strict=True)
