@@ -152,6 +152,15 @@ def test_a_column_in_file_and_path_must_be_the_same(tmp_path):
         inventory(Source(uri=uri))
 
 
+def test_a_column_in_file_and_path_where_there_are_no_rows(tmp_path):
+    parquet(tmp_path / "in/y=1/f.parquet", x=[1], y=[1])
+    with pq.ParquetWriter(
+        tmp_path / "in/y=1/empty.parquet", pa.schema([("x", pa.int64()), ("y", pa.int64())])
+    ) as writer:
+        writer.write_table(writer.schema.empty_table())
+    assert place(str(tmp_path / "in")).to_pylist() == [{"x": 1, "y": 1}]
+
+
 def test_folders_that_make_no_columns(tmp_path):
     parquet(tmp_path / "twice/k=1/k=2/f.parquet", x=[1])
     parquet(tmp_path / "bytes/k=%FF/f.parquet", x=[1])

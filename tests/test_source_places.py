@@ -114,6 +114,20 @@ def test_a_table_that_is_not_reached_is_in_nobodys_way(tmp_path):
     assert names(f"{tmp_path}/lake/plain") == ["a.parquet"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_into_a_table_lead_into_a_table(tmp_path, kind):
+    data = KINDS[kind](tmp_path / "lake/sales")
+    file = next(path for path in data.iterdir() if path.is_file())
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/part").symlink_to(data)
+    (tmp_path / "one").mkdir()
+    (tmp_path / f"one/a{file.suffix}").symlink_to(file)
+    for uri in ("in", "in/part", "one", f"one/a{file.suffix}", f"*/a{file.suffix}"):
+        said = refused(f"{tmp_path}/{uri}", f"{kind.split()[0]} table")
+        # A link to the table's own folder is the table by another name.
+        assert any(f"{tmp_path}/{place} is " in said for place in ("lake/sales", "in/part"))
+
+
 def test_a_table_without_files_of_its_own_is_named_too(tmp_path):
     touch(tmp_path / "t/_delta_log/00000000000000000000.json")
     refused(str(tmp_path / "t"), "Delta table")
@@ -265,6 +279,12 @@ def test_the_table_of_what_a_uri_means(tmp_path, monkeypatch):
 def test_an_output_where_the_next_night_would_read_it(tmp_path, monkeypatch, uri, output, inside):
     monkeypatch.chdir(tmp_path)
     job = make_job(source={"uri": uri}, output={"uri": output})
+    if inside and uri == "in":  # the same in a folder whose name looks like a pattern
+        (tmp_path / "d[1]/in").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "d[1]")
+        other = make_job(source={"uri": f"{tmp_path}/d[1]/in"}, output={"uri": output})
+        with pytest.raises(ConfigError, match="would read its own results"):
+            check_places(other)
     if inside:
         with pytest.raises(ConfigError, match="would read its own results"):
             check_places(job)

@@ -15,8 +15,16 @@ from prefect_raybatch.job import Source
 from prefect_raybatch.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import Places, mark
-from prefect_raybatch.storage import FileInfo, Store, is_remote, join, open_store, split_glob
+from prefect_raybatch.source.places import RESULTS, Places, mark
+from prefect_raybatch.storage import (
+    FileInfo,
+    Store,
+    contains,
+    is_remote,
+    join,
+    open_store,
+    split_glob,
+)
 
 ENDINGS = {
     ".parquet": "parquet",
@@ -151,6 +159,21 @@ def _refuse_links(files: Sequence[File]) -> None:
             )
 
 
+def reaches(given: str, output: str) -> bool:
+    """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
+    root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
+    if not contains(root, output):
+        return False
+    if pattern is None:
+        return True
+    outer, inner = (
+        uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
+    )
+    below = [part for part in inner[len(outer) :].split("/") if part]
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
+    return any(matches(path, pattern.split("/")) for path in results)
+
+
 def _nothing(given: str) -> str:
     if split_glob(given)[1] is not None:
         return f"source.uri: no file matches {given!r}; check the folder and the pattern"
@@ -177,6 +200,8 @@ def _as_it_stands(given: str, options: dict[str, Any]) -> tuple[str, str | None]
 
 
 def _exists(root: str, name: str, options: dict[str, Any]) -> bool:
+    if not is_remote(root):
+        return os.path.exists(join(root, name))
     store = open_store(root, options)
     with suppress(FileNotFoundError):
         store.stat(name)

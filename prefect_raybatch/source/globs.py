@@ -1,14 +1,9 @@
-"""Globs as source.uri writes them: what matches, and whether one reaches into a folder."""
+"""Globs as source.uri writes them: what matches."""
 
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Sequence
-
-from prefect_raybatch.storage import contains, is_remote, join, split_glob
-
-RESULTS = ("data", "quarantine")  # what of a run a folder or a glob can reach
 
 
 def hidden(part: str) -> bool:
@@ -34,18 +29,3 @@ def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
     return (path[0] is None or fnmatch.fnmatchcase(path[0], pattern[0])) and matches(
         path[1:], pattern[1:]
     )
-
-
-def reaches(given: str, output: str) -> bool:
-    """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
-    root, pattern = split_glob(given)
-    if not contains(root, output):
-        return False
-    if pattern is None:
-        return True
-    outer, inner = (
-        uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
-    )
-    below = [part for part in inner[len(outer) :].split("/") if part]
-    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
-    return any(matches(path, pattern.split("/")) for path in results)

@@ -117,6 +117,8 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
     """Whether the statistics show that a column holds `value` alone."""
     kind = plain_type(field.type)
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        if not group.num_rows:
+            continue
         chunks = (group.column(i) for i in range(metadata.num_columns))
         seen = next((c.statistics for c in chunks if c.path_in_schema == field.name), None)
         if seen is None or not seen.has_null_count:

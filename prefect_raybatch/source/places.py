@@ -13,10 +13,10 @@ from itertools import islice
 from typing import Any
 
 from prefect_raybatch.errors import SourceError, StoreError
-from prefect_raybatch.source.globs import RESULTS
 from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN, RECORDS, SUCCESS = "run", "_raybatch", "_SUCCESS"
+RESULTS = ("data", "quarantine")  # what of a run a folder or a glob can reach
 LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
 RIGHTS = {  # what gives a table's rows, for the message
@@ -126,6 +126,8 @@ class Places:
         for uri in uris or [f"{root}/"]:
             linked = not is_remote(uri) and os.path.islink(uri)
             for path in (uri, os.path.realpath(uri)) if linked else (uri,):
+                if linked:
+                    self.look_above(os.path.dirname(path))
                 for place, kind in self.around(path.rpartition("/")[0] or "/"):
                     if kind != RUN:
                         raise SourceError(_table(place, kind))
