@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -75,6 +76,9 @@ FREE = {
     "limits": "when to give up; may be raised to finish a run",
     "cluster": "where it runs",
 }
+# Columns of the file table. The second came after the first runs; who says nothing is left out.
+FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows")
+FILES_MAY_SAY = ("ctime_ns", "inode", "footer", "values")
 FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory, not answers
     (
         "gpu_memory_utilization",
@@ -229,7 +233,10 @@ def read_shards(data: bytes) -> Shards:
 
 
 def files_table(files: Sequence[InputFile]) -> bytes:
-    """Parquet bytes of the inventory, one row a file."""
+    """Parquet bytes of the inventory, one row a file.
+
+    Columns that came after the first runs are there only where they say something.
+    """
     import pyarrow as pa
 
     schema = pa.schema(
@@ -239,15 +246,35 @@ def files_table(files: Sequence[InputFile]) -> bytes:
             ("etag", pa.string()),
             ("mtime_ns", pa.int64()),
             ("rows", pa.int64()),
+            ("ctime_ns", pa.int64()),
+            ("inode", pa.uint64()),
+            ("footer", pa.string()),
+            ("values", pa.string()),
         ]
     )
-    return to_parquet(pa.Table.from_pylist([asdict(f) for f in files], schema))
+    rows = [asdict(f) | {"values": json.dumps(f.values) if f.values else None} for f in files]
+    table = pa.Table.from_pylist(rows, schema)
+    empty = [name for name in FILES_MAY_SAY if table[name].null_count == len(files)]
+    return to_parquet(table.drop_columns(empty))
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
-    names = ["uri", "size", "etag", "mtime_ns", "rows"]
-    table = from_parquet(data, "file table", names)
-    return tuple(InputFile(**row) for row in table.select(names).to_pylist())
+    table = from_parquet(data, "file table", FILES_SAY, FILES_MAY_SAY)
+    return tuple(
+        InputFile(**row | {"values": _path_values(row.get("values"))}) for row in table.to_pylist()
+    )
+
+
+def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
+    if text is None:
+        return ()
+    try:
+        pairs = tuple((name, value) for name, value in json.loads(text))
+        if all(isinstance(n, str) and isinstance(v, str | None) for n, v in pairs):
+            return pairs
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise CorruptRun(f"the file table holds {text[:80]!r} for the columns of a path")
 
 
 def encode_schema(schema: pa.Schema) -> str:
@@ -405,12 +432,17 @@ def to_parquet(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
-def from_parquet(data: bytes, what: str, names: list[str]) -> pa.Table:
-    """Columns `names` of such bytes; `CorruptRun` says that `what` is not readable."""
+def from_parquet(
+    data: bytes, what: str, names: Sequence[str], optional: Sequence[str] = ()
+) -> pa.Table:
+    """Columns `names` of such bytes, and of `optional` those that are there; `CorruptRun` says
+    that `what` is not readable."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(pa.BufferReader(data), columns=names)
+        there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
+        wanted = [*names, *(name for name in optional if name in there)]
+        return pq.read_table(pa.BufferReader(data), columns=wanted)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise CorruptRun(f"the {what} is not readable: {error}") from None

@@ -100,13 +100,22 @@ def digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it."""
+    """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it.
+
+    Of a local Parquet file read in place: `ctime_ns` and `inode` change whenever it is written, and
+    otherwise too, so `footer` (a hash) then tells whether it is still the same. `values` are the
+    columns, as text, that only its path tells. None and empty elsewhere, and in plans of before.
+    """
 
     uri: str
     size: int
     etag: str | None
     mtime_ns: int | None
     rows: int
+    ctime_ns: int | None = None
+    inode: int | None = None
+    footer: str | None = None
+    values: tuple[tuple[str, str | None], ...] = ()
 
 
 @dataclass(frozen=True)

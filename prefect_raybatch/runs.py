@@ -34,7 +34,7 @@ from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
-from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
+from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
 from prefect_raybatch.trust import check_trust
@@ -141,8 +141,10 @@ def run_keys(root: Store) -> list[str]:
 
 def check_places(job: BatchJob) -> None:
     """Raises `ConfigError` where the output would lie in the input, or in a file."""
+    from prefect_raybatch.source import reaches
+
     for uri in job.source.uris:
-        if contains(split_glob(uri)[0], job.output.uri):
+        if reaches(uri, job.output.uri):
             raise ConfigError(
                 f"output.uri: {job.output.uri!r} lies inside the input {uri!r}; the next night "
                 "would read its own results. Choose another folder"

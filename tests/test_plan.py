@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, job_dict, make_job
 from hypothesis import given
@@ -97,6 +100,16 @@ def test_the_file_table_round_trips():
         InputFile("/x/b.parquet", 1 << 40, None, 1_700_000_000_123_456_789, 0),
     )
     assert read_files(files_table(files)) == files
+    new = (*files, replace(files[1], ctime_ns=5, inode=(1 << 64) - 1, footer="0" * 32))
+    assert read_files(files_table(new)) == new
+    # Those of before have fewer columns, and what has nothing to say is written like them.
+    assert pq.read_schema(io.BytesIO(files_table(files))).names == [
+        "uri",
+        "size",
+        "etag",
+        "mtime_ns",
+        "rows",
+    ]
     with pytest.raises(CorruptRun, match="file table"):
         read_files(b"no")
 

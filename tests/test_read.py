@@ -19,6 +19,7 @@ from s3server import S3Server, start_s3
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job import Source
+from prefect_raybatch.plan import files_table, read_files
 from prefect_raybatch.records import InputFile, Unit
 from prefect_raybatch.source import inventory, snapshot, snapshot_dataset
 from prefect_raybatch.stages import blocks, read
@@ -28,7 +29,8 @@ from prefect_raybatch.storage import Store, open_store
 
 def write(path: Path, table: pa.Table, group: int | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, row_group_size=group)
+    # Not compressed: what has as many rows has the same size.
+    pq.write_table(table, path, row_group_size=group, compression="none")
 
 
 def numbers(start: int, rows: int) -> pa.Table:
@@ -318,6 +320,69 @@ def test_a_file_replaced_while_it_is_read(two, tmp_path, monkeypatch):
     assert not blocks.is_lost(third)
 
 
+def rewritten(path: Path, table: pa.Table, move: bool = False) -> None:
+    """Other rows in a file of the same name, size and time of change, as `cp -p` leaves it."""
+    info = os.stat(path)
+    new = path.with_name("new")
+    write(new, table)
+    if move:
+        os.replace(new, path)
+    else:
+        path.write_bytes(new.read_bytes())
+        new.unlink()
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    now = os.stat(path)
+    assert (now.st_size, now.st_mtime_ns) == (info.st_size, info.st_mtime_ns)
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_other_rows_of_the_same_size_and_time_are_noticed(two, tmp_path, move):
+    rewritten(tmp_path / "a.parquet", numbers(10, 10), move)
+    for planned in (two.files, read_files(files_table(two.files))):  # as the run directory has it
+        first, second, third = outcome(ShardReader(planned, two.schema))
+        for table in (first, second):
+            reason, fatal = lost(table)
+            assert f"{tmp_path}/a.parquet is not what the plan recorded" in reason and fatal
+            assert "footer" in reason
+        assert not blocks.is_lost(third)
+
+
+def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch):
+    kept = read._Cursor.take
+
+    def take(self: Any, start: int, rows: int) -> list[pa.Table]:
+        tables = kept(self, start, rows)
+        if start == 8:
+            rewritten(tmp_path / "a.parquet", numbers(10, 10))
+        return tables
+
+    monkeypatch.setattr(read._Cursor, "take", take)
+    first, second, third = outcome(two)
+    assert not blocks.is_lost(first) and not blocks.is_lost(third)
+    assert "a.parquet is not what the plan recorded" in lost(second)[0] and lost(second)[1]
+
+
+def test_a_file_that_is_touched_but_the_same_goes_on(two, tmp_path):
+    path = tmp_path / "a.parquet"
+    path.chmod(0o640)
+    os.link(path, tmp_path / "backup")
+    assert os.stat(path).st_ctime_ns != two.files[0].ctime_ns
+    assert not any(blocks.is_lost(table) for table in outcome(two))
+    rewritten(path, numbers(10, 10), move=True)
+    assert blocks.is_lost(outcome(two)[0])
+    rewritten(path, numbers(0, 10), move=True)  # put back, as the error says
+    assert not any(blocks.is_lost(table) for table in outcome(two))
+
+
+def test_a_plan_of_before_checks_what_it_recorded(two, tmp_path):
+    old = [InputFile(f.uri, f.size, f.etag, f.mtime_ns, f.rows) for f in two.files]
+    one = ShardReader(old, two.schema)
+    (tmp_path / "a.parquet").chmod(0o640)
+    assert not any(blocks.is_lost(table) for table in outcome(one))
+    os.utime(tmp_path / "a.parquet", ns=(1, 1))
+    assert "time of change" in lost(outcome(one)[0])[0]
+
+
 def test_a_corrupt_page_names_file_and_rows(two, tmp_path):
     path = tmp_path / "b.parquet"
     info = os.stat(path)
@@ -387,6 +452,47 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
     first, *_, last = everything(one, one.tasks(units, min_tasks=1))
     assert "x/00.parquet is not what the plan recorded" in lost(first)[0]
     assert "x/09.parquet is gone" in lost(last)[0] and lost(last)[1]
+
+
+def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
+    store = open_store("s3://input/lake", s3.options)
+    write(tmp_path / "f.parquet", numbers(0, 5))
+    data = (tmp_path / "f.parquet").read_bytes()
+    files = ["delta/p=1/a.parquet", "iceberg/data/a.parquet", "hudi/a.parquet", "a1.parquet"]
+    files += ["out/run/data/a.parquet", "d[1]/a.parquet", "d1/b.parquet", "a[1].parquet"]
+    files += ["iceberg/metadata/v1.metadata.json", "hudi/.hoodie/hoodie.properties"]
+    for path in (*files, "delta/_delta_log/0.json", "out/run/_raybatch/plan.json"):
+        store.put(path, data)
+
+    def names(below: str) -> list[str]:
+        found = inventory(Source(uri=f"s3://input/lake/{below}", options=s3.options))
+        return [file.uri.removeprefix("s3://input/lake/") for file in found.files]
+
+    reached = {
+        "delta": ["", "/p=1", "/p=1/*.parquet", "/p=1/a.parquet"],
+        "hudi": ["", "/*.parquet"],
+    }
+    reached["iceberg"] = ["", "/data", "/*/*.parquet"]
+    for table, ways in reached.items():
+        for way in ways:
+            with pytest.raises(SourceError, match=f"(?i)input/lake/{table} is an? {table} table"):
+                names(f"{table}{way}")
+    with pytest.raises(SourceError, match="table"):
+        names("**/a.parquet")
+    with pytest.raises(SourceError, match="run in s3://input/lake/out/run is not finished"):
+        names("out/run/data")
+    store.put("out/run/_SUCCESS", b"{}")
+    assert names("out/run/data") == names("out/*/data/*") == ["out/run/data/a.parquet"]
+    assert names("a[1].parquet") == ["a[1].parquet"]
+    assert names("d[1]") == names("d[1]/*.parquet") == ["d[1]/a.parquet"]
+    store.delete(["a[1].parquet"])
+    assert names("a[1].parquet") == ["a1.parquet"]
+    store.put("h/y=7/m=x%20y/a.parquet", data)
+    for uri in ("h", "h/y=7/*/*", "h/y=7/m=x%20y/a.parquet"):
+        found = inventory(Source(uri=f"s3://input/lake/{uri}", options=s3.options))
+        one = ShardReader(found.files, found.schema, options=s3.options)
+        table = everything(one, one.tasks(shards(5, 5)))[0]
+        assert (table["y"].to_pylist(), set(table["m"].to_pylist())) == ([7] * 5, {"x y"})
 
 
 def test_s3_that_cannot_be_read(s3, tmp_path):

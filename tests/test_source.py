@@ -77,9 +77,18 @@ def test_a_folder_is_read_recursively_in_name_order_without_hidden_files(tmp_pat
     assert [Path(f.uri).name for f in found.files] == ["a.parquet", "1.pq", "2.parquet"]
     assert found.rows == 3 and found.format == "parquet"
     info = os.stat(tmp_path / "in/a.parquet")
-    assert found.files[0] == InputFile(
-        str(tmp_path / "in/a.parquet"), info.st_size, None, info.st_mtime_ns, 1
+    first = found.files[0]
+    assert first == InputFile(
+        str(tmp_path / "in/a.parquet"),
+        info.st_size,
+        None,
+        info.st_mtime_ns,
+        1,
+        info.st_ctime_ns,
+        info.st_ino,
+        first.footer,
     )
+    assert first.footer and first.footer == found.files[0].footer
 
 
 @pytest.mark.parametrize(
@@ -284,8 +293,9 @@ def test_common_types():
 
 def test_three_thousand_files(tmp_path):
     parquet(tmp_path / "0000.parquet", x=[1, 2, 3])
+    data = (tmp_path / "0000.parquet").read_bytes()
     for i in range(1, 3000):
-        os.link(tmp_path / "0000.parquet", tmp_path / f"{i:04}.parquet")
+        (tmp_path / f"{i:04}.parquet").write_bytes(data)
     assert inventory(Source(uri=str(tmp_path))).rows == 9000
 
 
@@ -390,6 +400,39 @@ def test_csv_errors_name_file_and_place(tmp_path, content, words):
     refused(tmp_path, text(tmp_path / "data.csv", content), "data.csv", *words)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-be", "UTF-16"),  # these without a mark are told by their zeros
+        ("utf-16-le", "UTF-16"),
+        ("utf-32", "UTF-32"),
+    ],
+)
+def test_other_encodings_are_named_with_the_remedy(tmp_path, monkeypatch, name, encoding, said):
+    ignored: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    rows = "id,city\n1,München\n2,Ürgüp, Nevşehir\n" if "csv" in name else '{"a": "ü"}\n'
+    data = rows.encode(encoding)
+    if encoding == "utf-16-be":
+        data = b"\xfe\xff" + data
+    text(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
+    message = refused(tmp_path, str(tmp_path / name), name, said, "iconv -f")
+    assert "\n" not in message and not ignored
+    with pytest.raises(SourceError, match=said):
+        peek(Source(uri=str(tmp_path / name)))
+    assert not ignored
+
+
+def test_a_ragged_line_that_is_no_utf8_is_one_clean_error(tmp_path, monkeypatch):
+    ignored: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    text(tmp_path / "a.csv", "id,city\n1,a\n2,Ürgüp,x\n".encode("latin-1"))
+    refused(tmp_path, str(tmp_path / "a.csv"), "a.csv, line 3: 3 columns where the header has 2")
+    assert not ignored
+
+
 def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 12)
     path = text(tmp_path / "a.csv", 'a\n"' + "x\n" * 9000)
@@ -409,6 +452,22 @@ def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(snapshots, "_copy", slow)
     with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
+        copy(tmp_path, str(path))
+
+
+def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path, monkeypatch):
+    path = Path(text(tmp_path / "a.csv", "a\n1\n"))
+    info = path.stat()
+    kept = snapshots._copy
+
+    def slow(*args: Any) -> Inventory:
+        made = kept(*args)
+        path.write_text("a\n2\n")
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+        return made
+
+    monkeypatch.setattr(snapshots, "_copy", slow)
+    with pytest.raises(SourceError, match=r"a\.csv: changed while it was being copied"):
         copy(tmp_path, str(path))
 
 

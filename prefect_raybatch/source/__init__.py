@@ -7,7 +7,7 @@ that none needs memory in proportion to the input.
 from __future__ import annotations
 
 from prefect_raybatch.source.columns import check_columns
-from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot
+from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot, reaches
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
@@ -25,6 +25,7 @@ __all__ = [
     "inventory",
     "needs_snapshot",
     "peek",
+    "reaches",
     "snapshot",
     "snapshot_dataset",
     "snapshot_tables",

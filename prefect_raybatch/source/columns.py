@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
@@ -46,8 +46,8 @@ class Shape:
     """Column names and types, merged over files; the first file gives the order.
 
     `order`: the columns wanted, in this order, where given. `strict`: all files must have the same
-    columns. `text`: columns are CSV text, whose types are inferred here. `union`: see
-    `common_type`.
+    columns. `text`: columns are CSV text, whose types are inferred here, but for those of
+    `typed`. `union`: see `common_type`.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class Shape:
         text: bool = False,
         union: bool = False,
         order: Sequence[str] = (),
+        typed: Collection[str] = (),
     ) -> None:
+        self._typed = frozenset(typed)
         self._strict, self._text, self._union, self._order = strict, text, union, order
         self._files: dict[str, dict[str, pa.DataType]] = {}
         self._kept: dict[tuple[tuple[str, pa.DataType], ...], dict[str, pa.DataType]] = {}
@@ -73,7 +75,10 @@ class Shape:
         if self._text:
             mine = self._files.get(where, {})
             columns = zip(table.column_names, table.columns, strict=True)
-            found = {name: text_type(column, mine.get(name)) for name, column in columns}
+            found = {
+                name: column.type if name in self._typed else text_type(column, mine.get(name))
+                for name, column in columns
+            }
         else:
             found = {field.name: plain_type(field.type) for field in table.schema}
         self.see_types(where, found)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 import pyarrow as pa
 
@@ -15,32 +14,33 @@ from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import Raw, not_utf8, one_line, open_bytes
+from prefect_raybatch.source.streams import Raw, check_encoding, not_utf8, one_line, open_bytes
+
+_RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
 
 
 def csv_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Blocks of a CSV file with all columns as text; an empty unquoted cell is null."""
+    """Blocks of a CSV file with all columns as text; an empty unquoted cell is null.
+
+    Of `columns` those that the path tells may be lacking; without any other, all are given.
+    """
     import pyarrow.csv as pc
-
-    ragged: list[Any] = []
-
-    def refuse(row: Any) -> str:
-        ragged.append(row)
-        return "error"
 
     delimiter = "\t" if ".tsv" in file.info.path.lower() else ","
     read = pc.ReadOptions(block_size=streams.BLOCK_BYTES)
-    parse = partial(pc.ParseOptions, delimiter=delimiter, newlines_in_values=True)
+    # No handler for rows of another width: pyarrow would decode each as UTF-8 for it, and print
+    # what goes wrong with that past every error.
+    parse = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     try:
+        check_encoding(file)
         with open_bytes(file) as stream:
-            header = pc.open_csv(
-                stream, read_options=read, parse_options=parse(invalid_row_handler=_skip)
-            ).schema.names
+            header = pc.open_csv(stream, read, parse).schema.names
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
-        chosen = check_columns(columns, names, file.uri)
+        told = {name for name, _ in file.values} - {*names}
+        chosen = check_columns([c for c in columns or () if c not in told], names, file.uri)
         known.update(dict.fromkeys(names))
         convert = pc.ConvertOptions(
             column_types=dict.fromkeys(header, pa.string()),
@@ -50,27 +50,22 @@ def csv_tables(
             null_values=[""],
         )
         with open_bytes(file) as stream:
-            options = parse(invalid_row_handler=refuse)
-            for batch in pc.open_csv(stream, read, options, convert):
+            for batch in pc.open_csv(stream, read, parse, convert):
                 yield pa.Table.from_batches([batch]).rename_columns(chosen)
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise SourceError(_explain_csv(file, delimiter, error, ragged)) from None
+        raise SourceError(_explain_csv(file, delimiter, error)) from None
 
 
-def _skip(_: Any) -> str:
-    return "skip"
-
-
-def _explain_csv(file: File, delimiter: str, error: Exception, ragged: list[Any]) -> str:
+def _explain_csv(file: File, delimiter: str, error: Exception) -> str:
     text = str(error)
+    ragged = _RAGGED.search(text)
     if ragged:
-        row = ragged[0]
-        line, found = _find_ragged(file, delimiter, row.expected_columns)
+        line, found = _find_ragged(file, delimiter, int(ragged[1]))
         return (
-            f"{file.uri}, line {line or row.number}: {found or row.actual_columns} columns where "
-            f"the header has {row.expected_columns}; put values that hold {delimiter!r} in double "
+            f"{file.uri}{f', line {line}' if line else ''}: {found or ragged[2]} columns where "
+            f"the header has {ragged[1]}; put values that hold {delimiter!r} in double "
             "quotes, or mend the line"
         )
     if isinstance(error, UnicodeDecodeError) or "UTF8" in text:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +13,18 @@ import pyarrow as pa
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import Source
 from prefect_raybatch.records import InputFile
-from prefect_raybatch.storage import FileInfo, Store, is_remote, join, open_store, split_glob
+from prefect_raybatch.source.globs import hidden, matches
+from prefect_raybatch.source.hive import Values, path_values
+from prefect_raybatch.source.places import RESULTS, Places, mark
+from prefect_raybatch.storage import (
+    FileInfo,
+    Store,
+    contains,
+    is_remote,
+    join,
+    open_store,
+    split_glob,
+)
 
 ENDINGS = {
     ".parquet": "parquet",
@@ -49,20 +59,28 @@ class Inventory:
 
 @dataclass(frozen=True)
 class File:
-    """A file found; `given` is the entry of source.uri, `named` when that is the file itself."""
+    """A file found; `given` is the entry of source.uri, `named` when that is the file itself.
+
+    `values` are the columns that its path tells.
+    """
 
     store: Store
     info: FileInfo
     given: str
     named: bool
+    values: Values = ()
 
     @property
     def uri(self) -> str:
         return join(self.store.uri, self.info.path)
 
-    def input(self, rows: int) -> InputFile:
-        """The file as the plan names it, of which a run reads `rows` rows."""
-        return input_file(self.uri, self.info, rows)
+    def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
+        """The file as the plan names it, of which a run reads `rows` rows; `footer` where what
+        the file system knows of it is to be compared as well, `values` to be added on reading."""
+        made = replace(input_file(self.uri, self.info, rows), values=values)
+        if footer is None:
+            return made
+        return replace(made, ctime_ns=self.info.ctime_ns, inode=self.info.inode, footer=footer)
 
 
 def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
@@ -87,14 +105,26 @@ def needs_snapshot(source: Source) -> bool:
 
 def find(source: Source) -> tuple[str, list[File]]:
     """The format of `source` and its files, by name. Raises as `detect_format`."""
-    return _choose(source, _list(source))
+    kind, files = _choose(source, _list(source))
+    _refuse_links(files)
+    return kind, files
 
 
 def _list(source: Source) -> list[File]:
-    """All files of `source`, by name. Raises SourceError when an entry gives none."""
+    """All files of `source`, by name.
+
+    Raises SourceError when an entry gives none, or gives what is not to be read by itself.
+    """
     found: dict[str, File] = {}
+    places = Places(source.options)
     for given in source.uris:
-        files = list(_expand(given, source.options))
+        root, pattern = _as_it_stands(given, source.options)
+        files = list(_expand(root, pattern, given, source.options, places))
+        read = [f.uri for f in files if _may_be_read(f, source.format)]
+        if read or not files:
+            at = files[0].store.uri if files else root
+            named = any(file.named for file in files)
+            places.refuse(at, read, pattern is None and not named, named)
         if not files:
             raise SourceError(_nothing(given))
         for file in files:
@@ -105,6 +135,43 @@ def _list(source: Source) -> list[File]:
                     f"{given!r}; its rows would be read twice. Name it once."
                 )
     return [found[uri] for uri in sorted(found)]
+
+
+def _may_be_read(file: File, format: str) -> bool:
+    return file.named or format == "auto" or ending(file.info.path)[0] in (format, None)
+
+
+def _refuse_links(files: Sequence[File]) -> None:
+    """Raises SourceError when two of the files are one, by a link of either kind."""
+    seen: dict[tuple[int | None, int], File] = {}
+    for file in files:
+        info = file.info
+        if not info.inode:  # S3, or a file system that has no such numbers
+            continue
+        other = seen.setdefault((info.device, info.inode), file)
+        # Some network file systems give numbers that are not unique: these must agree as well.
+        same = (info.size, info.mtime_ns) == (other.info.size, other.info.mtime_ns)
+        if other is not file and same:
+            raise SourceError(
+                f"source.uri: {other.uri} and {file.uri} are one file, reached twice by a link; "
+                "its rows would be read twice. Remove the link, or name the files or folders to "
+                "read so that only one of the two is among them."
+            )
+
+
+def reaches(given: str, output: str) -> bool:
+    """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
+    root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
+    if not contains(root, output):
+        return False
+    if pattern is None:
+        return True
+    outer, inner = (
+        uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
+    )
+    below = [part for part in inner[len(outer) :].split("/") if part]
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
+    return any(matches(path, pattern.split("/")) for path in results)
 
 
 def _nothing(given: str) -> str:
@@ -118,46 +185,51 @@ def _nothing(given: str) -> str:
     return f"source.uri: {given!r} does not exist; check the path (and the bucket)"
 
 
-def _expand(given: str, options: dict[str, Any]) -> Iterator[File]:
-    """The files one entry of source.uri stands for."""
+def _as_it_stands(given: str, options: dict[str, Any]) -> tuple[str, str | None]:
+    """Root and pattern as `split_glob`, but a name with brackets that exists means itself.
+
+    `*` and `?` match the names they stand in as well, so only brackets can hide a file.
+    """
     root, pattern = split_glob(given)
-    if pattern is not None:
-        parts = pattern.split("/")
-        store = open_store(root, options)
-        for info in store.list("", recursive=len(parts) > 1 or parts == ["**"]):
-            if _matches(info.path.split("/"), parts):
-                yield File(store, info, given, named=False)
-        return
+    parts = pattern.split("/") if pattern else []
+    while parts and not set("*?") & set(parts[0]):
+        if "[" in parts[0] and not _exists(root, parts[0], options):
+            break
+        root = join(root, parts.pop(0))
+    return root, "/".join(parts) or None
+
+
+def _exists(root: str, name: str, options: dict[str, Any]) -> bool:
+    if not is_remote(root):
+        return os.path.exists(join(root, name))
+    store = open_store(root, options)
+    with suppress(FileNotFoundError):
+        store.stat(name)
+        return True
+    return next(store.list(name), None) is not None
+
+
+def _expand(
+    root: str, pattern: str | None, given: str, options: dict[str, Any], places: Places
+) -> Iterator[File]:
+    """The files one entry of source.uri stands for; tells `places` what the listing shows."""
+    parts = pattern.split("/") if pattern else []
     folder, _, name = root.rpartition("/")
-    if name and not folder.endswith(":/") and not given.endswith("/"):
+    if not parts and name and not folder.endswith(":/") and not given.endswith("/"):
         parent = open_store(folder or "/", options)
         with suppress(FileNotFoundError):
-            yield File(parent, parent.stat(name), given, named=True)
+            found = parent.stat(name)
+            yield File(parent, found, given, named=True, values=path_values(folder, ""))
             return
     store = open_store(root, options)
-    for info in store.list():
-        if not any(_hidden(part) for part in info.path.split("/")):
-            yield File(store, info, given, named=False)
-
-
-def _hidden(part: str) -> bool:
-    """What writers leave beside the data: _SUCCESS, _temporary, .part-0.crc."""
-    return part.startswith(("_", "."))
-
-
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Glob match part by part; `**` stands for any number of folders (at the end: also files)."""
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        if len(pattern) == 1:
-            return bool(path) and not any(_hidden(part) for part in path)
-        return _matches(path, pattern[1:]) or (
-            bool(path) and not _hidden(path[0]) and _matches(path[1:], pattern)
-        )
-    if not path or (_hidden(path[0]) and not _hidden(pattern[0])):
-        return False
-    return fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+    for info in store.list("", recursive=len(parts) != 1 or parts == ["**"]):
+        shown = mark(info.path)
+        if shown:
+            places.note(join(store.uri, shown[0]) if shown[0] else store.uri, shown[1])
+        path = info.path.split("/")
+        if matches(path, parts) if parts else not any(hidden(part) for part in path):
+            values = path_values(root, "/".join(path[:-1]))
+            yield File(store, info, given, named=False, values=values)
 
 
 def ending(name: str) -> tuple[str | None, str | None]:
@@ -175,7 +247,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
 def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
     """The format and the files of it; what `_list` found in folders may be left out."""
     if source.format != "auto":
-        chosen = [f for f in files if f.named or ending(f.info.path)[0] in (source.format, None)]
+        chosen = [f for f in files if _may_be_read(f, source.format)]
         if not chosen:
             raise SourceError(
                 f"source.format is {source.format}, but no file of {source.uris[0]!r} ends like "

@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.job import RESERVED
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import common_type, map_type
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import not_utf8, one_line, open_bytes
+from prefect_raybatch.source.streams import check_encoding, not_utf8, one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
 
@@ -24,6 +25,7 @@ def json_tables(
     """Blocks of a JSON Lines file, without keys that no line of a block has; notes all keys."""
     types: dict[str, pa.DataType] = {}
     try:
+        check_encoding(file)
         for line, block in _line_blocks(file):
             if not block.strip():
                 continue
@@ -33,7 +35,9 @@ def json_tables(
             if columns is not None:
                 held = [name for name in columns if name in table.column_names]
                 # A block that has none of the columns still counts its rows.
-                nothing = {columns[0]: pa.nulls(table.num_rows)}
+                told = {name for name, _ in file.values}
+                lacking = next((name for name in columns if name not in told), f"{RESERVED}rows")
+                nothing = {lacking: pa.nulls(table.num_rows)}
                 table = table.select(held) if held else pa.table(nothing)
             for field in table.schema:
                 before = types.get(field.name, pa.null())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from prefect_raybatch.job import Source
 from prefect_raybatch.source.arrow_types import plain_type
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.find import File, Inventory, find, some
+from prefect_raybatch.source.hive import Values, agrees, differs, path_types
 from prefect_raybatch.source.streams import one_line
-from prefect_raybatch.storage import read_ahead
+from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 from prefect_raybatch.trust import check_types
 
 FOOTER_THREADS = 16
@@ -34,22 +35,28 @@ def inventory(source: Source) -> Inventory:
     if kind != "parquet":
         raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
     shape, chosen, row_bytes = Shape(), [], 0.0
-    for file, footer, rows in _footers(files, source.columns, source.limit):
+    hive = path_types(file.values for file in files)
+    for file, footer, rows in _footers(files, source.columns, source.limit, hive):
         if rows:  # an empty table often has no real types
             shape.see_types(file.uri, footer.types)
         row_bytes = max(row_bytes, footer.row_bytes)
-        chosen.append(file.input(rows))
+        chosen.append(file.input(rows, footer.digest, footer.values))
     if not any(file.rows for file in chosen):
         raise SourceError(f"source.uri: no rows in {some(files)}")
     return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet")
 
 
 def _footers(
-    files: Sequence[File], columns: Sequence[str] | None, limit: int | None
+    files: Sequence[File],
+    columns: Sequence[str] | None,
+    limit: int | None,
+    hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
     """Files with their footers and the rows to read of each, until `limit` rows are reached."""
     left = sys.maxsize if limit is None else limit
-    footers = read_ahead(partial(_footer, columns=columns), files, FOOTER_THREADS, FOOTERS_AHEAD)
+    footers = read_ahead(
+        partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
+    )
     for file, footer in zip(files, footers, strict=True):
         rows = min(footer.rows, left)
         left -= rows
@@ -63,10 +70,13 @@ class _Footer:
     rows: int
     types: dict[str, pa.DataType]
     row_bytes: float
+    digest: str | None  # of a local file
+    values: Values  # of the chosen columns, those that only the path tells
 
 
-def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
-    """Rows, types of the chosen columns and mean uncompressed bytes a row of one file."""
+def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
+    """Rows, types of the chosen columns and mean uncompressed bytes a row of one file; `hive`
+    are the types of the columns in paths."""
     import pyarrow.parquet as pq
 
     try:
@@ -75,6 +85,7 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
             pq.ParquetFile(handle, pre_buffer=False) as parquet,
         ):
             metadata, schema = parquet.metadata, parquet.schema_arrow
+            digest = None if is_remote(file.uri) else footer_digest(handle)
     except RayBatchError:
         raise
     except FileNotFoundError:
@@ -84,14 +95,44 @@ def _footer(file: File, columns: Sequence[str] | None) -> _Footer:
             f"{file.uri}: is not a readable Parquet file ({one_line(error)}); write it again, "
             "remove it, or set source.format if it is of another kind"
         ) from None
-    names = check_columns(columns, schema.names, file.uri)
-    check_types(pa.schema([schema.field(name) for name in names]), file.uri, SourceError)
-    types = {name: plain_type(schema.field(name).type) for name in names}
+    added = [name for name, _ in file.values if name not in schema.names]
+    names = check_columns(columns, [*schema.names, *added], file.uri)
+    own = pa.schema([schema.field(name) for name in names if name not in added])
+    check_types(own, file.uri, SourceError)
+    for name, value in file.values:
+        if name in own.names and not _all_are(metadata, own.field(name), value):
+            raise SourceError(differs(file.uri, name, value))
+    types = {
+        name: hive[name] if name in added else plain_type(own.field(name).type) for name in names
+    }
     size = _stored_bytes(metadata, None if columns is None else set(names))
     rows = metadata.num_rows
     # Repeated values are stored once: never below what the fixed widths alone need.
+    values = tuple((name, value) for name, value in file.values if name in {*added} & {*names})
     least = sum(_least_bytes(kind) for kind in types.values())
-    return _Footer(rows, types, max(size / rows, least) if rows else 0.0)
+    return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values)
+
+
+def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
+    """Whether the statistics show that a column holds `value` alone."""
+    kind = plain_type(field.type)
+    for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        if not group.num_rows:
+            continue
+        chunks = (group.column(i) for i in range(metadata.num_columns))
+        seen = next((c.statistics for c in chunks if c.path_in_schema == field.name), None)
+        if seen is None or not seen.has_null_count:
+            return False
+        if value is None or seen.null_count:
+            if value is not None or seen.null_count != group.num_rows:
+                return False
+            continue
+        try:
+            if not seen.has_min_max or not agrees(pa.array([seen.min, seen.max], kind), value):
+                return False
+        except (pa.ArrowException, TypeError, ValueError):
+            return False
+    return True
 
 
 def _stored_bytes(metadata: Any, names: set[str] | None) -> int:

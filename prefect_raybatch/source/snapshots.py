@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.csv_text import csv_tables
 from prefect_raybatch.source.find import File, Inventory, ending, find, some
+from prefect_raybatch.source.hive import add_columns, path_types
 from prefect_raybatch.source.json_lines import json_tables
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
@@ -43,16 +44,16 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
     for file in files:
         if file.info.size == 0:
             raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
-    tables = csv_tables if kind == "csv" else json_tables
-
+    hive = path_types(file.values for file in files)
     known: dict[str, None] = {}
 
     def blocks() -> Blocks:
         for file in files:
-            for table in tables(file, source.columns, known):
+            for table in _tables(kind, file, source.columns, known, hive):
                 yield file.uri, table
 
-    made = _copy(blocks, _shape(kind, source.columns), run_store, attempt, source.limit, kind)
+    shape = _shape(kind, source.columns, hive)
+    made = _copy(blocks, shape, run_store, attempt, source.limit, kind)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
     else:
@@ -69,10 +70,10 @@ def peek(source: Source) -> Inventory:
     widen. Raises as `snapshot` for what shows in that block.
     """
     kind, files = find(source)
-    shape = _shape(kind, source.columns)
+    hive = path_types(file.values for file in files)
+    shape = _shape(kind, source.columns, hive)
     known: dict[str, None] = {}
-    tables = (csv_tables if kind == "csv" else json_tables)(files[0], source.columns, known)
-    table = next(iter(tables), None)
+    table = next(_tables(kind, files[0], source.columns, known, hive), None)
     if table is None or not table.num_rows:
         raise SourceError(f"{files[0].uri}: has no rows to look at")
     shape.see(files[0].uri, table)
@@ -102,12 +103,12 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
     them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
     """
     kind, files = find(source)
+    hive = path_types(file.values for file in files)
     chosen = {i * (len(files) - 1) // max(1, most - 1) for i in range(most)}
     for number in sorted(chosen) if len(files) > most else range(len(files)):
         file = files[number]
-        shape = _shape(kind, source.columns)
-        tables = (csv_tables if kind == "csv" else json_tables)(file, source.columns, {})
-        table = next(iter(tables), None)
+        shape = _shape(kind, source.columns, hive)
+        table = next(_tables(kind, file, source.columns, {}, hive), None)
         if table is not None and table.num_rows:
             shape.see(file.uri, table)
             yield file.uri, conform(table, written(shape.schema))
@@ -128,8 +129,24 @@ def _stored_row_bytes(file: File) -> float:
     return size / max(1, data.count(b"\n"))
 
 
-def _shape(kind: str, columns: Sequence[str] | None) -> Shape:
-    return Shape(strict=kind == "csv", text=kind == "csv", union=True, order=columns or ())
+def _tables(
+    kind: str,
+    file: File,
+    columns: Sequence[str] | None,
+    known: dict[str, None],
+    hive: Mapping[str, pa.DataType],
+) -> Iterator[pa.Table]:
+    """Blocks of a file with the columns of its path, whose types are `hive`; notes all names."""
+    told = [name for name, _ in file.values]
+    check_columns(None, [name for name in told if name in (columns or told)], file.uri)
+    for table in (csv_tables if kind == "csv" else json_tables)(file, columns, known):
+        known.update(dict.fromkeys(told))
+        yield add_columns(table, file.uri, file.values, hive, columns) if told else table
+
+
+def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
+    csv = kind == "csv"
+    return Shape(strict=csv, text=csv, union=True, order=columns or (), typed=hive)
 
 
 def _check_unchanged(files: Sequence[File]) -> None:
@@ -138,7 +155,9 @@ def _check_unchanged(files: Sequence[File]) -> None:
             now = file.store.stat(file.info.path)
         except FileNotFoundError:
             raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
-        if now != file.info:
+        # The change time cannot be set back. A new link or mode changes it too, but what was read
+        # cannot be compared any more, and to begin the copy anew costs little.
+        if now != file.info or now.ctime_ns != file.info.ctime_ns:
             raise SourceError(
                 f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
                 f"{now.size}); start again when it is complete"

@@ -13,6 +13,12 @@ from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.source.find import File, ending
 
 BLOCK_BYTES = 8 << 20  # text parsed at a time
+MARKS = {  # the longer ones first: they begin like the shorter
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 
 
 def one_line(error: BaseException) -> str:
@@ -34,6 +40,24 @@ def open_bytes(file: File) -> Iterator[Any]:
             yield pa.CompressedInputStream(native, compression) if compression else native
     except FileNotFoundError:
         raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+
+
+def check_encoding(file: File) -> None:
+    """Raises SourceError for a file whose first bytes say that it is UTF-16 or UTF-32."""
+    with open_bytes(file) as stream:
+        head = stream.read(4)
+    encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
+    said = "its first bytes, the byte order mark, say"
+    if encoding is None:
+        if b"\0" not in head or not head.strip(b"\0"):
+            return
+        encoding = "UTF-32" if head.count(0) == 3 else "UTF-16"
+        encoding += "BE" if head[:1] == b"\0" else "LE"
+        said = "the zeros between its first characters say"
+    raise SourceError(
+        f"{file.uri}: is {encoding}, as {said}; only UTF-8 is read. Convert it, for example with "
+        f"iconv -f {encoding} -t UTF-8"
+    )
 
 
 def not_utf8(file: File) -> str:

@@ -38,7 +38,7 @@ from ray.data.datasource import ReadTask
 from prefect_raybatch.errors import RayBatchError, is_transient
 from prefect_raybatch.records import InputFile, Unit
 from prefect_raybatch.stages import blocks
-from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
+from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
 UNITS_PER_TASK = 8  # of neighbours: they share the decoding of a row group
@@ -221,6 +221,8 @@ class _Files:
         self._open: tuple[int, _Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
+        # Touched since the plan, and found the same: change time and inode then.
+        self._same: dict[int, tuple[int | None, int | None]] = {}
 
     def __enter__(self) -> _Files:
         return self
@@ -236,7 +238,8 @@ class _Files:
             self._close()
             handle = self._handle(part.file)
             try:
-                cursor = _Cursor(handle, self._schema, self._last_row[part.file])
+                values = dict(self._task.files[part.file].values)
+                cursor = _Cursor(handle, self._schema, self._last_row[part.file], values)
             except BaseException:
                 handle.close()
                 raise
@@ -259,6 +262,29 @@ class _Files:
                 f"time of change {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
                 f"{found.size})"
             )
+        self._check_written(number, planned, found)
+
+    def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
+        """Size and time of change can be set: where the file system says that something else
+        happened to the file, its footer decides. Raises as `check`."""
+        at = (found.ctime_ns, found.inode)
+        if planned.footer is None or at in (
+            (planned.ctime_ns, planned.inode),
+            self._same.get(number),
+        ):
+            return
+        store, path = self._place(number)
+        with store.open(path) as handle:
+            try:
+                footer = footer_digest(handle)
+            except ValueError:
+                footer = "none"
+        if footer != planned.footer:
+            raise _Changed(
+                f"footer {planned.footer[:12]} -> {footer[:12]} (size and time of change are the "
+                "same, but it was written again)"
+            )
+        self._same[number] = at
 
     def forget(self, number: int) -> None:
         """After an error: open the file afresh for the next unit."""
@@ -350,10 +376,16 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class _Cursor:
-    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on."""
+    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on.
 
-    def __init__(self, handle: BinaryIO, schema: pa.Schema, stop: int) -> None:
-        self._handle, self._schema, self._stop = handle, schema, stop
+    `values`: the columns that are not in the file, each of one value, as text.
+    """
+
+    def __init__(
+        self, handle: BinaryIO, schema: pa.Schema, stop: int, values: Mapping[str, str | None]
+    ) -> None:
+        self._handle, self._schema, self._stop, self._values = handle, schema, stop, values
+        self._names = [name for name in schema.names if name not in values]
         self._file = pq.ParquetFile(handle, pre_buffer=False)
         metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -362,7 +394,7 @@ class _Cursor:
             self._starts.append(self._starts[-1] + group.num_rows)
         if self._starts[-1] < stop:
             raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, the plan reads {stop}")
-        names = set(schema.names)
+        names = set(self._names)
         chunks = [
             group.column(i)
             for group in groups[:1]
@@ -399,7 +431,7 @@ class _Cursor:
                 self._held.append(batch.slice(high))
             self._at += high
             if low < high:
-                tables.append(_cast(batch.slice(low, high - low), self._schema))
+                tables.append(_cast(batch.slice(low, high - low), self._schema, self._values))
         return tables
 
     def close(self) -> None:
@@ -419,14 +451,20 @@ class _Cursor:
         self._batches = self._file.iter_batches(
             batch_size=self._batch_rows,
             row_groups=list(range(group, last)),
-            columns=self._schema.names,
+            columns=self._names,
             use_threads=False,  # a task holds half a CPU or one
         )
 
 
-def _cast(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones."""
-    columns = [batch.column(name) for name in schema.names]
+def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
+    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones; those
+    of `values` hold that, once a row."""
+    columns = [
+        pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
+        if name in values
+        else batch.column(name)
+        for name in schema.names
+    ]
     cast_columns = [
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(columns, schema, strict=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect_raybatch.storage.ahead import read_ahead
 from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
@@ -22,6 +23,7 @@ __all__ = [
     "S3Store",
     "Store",
     "contains",
+    "footer_digest",
     "is_remote",
     "join",
     "open_store",

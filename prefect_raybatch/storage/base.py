@@ -31,6 +31,9 @@ class FileInfo:
     `path` is relative to the store's root with "/" between parts, `size` is in bytes. S3 gives
     `etag` (no quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
     `modified` is for people and for ages only: seconds since 1970, where a listing says it.
+    A local store also gives what the file system knows a file by (`device`, `inode`) and when it
+    last changed anything of it (`ctime_ns`, which nobody can set); links and modes change that
+    too, so these alone do not make two files differ.
     """
 
     path: str
@@ -38,6 +41,9 @@ class FileInfo:
     etag: str | None
     mtime_ns: int | None
     modified: float | None = field(default=None, compare=False)
+    ctime_ns: int | None = field(default=None, compare=False)
+    device: int | None = field(default=None, compare=False)
+    inode: int | None = field(default=None, compare=False)
 
 
 class Store(ABC):

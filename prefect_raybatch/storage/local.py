@@ -177,7 +177,16 @@ class LocalStore(Store):
 
 
 def _local_info(path: str, found: os.stat_result) -> FileInfo:
-    return FileInfo(path, found.st_size, None, found.st_mtime_ns, found.st_mtime)
+    return FileInfo(
+        path,
+        found.st_size,
+        None,
+        found.st_mtime_ns,
+        found.st_mtime,
+        found.st_ctime_ns,
+        found.st_dev,
+        found.st_ino,
+    )
 
 
 def _link(temporary: str, target: str) -> None:

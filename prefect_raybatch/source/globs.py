@@ -1,0 +1,31 @@
+"""Globs as source.uri writes them: what matches."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+
+def hidden(part: str) -> bool:
+    """What writers leave beside the data: _SUCCESS, _temporary, .part-0.crc."""
+    return part.startswith(("_", "."))
+
+
+def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
+    """Glob match part by part; `**` stands for any number of folders (at the end: also files).
+
+    A part of `path` that is None stands for some name that is not hidden.
+    """
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        if len(pattern) == 1:
+            return bool(path) and not any(hidden(part) for part in path if part is not None)
+        return matches(path, pattern[1:]) or (
+            bool(path) and not hidden(path[0] or "") and matches(path[1:], pattern)
+        )
+    if not path or (hidden(path[0] or "") and not hidden(pattern[0])):
+        return False
+    return (path[0] is None or fnmatch.fnmatchcase(path[0], pattern[0])) and matches(
+        path[1:], pattern[1:]
+    )

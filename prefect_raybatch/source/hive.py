@@ -1,0 +1,112 @@
+"""Columns that stand in the path: `year=2026/city=Bonn/part-0.parquet`, as Hive writes them.
+
+Names and values are read as pyarrow's hive partitioning reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from urllib.parse import unquote_to_bytes
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import SourceError
+
+NULL = "__HIVE_DEFAULT_PARTITION__"
+
+Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for null)
+
+
+@lru_cache(1024)
+def path_values(root: str, folder: str) -> Values:
+    """The columns of a file in `folder` below `root`: of the folders below, and of those that
+    the root ends in. Raises SourceError for a column that stands there twice, or is no UTF-8."""
+    above: list[str] = []
+    for part in reversed(root.split("/")):
+        if not _is_pair(part):
+            break
+        above.insert(0, part)
+    where = f"{root}/{folder}"
+    found: dict[str, str | None] = {}
+    for part in [*above, *folder.split("/")]:
+        if not _is_pair(part):
+            continue
+        name, value = (_decode(text, where) for text in part.split("=", 1))
+        if name in found:
+            raise SourceError(f"{where}: column {name!r} stands in the path twice; rename a folder")
+        found[name] = None if value == NULL else value
+    return tuple(found.items())
+
+
+def _is_pair(part: str) -> bool:
+    return "=" in part[1:]
+
+
+def _decode(text: str, where: str) -> str:
+    try:
+        return unquote_to_bytes(text).decode("utf-8")
+    except UnicodeDecodeError:
+        raise SourceError(
+            f"{where}: {text!r} in the path is not UTF-8; rename the folder"
+        ) from None
+
+
+def path_types(files: Iterator[Values]) -> dict[str, pa.DataType]:
+    """int32 where all values of a column are whole numbers that fit, else text."""
+    seen: dict[str, set[str]] = {}
+    for values in dict.fromkeys(files):
+        for name, value in values:
+            seen.setdefault(name, set()).update(() if value is None else (value,))
+    return {name: pa.int32() if _whole(texts) else pa.string() for name, texts in seen.items()}
+
+
+def _whole(texts: set[str]) -> bool:
+    try:
+        pa.array(list(texts), pa.string()).cast(pa.int32())
+    except pa.ArrowInvalid:
+        return False
+    return bool(texts)
+
+
+def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
+    """Whether all of a column is what the path says."""
+    import pyarrow.compute as pc
+
+    if value is None or column.null_count:
+        return value is None and column.null_count == len(column)
+    try:
+        return bool(pc.all(pc.equal(column, pa.scalar(value).cast(column.type))).as_py())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return False
+
+
+def differs(where: str, name: str, value: str | None) -> str:
+    return (
+        f"{where}: column {name!r} stands in the file and in the path, and it does not show that "
+        f"all of the file's are {value!r}, as the path says; write it to one of them, or leave it "
+        "out with source.columns"
+    )
+
+
+def add_columns(
+    table: pa.Table,
+    where: str,
+    values: Values,
+    types: Mapping[str, pa.DataType],
+    columns: Sequence[str] | None,
+) -> pa.Table:
+    """`table` (of the file `where`) with the columns of its path, of `columns` where given."""
+    for name, value in values:
+        if columns is not None and name not in columns:
+            continue
+        column = pa.repeat(pa.scalar(value, pa.string()).cast(types[name]), table.num_rows)
+        if name not in table.column_names:
+            table = table.append_column(name, column)
+        elif agrees(table[name], value):
+            table = table.set_column(table.column_names.index(name), name, column)
+        else:
+            raise SourceError(differs(where, name, value))
+    if columns is None:
+        return table
+    return table.select([name for name in columns if name in table.column_names])

@@ -1,0 +1,186 @@
+"""Folders that are more than their files: tables of other systems, and runs of ours.
+
+The files of a table hold rows that the table no longer has; only its log tells which count. A
+run's hold answers and failures, and are whole once `_SUCCESS` stands beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from prefect_raybatch.errors import SourceError, StoreError
+from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
+
+RUN, RECORDS, SUCCESS = "run", "_raybatch", "_SUCCESS"
+RESULTS = ("data", "quarantine")  # what of a run a folder or a glob can reach
+LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
+THREADS = 8  # look at so many folders above the input at once
+RIGHTS = {  # what gives a table's rows, for the message
+    "Delta": "deltalake.DeltaTable(...).to_pyarrow_table()",
+    "Iceberg": "pyiceberg's table.scan().to_arrow()",
+    "Hudi": "Spark",
+    "Lance": "lance.dataset(...).to_table()",
+}
+
+
+def mark(path: str) -> tuple[str, str] | None:
+    """(folder, kind) of what a file at `path` shows to lie there: a kind of table, or RUN."""
+    parts = path.split("/")
+    for kind, name in (("Delta", "_delta_log"), ("Hudi", ".hoodie")):
+        if name in parts[:-1]:
+            return "/".join(parts[: parts.index(name)]), kind
+    above, (folder, name) = "/".join(parts[:-2]), ["", *parts][-2:]
+    if folder == "metadata" and (
+        name == "version-hint.text" or name.endswith((".metadata.json", ".metadata.json.gz"))
+    ):
+        return above, "Iceberg"
+    if folder == "_versions" and name.endswith(".manifest"):
+        return above, "Lance"
+    return (above, RUN) if (folder, name) == (RECORDS, "plan.json") else None
+
+
+def _look(store: Store) -> str | None:
+    """What lies at the root of `store`: a kind of table, RUN, or None."""
+
+    def listed(name: str, recursive: bool = False) -> bool:
+        return any(mark(info.path) for info in islice(store.list(name, recursive), LOOKED_AT))
+
+    def there(path: str) -> bool:
+        try:
+            store.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    looks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("Delta", partial(listed, "_delta_log", recursive=True)),
+        ("Hudi", partial(listed, ".hoodie", recursive=True)),
+        ("Iceberg", partial(there, "metadata/version-hint.text")),
+        ("Iceberg", partial(listed, "metadata")),
+        ("Lance", partial(listed, "_versions")),
+        (RUN, partial(there, f"{RECORDS}/plan.json")),
+    )
+    for kind, found in looks:
+        try:
+            if found():
+                return kind
+        except StoreError as error:
+            # Rights often end at the input itself: what may not be seen is no reason to stop.
+            if error.transient:
+                raise
+    return None
+
+
+class Places:
+    """What folders are, by their URI: as listings show it, or looked at once."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._kinds: dict[str, str | None] = {}
+        self._found: dict[str, tuple[tuple[str, str], ...]] = {}
+
+    def note(self, folder: str, kind: str) -> None:
+        """A listing has shown what `folder` is."""
+        self._kinds[folder] = kind
+
+    def look_above(self, folder: str) -> None:
+        """Look at `folder` and all folders above it."""
+        unknown = [place for place in _upwards(folder) if place not in self._kinds]
+        if not unknown:
+            return
+        stores = [open_store(place, self._options) for place in unknown]
+        kinds = read_ahead(_look, stores, THREADS, len(stores))
+        self._kinds |= dict(zip(unknown, kinds, strict=True))
+
+    def around(self, folder: str) -> tuple[tuple[str, str], ...]:
+        """(place, kind) of the nearest table or run that `folder` lies in, and of the nearest
+        that it lies in when links are followed."""
+        if folder not in self._found:
+            real = folder if is_remote(folder) else os.path.realpath(folder)
+            if real != folder:
+                self.look_above(real)
+            found = (self._nearest(place) for place in dict.fromkeys((folder, real)))
+            self._found[folder] = tuple(hit for hit in found if hit)
+        return self._found[folder]
+
+    def _nearest(self, folder: str) -> tuple[str, str] | None:
+        for place in _upwards(folder):
+            kind = self._kinds.get(place)
+            if kind:
+                return place, kind
+        return None
+
+    def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
+        """Raises SourceError where the files `uris`, one entry's, are not to be read by
+        themselves: those of a table, or of a run that is not finished or is taken whole.
+
+        `root` is the folder they were looked for in; `whole` says that all of it was taken,
+        `named` that the entry names the file itself.
+        """
+        self.look_above(root)
+        runs: dict[str, set[str]] = {}
+        for uri in uris or [f"{root}/"]:
+            linked = not is_remote(uri) and os.path.islink(uri)
+            for path in (uri, os.path.realpath(uri)) if linked else (uri,):
+                if linked:
+                    self.look_above(os.path.dirname(path))
+                for place, kind in self.around(path.rpartition("/")[0] or "/"):
+                    if kind != RUN:
+                        raise SourceError(_table(place, kind))
+                    runs.setdefault(place, set()).add(_below(place, path))
+        for run, parts in runs.items():
+            taken = whole and f"{run}/".startswith(f"{root.rstrip('/')}/")
+            if taken or parts & {*RESULTS, RECORDS}:
+                self._refuse_run(
+                    run, taken or parts >= set(RESULTS), not named and RECORDS in parts
+                )
+
+    def _refuse_run(self, run: str, mixed: bool, records: bool) -> None:
+        try:
+            open_store(run, self._options).stat(SUCCESS)
+        except FileNotFoundError:
+            raise SourceError(
+                f"source.uri: the run in {run} is not finished (it has no {SUCCESS}), so not all "
+                "of its rows are there. Finish it with the command it was begun with, then run "
+                "this again"
+            ) from None
+        if records:
+            raise SourceError(
+                f"source.uri: {run}/{RECORDS} holds the records of a run, not its result. Name "
+                f"{run}/data, or the pieces that {run}/{RECORDS}/manifest.json lists one by one"
+            )
+        if mixed:
+            raise SourceError(
+                f"source.uri: {run} is a run directory: beside the answers in data/ it holds the "
+                f"rows that failed in quarantine/. Name {run}/data (or, for the others, "
+                f"{run}/quarantine)"
+            )
+
+
+def _below(place: str, uri: str) -> str:
+    """The first part of `uri` below `place`."""
+    return uri[len(place.rstrip("/")) + 1 :].partition("/")[0]
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """`folder` and all above it, up to the root or the bucket."""
+    top = folder.find("/", len("s3://")) if is_remote(folder) else 0
+    while True:
+        yield folder
+        cut = folder.rfind("/")
+        if cut < 0 or (is_remote(folder) and (top < 0 or cut < top)) or folder == "/":
+            return
+        folder = folder[:cut] or "/"
+
+
+def _table(place: str, kind: str) -> str:
+    return (
+        f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files hold "
+        "rows that the table no longer has (deleted, rewritten), so they are not read by "
+        f"themselves. Export its rows to Parquet (for example with {RIGHTS[kind]}) and name that "
+        "folder"
+    )
