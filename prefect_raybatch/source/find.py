@@ -123,18 +123,18 @@ def _expand(given: str, options: dict[str, Any]) -> Iterator[File]:
     root, pattern = split_glob(given)
     if pattern is not None:
         parts = pattern.split("/")
-        store = open_store(root, options)
+        store = open_store(root, options, links=True)
         for info in store.list("", recursive=len(parts) > 1 or parts == ["**"]):
             if _matches(info.path.split("/"), parts):
                 yield File(store, info, given, named=False)
         return
     folder, _, name = root.rpartition("/")
     if name and not folder.endswith(":/") and not given.endswith("/"):
-        parent = open_store(folder or "/", options)
+        parent = open_store(folder or "/", options, links=True)
         with suppress(FileNotFoundError):
             yield File(parent, parent.stat(name), given, named=True)
             return
-    store = open_store(root, options)
+    store = open_store(root, options, links=True)
     for info in store.list():
         if not any(_hidden(part) for part in info.path.split("/")):
             yield File(store, info, given, named=False)

@@ -39,8 +39,9 @@ class Answer(NamedTuple):
 
     @property
     def worth_retrying(self) -> bool:
-        """No answer, a conflict, throttling or a server error; NoSuchUpload is a lost success."""
-        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown"):
+        """No answer, a conflict, throttling, a server error, a body that was changed on the way;
+        NoSuchUpload is a lost success."""
+        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", "BadDigest"):
             return True
         return self.status in (0, 408, 409, 429) or (
             self.status >= 500 and self.status not in (501, 505, 507)
