@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import CorruptRun, SourceError
 from prefect_raybatch.part_files import PartFiles
 from prefect_raybatch.records import Part, digest
 from prefect_raybatch.row_sums import decode, encode, row_sums, sums_path
 from prefect_raybatch.storage import FileInfo, Store, Sums, holds, put_proved
-from prefect_raybatch.storage.proof import bad_upload
+from prefect_raybatch.storage.proof import bad_upload, sha256_of
 from prefect_raybatch.trust import check_types
 
 log = logging.getLogger("prefect_raybatch.finalize")
@@ -102,23 +102,22 @@ class ResultParts:
         The same pyarrow writes the same bytes: where it wrote others of that very size they were
         changed, if only in figures beside the rows by which readers leave row groups out.
         """
-        with self._store.open(path) as stream:
-            sums = Sums.of_stream(stream)
-            stream.seek(0)
-            try:
+        try:
+            with self._store.open(path) as stream:
+                checksum, size = sha256_of(stream), stream.tell()
+                stream.seek(0)
                 with pq.ParquetFile(stream, pre_buffer=False) as found:
                     check_types(found.schema_arrow, path)
-                    made = pq.read_metadata(local_path)
-                    changed = sums.size == os.path.getsize(local_path) and (
-                        found.metadata.created_by == made.created_by
-                    )
-                    if changed or not found.schema_arrow.equals(made.schema.to_arrow_schema()):
+                    ours = pq.read_metadata(local_path).created_by
+                    if size == os.path.getsize(local_path) and found.metadata.created_by == ours:
+                        return None
+                    if not found.schema_arrow.equals(pq.read_schema(local_path)):
                         return None
                     same = _equal(self._made(), _numbers_and_sums(found, self.row_number))
-            except (pa.ArrowException, OSError, CorruptRun) as error:
-                log.info("%s is no part of the result: %s", path, error)
-                return None
-        return sums.sha256 if same else None
+        except (pa.ArrowException, OSError, ValueError, CorruptRun, SourceError) as error:
+            log.info("%s is no part of the result: %s", path, error)
+            return None
+        return checksum if same else None
 
 
 class _Fenced(PartFiles):

@@ -479,6 +479,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         dashboard=_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
+    if ledger.finished(plan) is not None:
+        return _end(ledger, plan, True)  # the report is the other finalizer's too
     store.put(REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())

@@ -13,7 +13,7 @@ from typing import Any
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.records import Part, Plan, dump, load
 from prefect_raybatch.storage import FileInfo, Store
-from prefect_raybatch.storage.proof import Sums
+from prefect_raybatch.storage.proof import sha256_of
 
 SUCCESS = "_SUCCESS"
 FOLDERS = {"data": "data", "quarantine": "quarantine"}
@@ -144,7 +144,7 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
 def _same(store: Store, part: Part) -> bool:
     """A copied bucket gives other ETags to the same contents."""
     with store.open(part.path) as stream:
-        return Sums.of_stream(stream).sha256 == part.sha256
+        return sha256_of(stream) == part.sha256
 
 
 def listed(store: Store) -> dict[str, FileInfo]:

@@ -84,7 +84,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
         yield passed("model", f"{source} at {found['revision']}")
         return
     if is_remote(source):
-        files = {info.path for info in open_store(source, links=True).list()}
+        files = {info.path for info in open_store(source).list()}
         index = open_store(source).read(INDEX, 64 << 20) if INDEX in files else b"{}"
     else:
         folder = Path(models.local_path(found))

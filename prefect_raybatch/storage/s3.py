@@ -14,7 +14,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
-from prefect_raybatch.errors import SourceError, StoreUnavailable
+from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, too_large
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, request, upload
@@ -122,8 +122,16 @@ class S3Store(Store):
         if size <= SINGLE_PUT_BYTES:
             data, key = _content(source), self._key(path)
             body: dict[str, Any] = {"Body": data, "ContentMD5": _md5(data)}
-            wanted = f'"{seen.etag}"'
-            return bool(self._call("put_object", key, accept=412, IfMatch=wanted, **body))
+            # The header wants quotes; radosgw compares it, in a PUT, with what has none.
+            for wanted in (f'"{seen.etag}"', str(seen.etag)):
+                if self._call("put_object", key, accept=412, IfMatch=wanted, **body):
+                    return True
+                if self.stat(path).etag != seen.etag:
+                    return False
+            raise UnsafeStore(
+                f"{join(self.uri, path)}: the store cannot replace a file that is as it was seen "
+                "(If-Match in a PUT); remove this file, then run the same command again"
+            )
         if self.stat(path).etag != seen.etag:
             return False
         self._upload(path, source, size)
