@@ -27,7 +27,7 @@ from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
-from prefect_raybatch.job import NAME, BatchJob, check_run_key
+from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import ray.data
 
     from prefect_raybatch.driver import Progress
+    from prefect_raybatch.finalize import Result
 
 log = logging.getLogger(__name__)
 SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
@@ -484,20 +485,22 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     store.put(REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(
-        Success(
-            rows=plan.rows,
-            data=result.tally.good,
-            quarantine=result.tally.failed,
-            skipped=result.tally.skipped,
-            parts=tuple(result.parts),
-            compact=output.compact,
-            row_number=output.row_number,
-            finished=time.time(),
-            plan=plan.hash,
-        )
-    )
+    ledger.succeed(_success(plan, output, result))
     return _end(ledger, plan, True)
+
+
+def _success(plan: Plan, output: Output, result: Result) -> Success:
+    return Success(
+        rows=plan.rows,
+        data=result.tally.good,
+        quarantine=result.tally.failed,
+        skipped=result.tally.skipped,
+        parts=tuple(result.parts),
+        compact=output.compact,
+        row_number=output.row_number,
+        finished=time.time(),
+        plan=plan.hash,
+    )
 
 
 def _notes(job: BatchJob, plan: Plan, tally: Tally) -> list[str]:
