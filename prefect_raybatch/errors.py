@@ -47,6 +47,12 @@ class StoreUnavailable(StoreError):
     transient = True
 
 
+class BadUpload(StoreError):
+    """The store keeps other bytes than it was sent; what they were made from is kept."""
+
+    transient = True
+
+
 class InsufficientResources(RayBatchError):
     """The cluster can never give what the job asks for; the message says what is short."""
 

@@ -15,6 +15,7 @@ from prefect_raybatch.job import check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.records import Plan
 from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.success import Success
 
 MOST = 9999  # children of a root; a longer number in a folder's name is not one of ours
 
@@ -26,15 +27,14 @@ class Member:
     key: str
     ledger: Ledger
     plan: Plan
-    summary: dict[str, Any] | None
+    summary: Success | None
 
     @property
     def failed(self) -> int:
         """Rows in the quarantine of a finished run."""
-        value = (self.summary or {}).get("quarantine")
-        if type(value) is not int:
-            raise CorruptRun(f"{self.ledger.store.uri}/_SUCCESS does not say how many rows failed")
-        return value
+        if self.summary is None:
+            raise CorruptRun(f"{self.ledger.store.uri} is not finished: it has no _SUCCESS")
+        return self.summary.quarantine
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _member(root: Store, key: str) -> Member | None:
             f"{ledger.store.uri} was made as run {plan.run_key!r}; rename the folder back, since "
             "runs that belong together find each other by their names"
         )
-    return Member(key, ledger, plan, ledger.finished())
+    return Member(key, ledger, plan, ledger.finished(plan))
 
 
 def _highest_listed(root: Store, base: str) -> int:

@@ -1,14 +1,14 @@
 """Committed pieces to the result in input order, proving coverage on the way.
 
 What goes into which part follows from plan and commits alone, both of which never change once
-every shard is committed: two finalizers write the same files, so it does not matter who wins.
+every shard is committed: two finalizers make parts of the same rows, so it does not matter whose
+is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger import PIECES, Ledger
-from prefect_raybatch.part_files import PartFiles
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import (
     Commit,
@@ -31,13 +30,13 @@ from prefect_raybatch.records import (
     merge,
     to_ranges,
 )
-from prefect_raybatch.row_sums import encode, row_sums, sums_path
-from prefect_raybatch.storage import Store, read_ahead
+from prefect_raybatch.result_parts import ResultParts
+from prefect_raybatch.storage import Store, put_proved, read_ahead
+from prefect_raybatch.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.trust import check_types
 
 POSITION = "__rb_pos"
-FOLDERS = {"data": "data", "quarantine": "quarantine"}
 MANIFEST = "_raybatch/manifest.json"
 AHEAD = 4  # shards whose pieces are read while one is being written
 
@@ -61,8 +60,9 @@ def finalize(
     """Writes data/ and quarantine/, or the manifest; proves each planned row exactly once.
 
     `file_bytes` is the aim for a part, in bytes of its pieces. Raises `IncompleteRun` when shards
-    are missing and `CorruptRun` naming the piece when coverage does not hold. Writes no _SUCCESS:
-    the caller does, after its report.
+    are missing and `CorruptRun` naming the piece when coverage does not hold, a stray file of
+    the result, or that another finalizer has ended the run. Writes no _SUCCESS: the caller does,
+    after its report.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -72,8 +72,13 @@ def finalize(
             f"{missing[0]}); run the same command again"
         )
     tally = Tally()
+
+    def guard() -> None:
+        if ledger.finished(plan) is not None:
+            raise CorruptRun(f"{ledger.store.uri} is finished; nothing is written any more")
+
     writers = {
-        kind: _Parts(ledger.store, folder, row_number, file_bytes)
+        kind: ResultParts(ledger.store, folder, row_number, file_bytes, guard)
         for kind, folder in FOLDERS.items()
     }
     numbers = ledger.numbers(plan)
@@ -85,14 +90,18 @@ def finalize(
             manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
         for kind, table, size in tables:
             positions = table[POSITION].to_numpy().astype(np.int64) + start
+            table = table.drop_columns([POSITION])
             writers[kind].write(table, numbers.of(positions), size)
     if tally.rows != plan.rows:
         raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
     if not compact:
         named = {"numbers": plan.numbers_table} if plan.numbers_table else {}
-        ledger.store.put(MANIFEST, dump({"pieces": manifest, **named}))
-    files = {kind: writer.close() for kind, writer in writers.items()}
-    return Result(tally, [part for parts in files.values() for part in parts])
+        guard()
+        put_proved(ledger.store, MANIFEST, dump({"pieces": manifest, **named}))
+    parts = [part for writer in writers.values() for part in writer.close()]
+    check_no_strays(ledger.store, parts)
+    check_parts(ledger.store, parts)
+    return Result(tally, parts)
 
 
 def _tables(
@@ -173,51 +182,6 @@ def to_ranges_or_none(positions: np.ndarray) -> Any:
         return to_ranges(positions.tolist())
     except ValueError:
         return None
-
-
-class _Parts:
-    """Writes tables to FOLDER/part-00000.parquet ..., a new one once `file_bytes` are in it."""
-
-    def __init__(self, store: Store, folder: str, row_number: str, file_bytes: int):
-        self.row_number, self.file_bytes = row_number, file_bytes
-        self.files: list[Part] = []
-        self._store = store
-        self._parts = PartFiles(store, folder)
-        self._held = 0
-        self._schema: pa.Schema | None = None
-        self._rows: list[np.ndarray] = []
-        self._sums: list[Future[np.ndarray]] = []
-        self._pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
-
-    def write(self, table: pa.Table, numbers: np.ndarray, size: int) -> None:
-        """Adds rows of these numbers (int64); `size` is that of their pieces."""
-        if self._held and self._held + size > self.file_bytes:
-            self._finish()
-        table = table.drop_columns([POSITION])
-        if self._schema is None:
-            self._schema = table.schema
-        table = table.cast(self._schema)
-        if self._sums:
-            self._sums[-1].result()  # at most one table waits
-        self._rows.append(numbers)
-        self._sums.append(self._pool.submit(row_sums, table))
-        self._parts.write(table.append_column(self.row_number, pa.array(numbers)))
-        self._held += size
-
-    def close(self) -> list[Part]:
-        self._finish()
-        self._pool.shutdown()
-        return self.files
-
-    def _finish(self) -> None:
-        made = self._parts.finish()
-        if made is not None:
-            part = made[0]
-            sums = encode(self._rows, [sums.result() for sums in self._sums])
-            self._store.put(sums_path(part.path), sums)
-            first, last = int(self._rows[0][0]), int(self._rows[-1][-1])
-            self.files.append(replace(part, first=first, last=last, sums=digest(sums)))
-        self._held, self._rows, self._sums = 0, [], []
 
 
 def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:

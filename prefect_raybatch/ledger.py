@@ -30,14 +30,14 @@ from prefect_raybatch.records import (
     digest,
     dump,
     fold_stats,
-    load,
     merge,
     missing,
 )
 from prefect_raybatch.row_numbers import RowNumbers, read_numbers
-from prefect_raybatch.storage import Store, read_ahead
+from prefect_raybatch.storage import Store, put_proved, read_ahead
+from prefect_raybatch.success import SUCCESS, Success, check_parts, read_success
 
-PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
+PLAN = "_raybatch/plan.json"
 ATTEMPTS = "_raybatch/attempts"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
 MAX_TABLE_BYTES = 1 << 30
@@ -72,7 +72,7 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            self.store.put(f"{TABLES}/{name}", data)
+            put_proved(self.store, f"{TABLES}/{name}", data)
         if self.store.put_if_absent(PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()
@@ -158,6 +158,16 @@ class Ledger:
                 on_read(commit)
             yield commit
 
+    def every_commit(self, plan: Plan) -> Iterator[Commit]:
+        """The commits of all shards of a whole run, by shard, whatever a listing shows.
+
+        Raises `CorruptRun` when one is not there.
+        """
+        listing = self.listing(plan)
+        yield from self.commits(plan, listing)
+        for shard in np.flatnonzero(~listing.done).tolist():
+            yield self.read_commit(plan, shard)
+
     def _try_read(self, plan: Plan, shard: int) -> Commit | CorruptRun:
         try:
             return self.read_commit(plan, shard)
@@ -201,16 +211,34 @@ class Ledger:
 
     # --- the end ----------------------------------------------------------------------------
 
-    def finished(self) -> dict[str, Any] | None:
-        """What `_SUCCESS` says, or None while the run is not complete."""
-        try:
-            return load(self.store.read(SUCCESS, MAX_RECORD_BYTES), SUCCESS)
-        except FileNotFoundError:
-            return None
+    def finished(self, plan: Plan | None = None) -> Success | None:
+        """What `_SUCCESS` says of `plan`, or None while the run is not complete.
 
-    def succeed(self, summary: Mapping[str, Any]) -> None:
+        The plan is read where it is not given. `CorruptRun` for a file that is none, or another
+        plan's; and where it names no plan, as earlier versions wrote it, unless its parts fit.
+        """
+        plan = plan or self.load_plan()
+        if plan is None:
+            self._check_unplanned()
+            return None
+        found = read_success(self.store, plan, MAX_RECORD_BYTES)
+        if found is not None and found.plan is None:
+            check_parts(self.store, found.parts)
+        return found
+
+    def _check_unplanned(self) -> None:
+        try:
+            self.store.stat(SUCCESS)
+        except FileNotFoundError:
+            return
+        raise CorruptRun(
+            f"{self.store.uri}/{SUCCESS} is there, and no {PLAN} that it could belong to. Nothing "
+            "was deleted. Put the plan back, or choose another run key"
+        )
+
+    def succeed(self, success: Success) -> None:
         """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
-        self.store.put_if_absent(SUCCESS, dump(dict(summary)))
+        self.store.put_if_absent(SUCCESS, success.to_bytes())
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,14 +11,15 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.records import Part
-from prefect_raybatch.storage import FileInfo, Store
+from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
 
 
 class PartFiles:
     """FOLDER/part-00000.parquet ... of `store`; `rows` are those in the part being written.
 
-    A part appears whole, when it is finished. Raises StoreError for a full local disk (TMPDIR),
-    and the store's errors; `discard` cleans up after any of them.
+    A part appears whole, when it is finished, and is proved to be what was written. Raises
+    StoreError for a full local disk (TMPDIR), and the store's errors; `discard` cleans up after
+    any of them.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -51,13 +51,17 @@ class PartFiles:
         with local_disk():
             self._writer.close()
             with open(self._path, "rb") as stream:
-                checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+                sums = Sums.of_stream(stream)
         path = f"{self._folder}/part-{self._finished:05d}.parquet"
-        info = self._store.put_file(path, self._path)
-        part = Part(path, self.rows, info.size, checksum)
+        checksum, info = self._land(path, self._path, sums)
+        part = Part(path, self.rows, info.size, checksum, etag=info.etag)
         self._finished += 1
         self.discard()
         return part, info
+
+    def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
+        """Store a local file of these sums; the SHA-256 of what is there then, and its info."""
+        return sums.sha256, put_file_proved(self._store, path, local_path, sums)
 
     def discard(self) -> None:
         """Forget the part being written."""

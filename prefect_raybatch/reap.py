@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger import PIECES, TABLES, Ledger
 from prefect_raybatch.records import Plan
 from prefect_raybatch.storage import FileInfo, Store
+from prefect_raybatch.success import Success, check_parts
+from prefect_raybatch.verify import verify
 
 KINDS = {
     "pieces": "pieces that no commit names",
@@ -25,7 +29,7 @@ KINDS = {
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
 }
-_PIECE = re.compile(r"(\d{1,10})-[^/]+\.parquet\Z")
+_PIECE = re.compile(re.escape(PIECES) + r"/(\d{1,10})-[^/]+\.parquet\Z")
 _TABLE = re.compile(r"(shards|files|numbers)-[^/]+\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
 
@@ -81,25 +85,49 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Pieces that can never become part of the result any more; `on_kept` gets those that may."""
-    summary = ledger.finished()
-    if summary is not None and summary.get("compact", True):
-        yield from ledger.store.list(PIECES)  # the result has all of them
-        return
+    """Pieces that can never become part of the result any more; `on_kept` gets those that may.
+
+    Raises `CorruptRun` before the first one where the result that they became is not there.
+    """
     # Pieces first: one that appears later is not looked at, and commits only ever grow.
-    pieces = list(ledger.store.list(PIECES))
-    listing = ledger.listing(plan)
-    named = {p.path for commit in ledger.commits(plan, listing) for p in commit.pieces}
+    pieces = [info for info in ledger.store.list(PIECES) if _PIECE.match(info.path)]
+    success = ledger.finished(plan)
+    if not pieces:
+        return
+    if success is not None and success.compact:
+        _check_result(ledger, success)
+        yield from pieces  # the result has all of them
+        return
+    if success is not None:  # an orphan is only what no commit of all shards names
+        done = np.ones(plan.shards, bool)
+        commits = ledger.every_commit(plan)
+    else:
+        listing = ledger.listing(plan)
+        done, commits = listing.done, ledger.commits(plan, listing)
+    named = {p.path for commit in commits for p in commit.pieces}
     for info in pieces:
-        name = info.path.rpartition("/")[2]
-        match = _PIECE.match(name)
-        if name in named or match is None:
+        match = _PIECE.match(info.path)
+        if match is None or info.path.rpartition("/")[2] in named:
             continue
         shard = int(match[1])
-        if summary is not None or (shard < plan.shards and listing.done[shard]):
+        if success is not None or (shard < plan.shards and done[shard]):
             yield info
         else:
             on_kept(info)
+
+
+def _check_result(ledger: Ledger, success: Success) -> None:
+    """Whether the result is there that pieces are deleted for; raises `CorruptRun`."""
+    check_parts(ledger.store, success.parts)
+    if success.plan is not None:
+        return
+    # Nothing binds this _SUCCESS of an earlier version to the plan but its rows.
+    found = verify(ledger.store)
+    if not found.ok:
+        raise CorruptRun(
+            f"{ledger.store.uri} is finished by an earlier version, and not proved: "
+            f"{found.faults[0]}. The pieces are kept; raybatch verify names all that is wrong"
+        )
 
 
 def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:

@@ -302,7 +302,8 @@ class Part:
     """A file of the result, path relative to the run directory.
 
     `first` and `last` are its row numbers at both ends, `sums` the SHA-256 of its row checksums;
-    None in runs finished by a version that kept none.
+    None in runs finished by a version that kept none. `etag` is that of the proved file, None on
+    a disk.
     """
 
     path: str
@@ -312,6 +313,7 @@ class Part:
     first: int | None = None
     last: int | None = None
     sums: str | None = None
+    etag: str | None = None
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ def work(uri: str, number: int) -> int:
     # The cluster is the one that runs this: Ray has put its address into the environment.
     cluster = job.cluster.model_copy(update={"address": "auto", "job_server": None})
     job = job.model_copy(update={"cluster": cluster})
-    run = Run(uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished() is not None)
+    run = Run(
+        uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished(plan) is not None
+    )
     if _superseded(records, number):
         return SUPERSEDED
     over = threading.Event()

@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.family import Member
-from prefect_raybatch.finalize import FOLDERS, POSITION, read_piece
+from prefect_raybatch.finalize import POSITION, read_piece
 from prefect_raybatch.part_files import local_disk
 from prefect_raybatch.records import Commit, Part, Ranges
 from prefect_raybatch.row_numbers import RowNumbers
+from prefect_raybatch.success import FOLDERS
 from prefect_raybatch.trust import check_types
 
 CHUNK = 8 << 20
@@ -95,25 +96,19 @@ def _of(numbers: RowNumbers, start: int, ranges: Ranges) -> np.ndarray:
 
 
 def _compact(member: Member) -> bool:
-    return bool((member.summary or {}).get("compact", True))
+    return member.summary is None or member.summary.compact
 
 
 def _parts(member: Member, kind: str) -> list[Part]:
-    try:
-        parts = [Part(**part) for part in (member.summary or {})["parts"]]
-        return sorted((p for p in parts if p.path.startswith(f"{FOLDERS[kind]}/")), key=_path)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptRun(f"{member.ledger.store.uri}/_SUCCESS is malformed: {error}") from None
-
-
-def _path(part: Part) -> str:
-    return part.path
+    if member.summary is None:
+        raise CorruptRun(f"{member.ledger.store.uri} is not finished: it has no _SUCCESS")
+    return member.summary.of(kind)
 
 
 @contextmanager
 def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]]:
     """(Parquet file, name of its row number column) of a part of the result."""
-    row_number = str((member.summary or {}).get("row_number", "_row"))
+    row_number = member.summary.row_number if member.summary else "_row"
     uri = f"{member.ledger.store.uri}/{part.path}"
     with tempfile.TemporaryFile(prefix="raybatch-") as local:
         try:

@@ -28,13 +28,14 @@ from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
-from prefect_raybatch.job import NAME, BatchJob, check_run_key
+from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.storage import Store, is_remote, join, open_store
+from prefect_raybatch.success import Success
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
 from prefect_raybatch.trust import check_trust
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import ray.data
 
     from prefect_raybatch.driver import Progress
+    from prefect_raybatch.finalize import Result
 
 log = logging.getLogger(__name__)
 SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
@@ -125,10 +127,11 @@ def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
+            if plan is None or plan.fingerprint != wanted or ledger.finished(plan) is not None:
+                continue
         except CorruptRun:  # another format, or not ours: nothing to continue
             continue
-        if plan is not None and plan.fingerprint == wanted and ledger.finished() is None:
-            unfinished.append((plan.created, key))
+        unfinished.append((plan.created, key))
     if unfinished:
         return max(unfinished)[1]
     return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
@@ -179,6 +182,7 @@ def plan_run(
     if plan is not None:
         _check_same(plan, job, model, store.uri)
         return run_of(store, plan, ledger)
+    ledger.finished()  # one without a plan is another's, and would be found at the end only
     if probe:
         store.probe()
     planning.fingerprint(job, model)  # imports the user's functions: a wrong name fails here
@@ -287,7 +291,7 @@ def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
         plan.hash,
         plan.rows,
         plan.shards,
-        ledger.finished() is not None,
+        ledger.finished(plan) is not None,
     )
 
 
@@ -469,14 +473,14 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     job = planning.settled(job, plan.context)
     # The layout is the plan's, so that any two finalizers write the same files.
     output = BatchJob.from_dict(plan.job, "plan.json").output
-    if ledger.finished() is not None:
+    if ledger.finished(plan) is not None:
         return _end(ledger, plan, output.compact)
     try:
         result = finalize(
             ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
         )
     except CorruptRun:
-        if ledger.finished() is None:
+        if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
     made = reports.build(
@@ -492,22 +496,27 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         dashboard=_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
+    if ledger.finished(plan) is not None:
+        return _end(ledger, plan, True)  # the report is the other finalizer's too
     store.put(REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(
-        {
-            "rows": plan.rows,
-            "data": result.tally.good,
-            "quarantine": result.tally.failed,
-            "skipped": result.tally.skipped,
-            "parts": [asdict(part) for part in result.parts],
-            "compact": output.compact,
-            "row_number": output.row_number,
-            "finished": time.time(),
-        }
-    )
+    ledger.succeed(_success(plan, output, result))
     return _end(ledger, plan, True)
+
+
+def _success(plan: Plan, output: Output, result: Result) -> Success:
+    return Success(
+        rows=plan.rows,
+        data=result.tally.good,
+        quarantine=result.tally.failed,
+        skipped=result.tally.skipped,
+        parts=tuple(result.parts),
+        compact=output.compact,
+        row_number=output.row_number,
+        finished=time.time(),
+        plan=plan.hash,
+    )
 
 
 def _notes(job: BatchJob, plan: Plan, tally: Tally) -> list[str]:
@@ -524,7 +533,10 @@ def _of_whom(plan: Plan) -> list[str]:
 
 
 def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
-    """The report of a finished run; `tidy` removes the pieces that its result does not need."""
+    """The report of a finished run; `tidy` removes the pieces that its result does not need.
+
+    Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
+    """
     from prefect_raybatch.reap import orphans
 
     if tidy:
@@ -570,7 +582,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
-    final = load_report(store) if ledger.finished() is not None else None
+    final = load_report(store) if ledger.finished(plan) is not None else None
     if final is not None and final.charts.cells:
         return final
     tally = Tally()
@@ -594,7 +606,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     tally = Tally()
     for commit in ledger.commits(plan, ledger.listing(plan)):
         tally.add(commit)
-    finished = ledger.finished() is not None
+    finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(store)
     state = "completed" if finished else "unfinished" if tally.shards else "planned"

@@ -11,13 +11,14 @@ import numpy as np
 
 from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
+from prefect_raybatch.finalize import check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import Commit, Part, Plan
+from prefect_raybatch.records import MAX_RECORD_BYTES, Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
-from prefect_raybatch.verify_files import check_folder, recorded
+from prefect_raybatch.success import FOLDERS, read_success
+from prefect_raybatch.verify_files import check_folder
 
 MOST_NAMED = 20  # faults listed one by one
 
@@ -52,24 +53,26 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Checks a run directory; raises `CorruptRun` only when it holds no readable plan."""
+    """Checks a run directory; raises `CorruptRun` only when it holds no readable plan, or a
+    `_SUCCESS` that is not this plan's."""
     ledger = Ledger(store)
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
-    summary = ledger.finished()
-    found = Verdict(store.uri, summary is not None, plan.rows, shards=plan.shards)
+    # Not by `finished`, which stops at the first part that does not fit.
+    success = read_success(store, plan, MAX_RECORD_BYTES)
+    found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     listing = ledger.listing(plan)
     found.committed_shards = int(listing.done.sum())
-    compact = bool(summary and summary.get("compact", True))
+    compact = success is not None and success.compact
     # Listed after the commits: a piece is there before its commit is.
     pieces = {info.path: info.size for info in store.list(PIECES)}
     held = _commits(ledger, plan, shards, numbers, listing, found, None if compact else pieces)
     if not compact:
         _note_orphans(pieces, found)
-    if summary is None:
-        if found.faults and ledger.finished() is not None:  # it ended, and tidied up, meanwhile
+    if success is None:
+        if found.faults and ledger.finished(plan) is not None:  # it ended, and tidied up, meanwhile
             return verify(store)
         missing = plan.shards - found.committed_shards
         found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
@@ -77,10 +80,10 @@ def verify(store: Store) -> Verdict:
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {plan.shards} shards are missing")
+    parts = {part.path: part for part in success.parts}
+    for kind in FOLDERS:  # without compaction they are empty
+        held += _files(store, kind, parts, success.row_number, numbers, found)
     if compact:
-        row_number, parts = str(summary.get("row_number", "_row")), recorded(summary)
-        for kind in FOLDERS:
-            held += _files(store, kind, parts, row_number, numbers, found)
         _prove(held, numbers, found)
     return found
 

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import FOLDERS
 from prefect_raybatch.records import Part, digest
 from prefect_raybatch.row_sums import decode, row_sums, sums_path
 from prefect_raybatch.storage import Store
+from prefect_raybatch.success import strays
 
 MOST_ROWS = 10  # rows of a file named one by one
 
 Fault = Callable[[str], None]
-
-
-def recorded(summary: Mapping[str, Any]) -> dict[str, Part]:
-    """The parts that _SUCCESS names, by path; `CorruptRun` when it is malformed."""
-    try:
-        parts = [Part(**p) for p in summary["parts"]]
-    except (KeyError, TypeError) as error:
-        raise CorruptRun(f"_SUCCESS is malformed: {error}") from None
-    for part in parts:
-        folder, _, name = str(part.path).partition("/")
-        if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
-            raise CorruptRun(f"_SUCCESS is malformed: {part.path!r} is no file of the result")
-    return {part.path: part for part in parts}
 
 
 def check_folder(
@@ -42,7 +28,7 @@ def check_folder(
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
     for path in sorted(set(named) - there):
         fault(f"{path}: the file is missing ({_held(named[path])})")
-    for path in sorted(there - set(named)):
+    for path in strays(there, named):
         fault(f"{path}: _SUCCESS does not name this file; readers would take it for the result")
     found = {}
     for path in sorted(there & set(named)):

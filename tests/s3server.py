@@ -199,7 +199,9 @@ class S3Proxy(ThreadingHTTPServer):
 
     "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
     drops it without forwarding; "503", "expired", "501" and "507" answer that without forwarding;
-    "strip" forwards without If-None-Match, signed anew; "slow SECONDS" forwards after a pause;
+    "strip" forwards without If-None-Match, signed anew; "flip" and "truncate" likewise with a body
+    that was changed, "garble" with one that no longer fits its signature; "slow SECONDS" forwards
+    after a pause;
     "cut-up" drops the connection in the middle of the request's body, "cut-down" in the middle of
     the answer's. `seen` lists (method, path, decision).
     """
@@ -244,6 +246,15 @@ _REFUSALS = {
 }
 
 
+def _spoiled(body: bytes, decision: str) -> bytes:
+    if decision == "truncate":
+        return body[:-1]
+    if decision in ("flip", "garble") and body:
+        middle = len(body) // 2
+        return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+    return body
+
+
 class _ProxyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: S3Proxy
@@ -263,7 +274,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             text = f"<Error><Code>{code}</Code><Message>as the test wants</Message></Error>"
             return self._reply(status, {"Content-Type": "application/xml"}, text.encode())
         try:
-            status, headers, answer = self._forward(body, strip=decision == "strip")
+            anew = decision in ("strip", "flip", "truncate")
+            status, headers, answer = self._forward(_spoiled(body, decision), anew)
         except OSError:  # the server is down: nor does the client get an answer
             return self._drop()
         if decision == "lose":
@@ -272,9 +284,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
-    def _forward(self, body: bytes, strip: bool) -> tuple[int, dict[str, str], bytes]:
+    def _forward(self, body: bytes, anew: bool) -> tuple[int, dict[str, str], bytes]:
         headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
-        if strip:
+        if anew:
             headers = self._signed_anew(headers, body)
         address = urlsplit(self.server.target.endpoint)
         upstream = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
@@ -284,7 +296,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             return answer.status, dict(answer.getheaders()), answer.read()
 
     def _signed_anew(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
-        """`headers` without the condition: the signature covers it, so it is made again."""
+        """`headers` without condition and checksum: the signature covers them, so it is made
+        again."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import SmallRun, read_json, small_run
+from helpers.small import SmallRun, read_json, small_run, success_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,10 +275,10 @@ def test_pieces_go_only_after_success(tmp_path):
     run = small_run(tmp_path)
     run.commit_all()
     run.receipt(run.whole(0))  # a piece that nobody committed
-    finish(run)
+    result = finish(run)
     names = [info.path for info in orphans(run.ledger, run.plan)]
     assert len(names) == 1 and "/00000000-" in names[0]  # its shard has a commit that names another
-    run.ledger.succeed({"rows": 20})
+    run.ledger.succeed(success_of(run, result.parts))
     assert len(list(orphans(run.ledger, run.plan))) == 5
     run.store.delete([info.path for info in orphans(run.ledger, run.plan)])
     assert list(orphans(run.ledger, run.plan)) == []

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from helpers.small import Passes, SmallRun, small_run
+from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch import cli, heartbeat, monitor, runs
 from prefect_raybatch.driver import Driver, Progress
@@ -252,7 +252,7 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     assert "old:1 1 h 00 min ago, silent since" in told
     run.commit_all()
     assert len(runs.status(str(tmp_path)).beats) == 2
-    run.ledger.succeed({})
+    run.ledger.succeed(success_of(run, compact=False))
     assert runs.status(str(tmp_path)).beats == ()
 
 

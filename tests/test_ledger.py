@@ -11,7 +11,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from helpers.small import MODEL, input_rows, make_job, read_json, small_run
+from helpers.small import MODEL, input_rows, make_job, read_json, small_run, success_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,11 +186,13 @@ def test_commits_come_by_shard(tmp_path):
 
 
 def test_success_is_written_once(tmp_path):
-    ledger = small_run(tmp_path).ledger
-    assert ledger.finished() is None
-    ledger.succeed({"rows": 1})
-    ledger.succeed({"rows": 2})
-    assert ledger.finished() == {"rows": 1}
+    run = small_run(tmp_path)
+    run.commit_all()
+    first = success_of(run, compact=False)
+    assert run.ledger.finished() is None
+    run.ledger.succeed(first)
+    run.ledger.succeed(replace(first, finished=2.0))
+    assert run.ledger.finished() == run.ledger.finished(run.plan) == first
 
 
 # --- coverage -----------------------------------------------------------------------------------

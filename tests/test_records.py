@@ -342,6 +342,7 @@ TREE = [
     if issubclass(kind, RayBatchError)
 ]
 TRANSIENT = {
+    "BadUpload",
     "StoreUnavailable",
     "EngineFailure",
     "IncompleteRun",

@@ -301,6 +301,13 @@ def test_a_wrong_change_is_named_and_nothing_is_written(tmp_path, change, said):
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
 
 
+def adopt(run: Path) -> None:
+    """Makes _SUCCESS name the plan that is there."""
+    plan = Plan.from_bytes((run / "_raybatch/plan.json").read_bytes())
+    success = read_json(run / "_SUCCESS")
+    (run / "_SUCCESS").write_text(json.dumps(success | {"plan": plan.hash}))
+
+
 def test_a_plan_cannot_say_how_stores_are_reached(tmp_path):
     """Whoever can write a run directory must not get the keys of who retries it."""
     run = first_run(tmp_path)
@@ -309,6 +316,7 @@ def test_a_plan_cannot_say_how_stores_are_reached(tmp_path):
     value["job"]["output"]["options"] = {"endpoint_url": "http://elsewhere"}
     value["job"]["engine"] = {"env": {"LD_PRELOAD": "x"}}
     path.write_text(json.dumps(value))
+    adopt(tmp_path / "key")
     asked = request(run.store.uri)
     assert isinstance(asked, Request)
     assert asked.job.output.options == asked.job.engine.env == {}
@@ -550,6 +558,7 @@ def test_folders_that_only_look_like_children_do_not_count(tmp_path):
     shutil.copytree(tmp_path / "key", lone)
     value = read_json(lone / "_raybatch/plan.json") | {"run_key": "key.r2"}
     (lone / "_raybatch/plan.json").write_text(json.dumps(value))
+    adopt(lone)
     family = load_family(*place(run.store.uri))
     assert list(family.members) == ["key"] and family.next_key == "key.r3" and not family.strays
     assert planned(run.store.uri).run.run_key == "key.r3"

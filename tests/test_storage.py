@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from s3server import S3Server, proxy, start_s3
 
 from prefect_raybatch import storage
 from prefect_raybatch.errors import (
+    BadUpload,
     ConfigError,
     CorruptRun,
     SourceError,
@@ -34,10 +35,14 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
+    Sums,
     contains,
+    holds,
     is_remote,
     join,
     open_store,
+    put_file_proved,
+    put_proved,
     read_ahead,
 )
 from prefect_raybatch.storage import s3 as s3_module
@@ -201,6 +206,40 @@ def test_put_file(store: Store, tmp_path: Path) -> None:
     assert [f.path for f in store.list()] == ["pieces/1"]
 
 
+def test_put_file_if_absent_writes_once_and_leaves_the_local_file(
+    store: Store, tmp_path: Path
+) -> None:
+    for name, body in (("one", b"1"), ("two", b"22")):
+        (tmp_path / name).write_bytes(body)
+    assert store.put_file_if_absent("a/b", tmp_path / "one") is True
+    assert store.put_file_if_absent("a/b", tmp_path / "two") is False
+    assert store.read("a/b") == b"1"
+    assert (tmp_path / "one").read_bytes() == b"1" and (tmp_path / "two").exists()
+    assert [info.path for info in store.list()] == ["a/b"]
+
+
+def test_replace_file_is_tied_to_what_was_seen(store: Store, tmp_path: Path) -> None:
+    old = store.put("a", b"old")
+    new = store.put("a", b"newer")
+    (tmp_path / "mine").write_bytes(b"mine")
+    assert store.replace_file("a", tmp_path / "mine", old) is False
+    assert store.read("a") == b"newer"
+    assert store.replace_file("a", tmp_path / "mine", new) is True
+    assert store.read("a") == b"mine"
+
+
+def test_what_is_proved_is_what_was_sent(store: Store, tmp_path: Path) -> None:
+    body = os.urandom(3000)
+    sums = Sums.of(body)
+    (tmp_path / "file").write_bytes(body)
+    assert put_proved(store, "a", body).size == 3000
+    assert put_file_proved(store, "b", tmp_path / "file", sums) == store.stat("b")
+    assert holds(store, store.stat("a"), sums) and holds(store, store.stat("b"), sums)
+    for other in (body[:-1], body[:-1] + bytes([body[-1] ^ 1])):
+        store.put("a", other)
+        assert not holds(store, store.stat("a"), sums)
+
+
 def test_parquet_reads_through_open(store: Store) -> None:
     table = pa.table({"n": list(range(50_000)), "s": [f"row {i}" for i in range(50_000)]})
     sink = pa.BufferOutputStream()
@@ -335,13 +374,34 @@ def test_put_file_moves_or_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(os.listdir(store.uri)) == ["copied", "moved"]
 
 
+def test_a_linked_folder_is_no_part_of_a_store_that_is_written(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x").write_bytes(b"1")
+    (tmp_path / "root" / "in").mkdir(parents=True)
+    (tmp_path / "root" / "in" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "here").symlink_to(tmp_path / "root")  # the root itself may be one
+    store = open_store(str(tmp_path / "here"))
+    assert [info.path for info in store.list()] == ["in/linked"]
+    asked: list[Callable[[], object]] = [
+        lambda: list(store.list("in/linked")),
+        lambda: store.delete(["in/linked/x"]),
+        lambda: store.put("in/linked/y", b""),
+        lambda: list(store.sub("in").list("linked")),
+    ]
+    for ask in asked:
+        with pytest.raises(StoreError, match=r"in/linked is a link"):
+            ask()
+    store.delete(["in/linked"])  # the link, and not what it leads to
+    assert list(store.list()) == [] and (tmp_path / "real/x").exists()
+
+
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "x").write_bytes(b"1")
     (tmp_path / "root" / "in").mkdir(parents=True)
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "real")
     (tmp_path / "root" / "in" / "up").symlink_to(tmp_path / "root")
-    paths = [info.path for info in open_store(str(tmp_path / "root")).list()]
+    paths = [info.path for info in open_store(str(tmp_path / "root"), links=True).list()]
     assert "linked/x" in paths and len(paths) < 5
     assert contains(str(tmp_path / "real"), str(tmp_path / "root" / "linked" / "deep"))
 
@@ -371,6 +431,47 @@ def test_large_file_goes_in_parts(
     info = s3_store.put_file("large", tmp_path / "large")
     assert info.size == len(body) and str(info.etag).endswith("-3")
     assert s3_store.read("large") == body
+
+
+def test_a_large_file_that_is_there_is_not_written_again(
+    s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 4)
+    for name, body in (("one", b"first"), ("two", b"second")):
+        (tmp_path / name).write_bytes(body)
+    assert s3_store.put_file_if_absent("x", tmp_path / "one") is True
+    assert s3_store.put_file_if_absent("x", tmp_path / "two") is False
+    first = s3_store.stat("x")
+    assert s3_store.replace_file("x", tmp_path / "two", first) is True
+    assert s3_store.replace_file("x", tmp_path / "one", first) is False
+    assert s3_store.read("x") == b"second"
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "garble"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_body_that_was_changed_on_the_way_is_sent_again(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, parts: bool
+) -> None:
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
+    if parts:
+        monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
+    body = os.urandom(1024) * (11 * 1024 if parts else 4)
+    (tmp_path / "file").write_bytes(body)
+    with proxy(s3, First(how, 1)) as there:
+        store = behind(s3, there.endpoint)
+        info = put_file_proved(store, "a", tmp_path / "file", Sums.of(body))
+        assert str(info.etag).endswith("-3") == parts
+        assert store.read("a") == body
+        assert how in {decision for _, _, decision in there.seen}
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate"])
+def test_a_store_that_keeps_other_bytes_is_told(s3: S3Server, how: str) -> None:
+    with proxy(s3, First(how, 99)) as there:
+        store = behind(s3, there.endpoint)
+        with pytest.raises(BadUpload, match=r"/a: the store answered") as caught:
+            put_proved(store, "a", b"some body")
+    assert is_transient(caught.value)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import SmallRun, read_json, small_run
+from helpers.small import SmallRun, read_json, small_run, success_of
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import finalize
@@ -36,9 +35,8 @@ def run(tmp_path: Path) -> SmallRun:
     return made
 
 
-def close(run: SmallRun, parts: list[Part], **more: object) -> None:
-    summary = {"parts": [asdict(p) for p in parts], "row_number": "_row", "compact": True, **more}
-    run.ledger.succeed(summary)
+def close(run: SmallRun, parts: list[Part], **more: bool) -> None:
+    run.ledger.succeed(success_of(run, parts, **more))
 
 
 def look(run: SmallRun) -> Verdict:

@@ -202,7 +202,7 @@ def _as_it_stands(given: str, options: dict[str, Any]) -> tuple[str, str | None]
 def _exists(root: str, name: str, options: dict[str, Any]) -> bool:
     if not is_remote(root):
         return os.path.exists(join(root, name))
-    store = open_store(root, options)
+    store = open_store(root, options, links=True)
     with suppress(FileNotFoundError):
         store.stat(name)
         return True
@@ -216,12 +216,12 @@ def _expand(
     parts = pattern.split("/") if pattern else []
     folder, _, name = root.rpartition("/")
     if not parts and name and not folder.endswith(":/") and not given.endswith("/"):
-        parent = open_store(folder or "/", options)
+        parent = open_store(folder or "/", options, links=True)
         with suppress(FileNotFoundError):
             found = parent.stat(name)
             yield File(parent, found, given, named=True, values=path_values(folder, ""))
             return
-    store = open_store(root, options)
+    store = open_store(root, options, links=True)
     for info in store.list("", recursive=len(parts) != 1 or parts == ["**"]):
         shown = mark(info.path)
         if shown:

@@ -46,7 +46,7 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
 )
 from prefect_raybatch.stages.figures import told
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.trust import check_types
 
 PIECES = "_raybatch/pieces"
@@ -227,7 +227,8 @@ class Finish:
         pq.write_table(table, out, compression="zstd")
         data = out.getvalue()
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
-        self.store.put(f"{PIECES}/{name}", data)
+        # Found bad when it is written, a piece costs a PUT; at the end it would cost the rows.
+        put_proved(self.store, f"{PIECES}/{name}", data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), _ranges(positions))
 
     def _stats(self, table: pa.Table, began: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from prefect_raybatch.storage.ahead import read_ahead
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
+from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
 from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
@@ -22,25 +23,30 @@ __all__ = [
     "LocalStore",
     "S3Store",
     "Store",
+    "Sums",
     "contains",
     "footer_digest",
+    "holds",
     "is_remote",
     "join",
     "open_store",
+    "put_file_proved",
+    "put_proved",
     "read_ahead",
     "split_glob",
 ]
 
 
-def open_store(uri: str, options: Mapping[str, Any] | None = None) -> Store:
+def open_store(uri: str, options: Mapping[str, Any] | None = None, links: bool = False) -> Store:
     """The store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
 
     `options` are s3fs's (key, secret, token, endpoint_url, region, profile, anon, client_kwargs,
     config_kwargs, ...); what is not given comes from the environment and files as boto3 reads
-    them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. Nothing is
-    contacted yet. ConfigError for an unknown scheme.
+    them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. `links`: whether
+    listings enter linked folders, for what is only read (input, models). Nothing is contacted
+    yet. ConfigError for an unknown scheme.
     """
     root = normalize(uri)
     if is_remote(root):
         return S3Store(root, Connection.shared(options or {}))
-    return LocalStore(root)
+    return LocalStore(root, links)

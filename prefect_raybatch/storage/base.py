@@ -74,7 +74,8 @@ class Store(ABC):
         """Files in the folder `prefix` ("" is the root), asked afresh, a page at a time.
 
         Folders are not files; `recursive=False` leaves out what lies in deeper ones. An absent
-        folder is empty. Sorted by path locally and on S3 (directory buckets excepted).
+        folder is empty. Sorted by path locally and on S3 (directory buckets excepted). Locally a
+        link to a folder is listed as one file and not entered, unless the store follows links.
         """
 
     @abstractmethod
@@ -107,8 +108,26 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
+        """`put_file` unless `path` is there, and `local_path` stays: False when nothing was done.
+
+        Atomic but for uploads in parts, which look first and then write.
+        """
+
+    @abstractmethod
+    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+        """`put_file` in the place of `seen` (of `stat`): False when another is there by now.
+
+        Tied to the etag in one request on S3, but for uploads in parts; there and on a disk it
+        looks first and then writes. FileNotFoundError on S3 when nothing is there any more.
+        """
+
+    @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; missing ones are fine. Local folders left empty go too."""
+        """Delete files; missing ones are fine. Local folders left empty go too.
+
+        Never through a link to a folder: StoreError before anything is deleted.
+        """
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:

@@ -20,13 +20,18 @@ TEMPORARY = ".tmp-"  # files being written; never listed
 
 
 class LocalStore(Store):
-    """A folder. Files appear by rename or hard link of a temporary file that is already synced."""
+    """A folder. Files appear by rename or hard link of a temporary file that is already synced.
 
-    def __init__(self, root: str) -> None:
+    `links`: whether listings enter linked folders, which is for what is only read. Elsewhere a
+    link could lead out of the run directory, to files that are not ours to delete.
+    """
+
+    def __init__(self, root: str, links: bool = False) -> None:
         self.uri = root
+        self.links = links
 
     def sub(self, prefix: str) -> LocalStore:
-        return LocalStore(join(self.uri, prefix))
+        return LocalStore(join(self.uri, prefix), self.links)
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         with self.open(path) as handle:
@@ -37,6 +42,8 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
         top = checked(prefix) if prefix else ""
+        if not self.links:
+            self._refuse_link(top)
         yield from self._walk(top, recursive, frozenset())
 
     def folders(self) -> Iterator[str]:
@@ -46,13 +53,14 @@ class LocalStore(Store):
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
     ) -> Iterator[FileInfo]:
-        """Files of `folder` in S3's order. Linked folders are followed, never round in circles."""
+        """Files of `folder` in S3's order. Linked folders are files, or where they are followed,
+        never round in circles."""
         place = os.path.join(self.uri, folder)
         try:
             with _os_errors(place):
                 here = os.stat(place)
                 with os.scandir(place) as entries:
-                    found = sorted((e.name + "/" * e.is_dir(), e) for e in entries)
+                    found = sorted((e.name + "/" * self._entered(e), e) for e in entries)
         except FileNotFoundError:
             return
         identity = (here.st_dev, here.st_ino)
@@ -61,9 +69,24 @@ class LocalStore(Store):
             if name.endswith("/"):
                 if recursive and identity not in above:
                     yield from self._walk(path[:-1], recursive, above | {identity})
-            elif not name.startswith(TEMPORARY) and entry.is_file():
+            elif not name.startswith(TEMPORARY) and (entry.is_file() or entry.is_dir()):
                 with suppress(FileNotFoundError):  # deleted since the folder was read
                     yield _local_info(path, entry.stat())
+
+    def _entered(self, entry: os.DirEntry[str]) -> bool:
+        return entry.is_dir(follow_symlinks=self.links)
+
+    def _refuse_link(self, folder: str) -> None:
+        """StoreError when `folder`, relative to the root, is or lies in a linked one."""
+        place = self.uri
+        for part in filter(None, folder.split("/")):
+            place = os.path.join(place, part)
+            if os.path.islink(place):
+                raise StoreError(
+                    f"{place} is a link; in a run directory links to folders are not followed, "
+                    "since what lies behind them may not be ours to change. Put a folder in its "
+                    "place (or mount the other disk there), then run the same command again"
+                )
 
     def stat(self, path: str) -> FileInfo:
         place = self._path(path)
@@ -90,6 +113,30 @@ class LocalStore(Store):
         raise StoreError(f"{self._path(path)}: the name is taken, but not by a readable file")
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
+        self._land_file(path, local_path, os.replace)
+        return self.stat(path)
+
+    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
+        try:
+            self._land_file(path, local_path, _link)
+        except FileExistsError:
+            return False
+        return True
+
+    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+        with suppress(FileNotFoundError):
+            if self.stat(path) != seen:
+                return False
+        self._land_file(path, local_path, os.replace)
+        return True
+
+    def _land_file(
+        self,
+        path: str,
+        local_path: str | os.PathLike[str],
+        show: Callable[[str, str], None],
+    ) -> None:
+        """`show(file, target)` with the local file, or with a copy where it cannot go itself."""
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
@@ -97,19 +144,21 @@ class LocalStore(Store):
                 # The umask's mode: temporary files are often for their owner only.
                 os.chmod(source, stat_module.S_IMODE(os.stat(temporary).st_mode))
                 _sync(source)
-                os.replace(source, target)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES):
+                show(source, target)
+            except (OSError, UnsafeStore) as error:
+                elsewhere = (errno.EXDEV, errno.EPERM, errno.EACCES)
+                if isinstance(error, OSError) and error.errno not in elsewhere:
                     raise
                 shutil.copyfile(source, temporary)
                 _sync(temporary)
-                os.replace(temporary, target)
+                show(temporary, target)
 
         self._land(path, b"", os.stat(source).st_size, place)
-        return self.stat(path)
 
     def delete(self, paths: Iterable[str]) -> None:
-        folders = set()
+        paths, folders = list(paths), set()
+        for folder in {os.path.dirname(path) for path in paths}:
+            self._refuse_link(folder)
         for path in paths:
             place = self._path(path)
             with suppress(FileNotFoundError), _os_errors(place):
@@ -155,6 +204,7 @@ class LocalStore(Store):
         `size` is only for the message of a full disk. FileExistsError comes from `place`.
         """
         target = self._path(path)
+        self._refuse_link(os.path.dirname(path))
         folder = os.path.dirname(target)
         with _os_errors(target, writing=size):
             for attempt in range(RACE_TRIES):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import io
 import os
 import random
@@ -12,7 +14,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
-from prefect_raybatch.errors import SourceError, StoreUnavailable
+from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, too_large
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, request, upload
@@ -80,13 +82,14 @@ class S3Store(Store):
         return _s3_info(path, found["ContentLength"], found["ETag"])
 
     def put(self, path: str, data: bytes) -> FileInfo:
-        done = self._call("put_object", self._key(path), Body=data)
+        done = self._call("put_object", self._key(path), Body=data, ContentMD5=_md5(data))
         return _s3_info(path, len(data), done["ETag"])
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         key = self._key(path)
+        body: dict[str, Any] = {"Body": data, "ContentMD5": _md5(data)}
         for _ in range(RACE_TRIES):
-            if self._call("put_object", key, accept=412, Body=data, IfNoneMatch="*"):
+            if self._call("put_object", key, accept=412, IfNoneMatch="*", **body):
                 return True
             # Also after a first 412: aiohttp itself repeats a PUT on a kept connection that
             # breaks, so even then the object can be ours.
@@ -98,14 +101,47 @@ class S3Store(Store):
         source = os.fspath(local_path)
         size = os.stat(source).st_size
         if size <= SINGLE_PUT_BYTES:
-            with open(source, "rb") as handle:
-                return self.put(path, handle.read())
+            return self.put(path, _content(source))
+        self._upload(path, source, size)
+        return self.stat(path)
+
+    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
+        source = os.fspath(local_path)
+        size = os.stat(source).st_size
+        if size <= SINGLE_PUT_BYTES:
+            return self.put_if_absent(path, _content(source))
+        with suppress(FileNotFoundError):
+            self.stat(path)
+            return False
+        self._upload(path, source, size)
+        return True
+
+    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+        source = os.fspath(local_path)
+        size = os.stat(source).st_size
+        if size <= SINGLE_PUT_BYTES:
+            data, key = _content(source), self._key(path)
+            body: dict[str, Any] = {"Body": data, "ContentMD5": _md5(data)}
+            # The header wants quotes; radosgw compares it, in a PUT, with what has none.
+            for wanted in (f'"{seen.etag}"', str(seen.etag)):
+                if self._call("put_object", key, accept=412, IfMatch=wanted, **body):
+                    return True
+                if self.stat(path).etag != seen.etag:
+                    return False
+            raise UnsafeStore(
+                f"{join(self.uri, path)}: the store cannot replace a file that is as it was seen "
+                "(If-Match in a PUT); remove this file, then run the same command again"
+            )
+        if self.stat(path).etag != seen.etag:
+            return False
+        self._upload(path, source, size)
+        return True
+
+    def _upload(self, path: str, source: str, size: int) -> None:
         key = self._key(path)
         part = max(PART_BYTES, -(-size // 10_000))  # S3 takes 10,000 parts
-
         target = f"{self._bucket}/{key}"
         self._until_answered("put_object", key, upload(source, target, part))
-        return self.stat(path)
 
     def delete(self, paths: Iterable[str]) -> None:
         keys = [self._key(path) for path in paths]
@@ -212,6 +248,16 @@ class S3Store(Store):
                 ) from None
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _md5(data: bytes) -> str:
+    """Content-MD5, by which the store itself refuses a body that was changed on the way."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def _content(source: str) -> bytes:
+    with open(source, "rb") as handle:
+        return handle.read()
 
 
 def _s3_info(path: str, size: int, etag: str, modified: float | None = None) -> FileInfo:

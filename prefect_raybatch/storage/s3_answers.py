@@ -21,6 +21,10 @@ _PERMISSIONS = {
 }
 
 
+# The body was changed between us and the store; a part of ours is never too small by itself.
+CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
+
+
 class Answer(NamedTuple):
     """What a call came to. `status` is HTTP's, 0 for no answer, -1 for a fault on our side."""
 
@@ -39,8 +43,9 @@ class Answer(NamedTuple):
 
     @property
     def worth_retrying(self) -> bool:
-        """No answer, a conflict, throttling or a server error; NoSuchUpload is a lost success."""
-        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown"):
+        """No answer, a conflict, throttling, a server error, a body that was changed on the way;
+        NoSuchUpload is a lost success."""
+        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
         return self.status in (0, 408, 409, 429) or (
             self.status >= 500 and self.status not in (501, 505, 507)

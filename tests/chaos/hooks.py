@@ -18,7 +18,7 @@ from typing import Any
 
 from prefect_raybatch.storage import local, s3
 
-OPERATIONS = ("put_if_absent", "put", "put_file", "delete")
+OPERATIONS = ("put_if_absent", "put", "put_file", "put_file_if_absent", "delete")
 
 
 def install(hooks: list[dict[str, Any]], folder: Path) -> None:

@@ -13,10 +13,12 @@ import pyarrow as pa
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import Shards, make_plan
-from prefect_raybatch.records import Commit, InputFile, Plan, Receipt, Unit
+from prefect_raybatch.records import Commit, InputFile, Part, Plan, Receipt, Unit
 from prefect_raybatch.stages.blocks import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.success import Success
+from prefect_raybatch.tally import Tally
 
 from .engines import with_answers
 
@@ -154,6 +156,17 @@ class Passes:
         rows = self.run.block(unit).select(["__rb_pos", "id", "Company", "tags"])
         failure = Failure("engine", "EngineDied", reason)
         return self.run.finish().failed(unit, rows, failure, 2)
+
+
+def success_of(
+    run: SmallRun, parts: Iterable[Part] = (), row_number: str = "_row", compact: bool = True
+) -> Success:
+    """The end of a run as its commits say."""
+    tally = Tally()
+    for commit in run.ledger.commits(run.plan, run.ledger.listing(run.plan)):
+        tally.add(commit)
+    counts = (tally.good, tally.failed, tally.skipped)
+    return Success(run.plan.rows, *counts, tuple(parts), compact, row_number, 1.0, run.plan.hash)
 
 
 def read_json(path: Path) -> Any:

@@ -104,7 +104,7 @@ def killed_before_receipt(t: Trial) -> None:
 def killed_in_finalize(t: Trial) -> None:
     t.setup(output={"uri": t.out, "options": t.options, "file_mb": 1})
     when = t.rng.choice(["before", "middle", "after"])
-    killed_itself(t, hook("put_file", "data/", 1, when, delay=t.rng.random() * 0.01))
+    killed_itself(t, hook("put_file_if_absent", "data/", 1, when, delay=t.rng.random() * 0.01))
 
 
 @kind("driver killed around _SUCCESS")

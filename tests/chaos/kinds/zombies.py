@@ -33,7 +33,7 @@ def _together(t: Trial, count: int) -> None:
 @kind("two finalizers at once")
 def two_finalizers(t: Trial) -> None:
     t.setup()
-    status = t.start(hook("put_file", "data/", 1, "before")).wait(t.limit)
+    status = t.start(hook("put_file_if_absent", "data/", 1, "before")).wait(t.limit)
     if status["code"] != -9:
         raise Bad(f"the driver should have been killed: {status}")
     t.fault("all committed, then two finalize", faults=0)
@@ -63,8 +63,8 @@ def stopped_in_finalize(t: Trial) -> None:
     t.setup()
     at = t.rng.choice(
         [
-            hook("put_file", "data/", 1, "before", "stop"),
-            hook("put_file", "data/", 1, "middle", "stop", delay=_delay(t)),
+            hook("put_file_if_absent", "data/", 1, "before", "stop"),
+            hook("put_file_if_absent", "data/", 1, "middle", "stop", delay=_delay(t)),
             hook("put", "_raybatch/report.json", 1, "before", "stop"),
             hook("put_if_absent", "_SUCCESS", 1, "before", "stop"),
             hook("put_if_absent", "_SUCCESS", 1, "middle", "stop", delay=_delay(t)),

@@ -1,0 +1,105 @@
+"""Whether a store keeps what it was sent: a 200 alone says only that it answered.
+
+By size and ETag where the ETag is the MD5 of the bytes, as it is after a single PUT without
+SSE-KMS or SSE-C. Everywhere else (parts `-N`, those encryptions, a disk) the file is read back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.errors import BadUpload, SourceError
+from prefect_raybatch.storage.base import FileInfo, Store
+
+log = logging.getLogger("prefect_raybatch.storage")
+
+TRIES = 3  # writes of one file before its store counts as broken
+CHUNK = 8 << 20  # bytes read at a time, on S3 one GET
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What tells one content from another: bytes, and MD5 and SHA-256 in hex."""
+
+    size: int
+    md5: str
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Sums:
+        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return cls(len(data), md5, hashlib.sha256(data).hexdigest())
+
+    @classmethod
+    def of_stream(cls, stream: Any) -> Sums:
+        """Of all bytes from where `stream` stands; raises what reading does."""
+        size, md5, sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
+        while chunk := stream.read(CHUNK):
+            size += len(chunk)
+            md5.update(chunk)
+            sha256.update(chunk)
+        return cls(size, md5.hexdigest(), sha256.hexdigest())
+
+
+def sha256_of(stream: Any) -> str:
+    """Of all bytes from where `stream` stands; raises what reading does."""
+    found = hashlib.sha256()
+    while chunk := stream.read(CHUNK):
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def holds(store: Store, info: FileInfo, sums: Sums) -> bool:
+    """Whether the file of `info` (by `stat` or a listing) is the content of `sums`."""
+    if info.size != sums.size:
+        return False
+    if info.etag == sums.md5:
+        return True
+    try:
+        with store.open(info.path) as stream:
+            return sha256_of(stream) == sums.sha256
+    except SourceError:  # replaced while it was read, so it is not that file any more
+        return False
+
+
+def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
+    """`store.put`, again while the store keeps other bytes; BadUpload after TRIES of them."""
+    sums = Sums.of(data)
+    for _ in range(TRIES):
+        store.put(path, data)
+        info = store.stat(path)
+        if holds(store, info, sums):
+            return info
+        _warn(store, path)
+    raise bad_upload(store, path)
+
+
+def put_file_proved(
+    store: Store, path: str, local_path: str | os.PathLike[str], sums: Sums
+) -> FileInfo:
+    """`store.put_file` likewise; one try where the store moves the local file."""
+    for _ in range(TRIES):
+        store.put_file(path, local_path)
+        info = store.stat(path)
+        if holds(store, info, sums):
+            return info
+        _warn(store, path)
+        if not os.path.exists(local_path):
+            break
+    raise bad_upload(store, path)
+
+
+def bad_upload(store: Store, path: str) -> BadUpload:
+    return BadUpload(
+        f"{store.uri}/{path}: the store answered that it wrote this file, and keeps other bytes "
+        "than it was sent. Nothing was deleted: run the same command again, and if this comes "
+        "back, choose another output and look at the store's disks or the proxy before it"
+    )
+
+
+def _warn(store: Store, path: str) -> None:
+    log.warning("%s/%s is not what was sent; writing it again", store.uri, path)
