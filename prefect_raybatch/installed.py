@@ -1,4 +1,5 @@
-"""Which installed packages do not fit each other, told by their metadata: nothing is imported."""
+"""Which installed packages do not fit each other, told by their metadata and, where only the names
+of builds differ, by an import in another process."""
 
 from __future__ import annotations
 
