@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
 
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job import Source
 from prefect_raybatch.runs import check_places
 from prefect_raybatch.source import detect_format, inventory
+from prefect_raybatch.storage import FileInfo, LocalStore
 
 
 def parquet(path: Path, rows: int = 1) -> str:
@@ -290,3 +291,20 @@ def test_an_output_where_the_next_night_would_read_it(tmp_path, monkeypatch, uri
             check_places(job)
     else:
         check_places(job)
+
+
+def test_rights_that_end_at_the_input_are_enough(tmp_path, monkeypatch):
+    parquet(tmp_path / "in/a.parquet")
+    kept = LocalStore.stat
+    errors: list[type[StoreError]] = [StoreError]
+
+    def stat(self: LocalStore, path: str) -> FileInfo:
+        if self.uri == str(tmp_path) and "/" in path:  # a look at what lies above the input
+            raise errors[0](f"{self.uri}/{path}: no permission")
+        return kept(self, path)
+
+    monkeypatch.setattr(LocalStore, "stat", stat)
+    assert names(str(tmp_path / "in")) == ["a.parquet"]
+    errors[0] = StoreUnavailable  # what will answer later is asked later
+    with pytest.raises(StoreUnavailable):
+        inventory(Source(uri=str(tmp_path / "in")))
