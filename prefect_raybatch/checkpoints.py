@@ -21,15 +21,17 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.records import MAX_RECORD_BYTES, Commit
+from prefect_raybatch.record_files import limit_of, put_record, read_record
+from prefect_raybatch.records import Commit
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "_raybatch/checkpoints"
 FOLD = 1000  # commits a file: at 400 reads a second what is not folded yet costs 2.5 s
+FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
 LEAST = 200  # fewer than these are not worth a file at the end of an attempt
-MAX_BYTES = 64 << 20  # of a file, and eight times that unpacked; ours have about 250 KB
+MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
 READERS = 4
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -52,7 +54,7 @@ class Listing:
 
     def note(self, shard: int, info: FileInfo) -> None:
         self.done[shard] = True
-        self.sizes[shard] = min(info.size, MAX_RECORD_BYTES + 1)
+        self.sizes[shard] = min(info.size, limit_of(info.path) + 1)
         if info.etag and _MD5.match(info.etag):
             self.md5[shard] = bytes.fromhex(info.etag)
 
@@ -68,15 +70,17 @@ class Listing:
 
 
 class Folder:
-    """Collects commits and writes a file for each FOLD of them."""
+    """Collects commits and writes a file for each FOLD of them, or FOLD_BYTES."""
 
     def __init__(self, store: Store, plan_hash: str):
         self.store, self.plan_hash = store, plan_hash
         self._lines: list[bytes] = []
+        self._bytes = 0
 
     def add(self, commit: Commit) -> None:
         self._lines.append(b"%d %b\n" % (commit.shard, commit.to_bytes()))
-        if len(self._lines) >= FOLD:
+        self._bytes += len(self._lines[-1])
+        if len(self._lines) >= FOLD or self._bytes >= FOLD_BYTES:
             self.flush(1)
 
     def flush(self, least: int = LEAST) -> None:
@@ -85,8 +89,9 @@ class Folder:
             return
         data = gzip.compress(b"".join([self.plan_hash.encode() + b"\n", *self._lines]), 3, mtime=0)
         self._lines.clear()
+        self._bytes = 0
         try:
-            self.store.put(f"{CHECKPOINTS}/{uuid.uuid4().hex}.gz", data)
+            put_record(self.store, f"{CHECKPOINTS}/{uuid.uuid4().hex}.gz", data)
         except RayBatchError as error:
             log.warning("commits were not folded, so a resume takes longer: %s", error)
 
@@ -112,9 +117,9 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> dict[
 def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:
     """(shard, record) of a file; nothing of one that is not whole or another plan's."""
     try:
-        with gzip.open(io.BytesIO(store.read(name, MAX_BYTES))) as stream:
-            text = stream.read(8 * MAX_BYTES + 1)
-        if len(text) <= 8 * MAX_BYTES:
+        with gzip.open(io.BytesIO(read_record(store, name))) as stream:
+            text = stream.read(MAX_BYTES + 1)
+        if len(text) <= MAX_BYTES:
             return list(_split(text, plan_hash))
     except (FileNotFoundError, CorruptRun, OSError, EOFError, zlib.error, ValueError) as error:
         log.warning("%s is not used: %s", name, error)

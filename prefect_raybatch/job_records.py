@@ -21,7 +21,8 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.plan import public_job
-from prefect_raybatch.records import MAX_RECORD_BYTES, dump, load
+from prefect_raybatch.record_files import put_record, put_record_if_absent, read_record
+from prefect_raybatch.records import dump, load
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"
@@ -79,7 +80,7 @@ class JobRecords:
     def read(self, number: int) -> Record:
         path = _path(number)
         try:
-            value = load(self.store.read(path, MAX_RECORD_BYTES), path)
+            value = load(read_record(self.store, path), path)
             record = Record(**value)
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though the job was submitted") from None
@@ -108,7 +109,7 @@ class JobRecords:
             user=user,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        return self.store.put_if_absent(_path(number), dump(asdict(record)))
+        return put_record_if_absent(self.store, _path(number), dump(asdict(record)))
 
     def id_of(self, number: int) -> str:
         """The submission id: the same from whichever process, and never another run's."""
@@ -117,13 +118,13 @@ class JobRecords:
 
     def end(self, number: int, outcome: Outcome) -> None:
         """What the job itself leaves behind when it ends."""
-        self.store.put(_end_path(number), dump(asdict(outcome)))
+        put_record(self.store, _end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
         """None when the job ended without a word."""
         path = _end_path(number)
         try:
-            return Outcome(**load(self.store.read(path, MAX_RECORD_BYTES), path))
+            return Outcome(**load(read_record(self.store, path), path))
         except FileNotFoundError:
             return None
         except TypeError as error:

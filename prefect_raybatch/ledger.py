@@ -18,8 +18,8 @@ import numpy as np
 from prefect_raybatch.checkpoints import Listing, folded
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.plan import Shards, check_same, read_files, read_shards
+from prefect_raybatch.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.records import (
-    MAX_RECORD_BYTES,
     Commit,
     InputFile,
     Plan,
@@ -40,7 +40,7 @@ from prefect_raybatch.storage import Store, read_ahead
 PLAN, SUCCESS = "_raybatch/plan.json", "_SUCCESS"
 ATTEMPTS = "_raybatch/attempts"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
-MAX_TABLE_BYTES = 1 << 30
+FAILURES = 1000  # messages that a commit keeps apart
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
 _COMMIT = re.compile(r"(\d{1,10})\.json\Z")
 
@@ -60,7 +60,7 @@ class Ledger:
     def load_plan(self) -> Plan | None:
         """The plan, or None when the run has none yet. Raises `CorruptRun` when it is not ours."""
         try:
-            return Plan.from_bytes(self.store.read(PLAN, MAX_RECORD_BYTES))
+            return Plan.from_bytes(read_record(self.store, PLAN))
         except FileNotFoundError:
             return None
 
@@ -72,8 +72,8 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            self.store.put(f"{TABLES}/{name}", data)
-        if self.store.put_if_absent(PLAN, plan.to_bytes()):
+            put_record(self.store, f"{TABLES}/{name}", data)
+        if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()
         if winner is None:
@@ -98,7 +98,7 @@ class Ledger:
 
     def _table(self, name: str) -> bytes:
         try:
-            data = self.store.read(f"{TABLES}/{name}", MAX_TABLE_BYTES)
+            data = read_record(self.store, f"{TABLES}/{name}")
         except FileNotFoundError:
             raise CorruptRun(f"plan.json names {name}, which does not exist") from None
         if digest(data)[:16] not in name:
@@ -168,7 +168,7 @@ class Ledger:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
         path = commit_path(shard)
         try:
-            return _commit_of(plan, shard, self.store.read(path, MAX_RECORD_BYTES))
+            return _commit_of(plan, shard, read_record(self.store, path))
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
 
@@ -192,11 +192,11 @@ class Ledger:
             skipped=_union(r.skipped for r in receipts),
             pieces=tuple(piece for r in receipts for piece in r.pieces),
             stats=fold_stats([r.stats for r in receipts]),
-            failures=_whole(add_counts(*(r.failures for r in receipts))),
+            failures=_commonest(add_counts(*(r.failures for r in receipts))),
             where=receipts[-1].where,
             committed=time.time(),
         )
-        won = self.store.put_if_absent(commit_path(commit.shard), commit.to_bytes())
+        won = put_record_if_absent(self.store, commit_path(commit.shard), commit.to_bytes())
         return commit if won else None
 
     # --- the end ----------------------------------------------------------------------------
@@ -204,17 +204,17 @@ class Ledger:
     def finished(self) -> dict[str, Any] | None:
         """What `_SUCCESS` says, or None while the run is not complete."""
         try:
-            return load(self.store.read(SUCCESS, MAX_RECORD_BYTES), SUCCESS)
+            return load(read_record(self.store, SUCCESS), SUCCESS)
         except FileNotFoundError:
             return None
 
     def succeed(self, summary: Mapping[str, Any]) -> None:
         """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
-        self.store.put_if_absent(SUCCESS, dump(dict(summary)))
+        put_record_if_absent(self.store, SUCCESS, dump(dict(summary)))
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""
-        self.store.put(f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
+        put_record(self.store, f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
 
     def attempts(self) -> int:
         """How many attempts were noted. Says nothing about which of them are alive."""
@@ -278,8 +278,16 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
         return fault
 
 
-def _whole(counts: Mapping[str, float]) -> dict[str, int]:
-    return {key: int(value) for key, value in counts.items()}
+def _commonest(failures: Mapping[str, float]) -> dict[str, int]:
+    """The FAILURES commonest of {"stage|class|message": rows}, and what is left by class alone: a
+    text that differs from row to row would make the record as large as the rows."""
+    ordered = sorted(failures.items(), key=lambda item: -item[1])
+    kept = {key: int(rows) for key, rows in ordered[:FAILURES]}
+    for key, rows in ordered[FAILURES:]:
+        stage, kind, _ = [*key.split("|", 2), "", ""][:3]
+        rest = f"{stage}|{kind}|(other messages)"
+        kept[rest] = kept.get(rest, 0) + int(rows)
+    return kept
 
 
 def _union(parts: Iterable[Ranges]) -> Ranges:

@@ -30,6 +30,7 @@ from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards
+from prefect_raybatch.record_files import put_record, read_record
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
@@ -476,7 +477,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         dashboard=_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
-    store.put(REPORT, made.to_bytes())
+    put_record(store, REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
     ledger.succeed(
@@ -519,7 +520,7 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 def load_report(store: Store) -> RunReport:
     """The report of a finished run; raises `CorruptRun` when it is gone."""
     try:
-        return RunReport.from_bytes(store.read(REPORT, 64 << 20))
+        return RunReport.from_bytes(read_record(store, REPORT))
     except FileNotFoundError:
         raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
 
@@ -609,7 +610,7 @@ def _attempts(store: Store) -> list[dict[str, Any]]:
     found = []
     for info in store.list("_raybatch/attempts"):
         name = info.path.rpartition("/")[2].removesuffix(".json")
-        found.append({"attempt": name, **load(store.read(info.path, 1 << 20), info.path)})
+        found.append({"attempt": name, **load(read_record(store, info.path), info.path)})
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 

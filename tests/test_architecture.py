@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "trust": {"errors", "job"},
     "functions": {"errors", "trust"},
     "storage": {"errors"},
+    "record_files": {"errors", "storage"},
     "demo": set(),
     "part_files": {"storage", *VALUES},
     "source": {"trust", "job", "part_files", "storage", *VALUES},
@@ -52,12 +53,13 @@ MAY_IMPORT = {
     "figures": {"job", "memory", "misfit", "sizing"},
     "plan": {"trust", "functions", "job", "shard_sizes", "sizing", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
-    "checkpoints": {"storage", *VALUES},
+    "checkpoints": {"record_files", "storage", *VALUES},
     "row_numbers": {"plan", *VALUES},
-    "ledger": {"checkpoints", "plan", "row_numbers", "storage", *VALUES},
+    "ledger": {"checkpoints", "plan", "record_files", "row_numbers", "storage", *VALUES},
     "tally": {"records"},
     "charts": {"records", "tally"},
-    "heartbeat": {"driver", "storage", *VALUES},  # the driver's types only, for annotations
+    # Of the driver the types alone, for annotations.
+    "heartbeat": {"driver", "record_files", "storage", *VALUES},
     "stall": {"heartbeat", "job", *VALUES},
     "metrics": {"heartbeat", "errors"},
     "monitor": {
@@ -66,6 +68,7 @@ MAY_IMPORT = {
         "job",
         "ledger",
         "metrics",
+        "record_files",
         "stall",
         "storage",
         *VALUES,
@@ -109,6 +112,7 @@ MAY_IMPORT = {
         "functions",
         "job",
         "model",
+        "record_files",
         "stages.blocks",
         "stages.figures",
         "storage",
@@ -148,7 +152,7 @@ MAY_IMPORT = {
     "html_report": {"plots", "records", "report", "svg"},
     "job_logs": set(),
     "job_server": {"errors"},
-    "job_records": {"job", "plan", "storage", *VALUES},
+    "job_records": {"job", "plan", "record_files", "storage", *VALUES},
 }
 MAY_IMPORT["doctor"] = {
     "cluster",
@@ -195,6 +199,7 @@ MAY_IMPORT["retry"] = {
     "ledger",
     "model",
     "plan",
+    "record_files",
     "results",
     "row_numbers",
     "runs",
