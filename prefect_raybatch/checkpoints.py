@@ -15,7 +15,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -33,6 +33,8 @@ FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
 LEAST = 200  # fewer than these are not worth a file at the end of an attempt
 MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
 READERS = 4
+MOST_STRAYS = 20
+_FILE = re.compile(rf"{CHECKPOINTS}/[0-9a-f]{{32}}\.gz\Z")
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -41,12 +43,14 @@ class Listing:
     """What a fresh listing of commits/ says of each shard.
 
     `done`: bool[shards]. `sizes`: int32[shards], bytes of the record. `md5`: for each shard 16
-    bytes, or b"" where the store's etag is none (a local disk, parts, some encryptions).
+    bytes, or b"" where the store's etag is none (a local disk, parts, some encryptions). `strays`
+    are the first files there that are no records of ours, such as copies that a tool made.
     """
 
     done: np.ndarray
     sizes: np.ndarray
     md5: list[bytes]
+    strays: list[str] = field(default_factory=list)
 
     @classmethod
     def empty(cls, shards: int) -> Listing:
@@ -57,6 +61,10 @@ class Listing:
         self.sizes[shard] = min(info.size, limit_of(info.path) + 1)
         if info.etag and _MD5.match(info.etag):
             self.md5[shard] = bytes.fromhex(info.etag)
+
+    def stray(self, path: str) -> None:
+        if len(self.strays) < MOST_STRAYS:
+            self.strays.append(path)
 
     def proves(self, shard: int, body: bytes) -> bool:
         """Whether `body` is the stored record, going by the store's own checksum of it."""
@@ -106,7 +114,7 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> dict[
     found: dict[int, bytes] = {}
     if not listing.done.any() or (exact and not any(listing.md5)):
         return found
-    names = [info.path for info in store.list(CHECKPOINTS)]
+    names = [info.path for info in store.list(CHECKPOINTS) if _FILE.match(info.path)]
     for lines in read_ahead(partial(_lines, store, plan_hash), names, READERS, READERS):
         for shard, body in lines:
             if shard < len(listing.done) and shard not in found and confirmed(shard, body):

@@ -198,6 +198,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     for beat in found.beats:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
+    _print_strays(found.strays)
     _print_failures(found.failures)
 
 
@@ -291,6 +292,8 @@ def verify(
         out.print(f"[red]not proved[/]: {escape(run_dir)}")
         for fault in found.faults:
             out.print(f"  {fault}", markup=False)
+    if not as_json:
+        _print_strays(found.strays)
     if found.orphans and not as_json:
         size = found.orphan_bytes / 2**20
         out.print(f"{found.orphans:,} pieces that no commit names ({size:,.1f} MiB), such as")
@@ -697,6 +700,13 @@ def _show_sample(report: Any, columns: list[str]) -> None:
     for row in rows.select(columns).to_pylist():
         table.add_row(*(escape(str(row[name])) for name in columns))
     out.print(table)
+
+
+def _print_strays(strays: Sequence[str]) -> None:
+    if strays:
+        out.print("files among the commits that are none, and count for nothing, such as")
+        for name in strays[:3]:
+            out.print(f"  {name}", markup=False)
 
 
 def _print_failures(failures: dict[str, int]) -> None:

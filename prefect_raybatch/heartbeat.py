@@ -192,6 +192,7 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
 def newest(store: Store) -> Beat | None:
     """The latest beat of any driver of the run, for who follows it from elsewhere."""
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
+    names = [name for name in names if name.isalnum()]  # no copies that a tool made
     return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 

@@ -26,7 +26,7 @@ from prefect_raybatch.records import dump, load
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"
-_RECORD = re.compile(r"/(\d{4,9})\.json\Z")
+_RECORD = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
 _SECRET = re.compile(
     r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
     re.IGNORECASE,
@@ -70,8 +70,11 @@ class JobRecords:
 
     def newest_number(self) -> int:
         """0 while there is none."""
-        found = (_RECORD.search(info.path) for info in self.store.list(JOBS))
-        return max((int(match[1]) for match in found if match), default=0)
+        listed = ((_RECORD.match(info.path), info.path) for info in self.store.list(JOBS))
+        numbers = (
+            int(match[1]) for match, path in listed if match and path == _path(int(match[1]))
+        )
+        return max(numbers, default=0)
 
     def newest(self) -> Record | None:
         number = self.newest_number()

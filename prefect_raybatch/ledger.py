@@ -42,7 +42,8 @@ ATTEMPTS = "_raybatch/attempts"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
 FAILURES = 1000  # messages that a commit keeps apart
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
-_COMMIT = re.compile(r"(\d{1,10})\.json\Z")
+_COMMIT = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
+_ATTEMPT = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
 
 
 def commit_path(shard: int) -> str:
@@ -108,11 +109,18 @@ class Ledger:
     # --- commits ----------------------------------------------------------------------------
 
     def listing(self, plan: Plan) -> Listing:
-        """Which shards have a commit record now, by a fresh listing."""
+        """Which shards have a commit record now, by a fresh listing.
+
+        Only a name that we write is one. Copies that a tool or a person made beside it, such as
+        `00000001 2.json`, say nothing of any shard: they are noted as strays.
+        """
         found = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
-            match = _COMMIT.search(info.path)
-            if match is None or int(match[1]) >= plan.shards:
+            match = _COMMIT.match(info.path)
+            if match is None or info.path != commit_path(int(match[1])):
+                found.stray(info.path)
+                continue
+            if int(match[1]) >= plan.shards:
                 raise CorruptRun(f"{info.path} is no commit of this plan")
             found.note(int(match[1]), info)
         return found
@@ -216,9 +224,15 @@ class Ledger:
         """Who drives, since when, from where: for people, never for correctness."""
         put_record(self.store, f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
 
-    def attempts(self) -> int:
-        """How many attempts were noted. Says nothing about which of them are alive."""
-        return sum(1 for _ in self.store.list(ATTEMPTS))
+    def attempts(self) -> list[str]:
+        """Attempts that were noted. Says nothing about which of them are alive."""
+        found = (_ATTEMPT.match(info.path) for info in self.store.list(ATTEMPTS))
+        return [match[1] for match in found if match]
+
+    def read_attempt(self, attempt: str) -> dict[str, Any]:
+        """What `note_attempt` wrote; CorruptRun, or FileNotFoundError when it is gone."""
+        path = f"{ATTEMPTS}/{attempt}.json"
+        return load(read_record(self.store, path), path)
 
 
 class Coverage:

@@ -84,7 +84,8 @@ class DryRun:
 @dataclass(frozen=True)
 class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
-    the heartbeats of attempts that have not said that they ended, newest first."""
+    the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
+    among the commits that are none."""
 
     run: str
     run_key: str
@@ -103,6 +104,7 @@ class Status:
     failures: dict[str, int]
     attempts: tuple[dict[str, Any], ...]
     beats: tuple[dict[str, Any], ...]
+    strays: tuple[str, ...] = ()
 
 
 # --- where a run is -----------------------------------------------------------------------------
@@ -387,7 +389,7 @@ def infer_run(
             dict(job.source.options),
             # Another attempt may be alive. Ours is noted before we look, so that of two that start
             # at the same moment one at least sees the other.
-            shuffle=attempt if ledger.attempts() > 1 else None,
+            shuffle=attempt if len(ledger.attempts()) > 1 else None,
             **({"engine": engine} if engine else {}),
         )
         driver.suspects = size.pool.engines * (1 + size.concurrent)
@@ -576,12 +578,12 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
-    tally = Tally()
-    for commit in ledger.commits(plan, ledger.listing(plan)):
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
         tally.add(commit)
     finished = ledger.finished() is not None
     rate = 0.0 if finished else tally.recent_rate()
-    attempts = _attempts(store)
+    attempts = _attempts(ledger)
     state = "completed" if finished else "unfinished" if tally.shards else "planned"
     return Status(
         run=store.uri,
@@ -601,16 +603,17 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         failures=tally.failures,
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
+        strays=tuple(listing.strays),
     )
 
 
-def _attempts(store: Store) -> list[dict[str, Any]]:
-    from prefect_raybatch.records import load
-
+def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     found = []
-    for info in store.list("_raybatch/attempts"):
-        name = info.path.rpartition("/")[2].removesuffix(".json")
-        found.append({"attempt": name, **load(read_record(store, info.path), info.path)})
+    for name in ledger.attempts():
+        try:
+            found.append({"attempt": name, **ledger.read_attempt(name)})
+        except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
+            log.warning("the note of attempt %s is not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 

@@ -27,7 +27,8 @@ class Verdict:
     """What was found. `ok` is True only for a finished run whose every row is there once.
 
     Orphans are pieces that no commit names: no fault, since nobody reads them. In a run that is
-    not finished a live driver may still commit them.
+    not finished a live driver may still commit them. Strays are files among the commits that are
+    none: no fault either.
     """
 
     run: str
@@ -42,6 +43,7 @@ class Verdict:
     orphans: int = 0
     orphan_bytes: int = 0
     orphan_names: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -61,7 +63,7 @@ def verify(store: Store) -> Verdict:
     summary = ledger.finished()
     found = Verdict(store.uri, summary is not None, plan.rows, shards=plan.shards)
     listing = ledger.listing(plan)
-    found.committed_shards = int(listing.done.sum())
+    found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = bool(summary and summary.get("compact", True))
     # Listed after the commits: a piece is there before its commit is.
     pieces = {info.path: info.size for info in store.list(PIECES)}

@@ -215,6 +215,18 @@ def test_status_of_a_run_on_its_way(tmp_path, call):
     assert code == 0 and "time left" in out
 
 
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
+    run = small_run(tmp_path)
+    run.commit(0)
+    (tmp_path / "_raybatch/commits/00000001 2.json").write_text("{}")
+    said = "files among the commits that are none, and count for nothing, such as"
+    out = call(command, tmp_path)[1]
+    assert said in out and "  _raybatch/commits/00000001 2.json" in out
+    found = json.loads(call(command, tmp_path, "--json")[1])
+    assert found["strays"] == ["_raybatch/commits/00000001 2.json"]
+
+
 def test_verify_proves_and_its_status_says_so(made, call):
     run = made.run
     code, out, _ = call("verify", run.uri)
