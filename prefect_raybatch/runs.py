@@ -367,6 +367,8 @@ def infer_run(
     if driver.done.all():
         return progress
     monitor(progress)
+    # Also where the plan is an earlier attempt's: what it found may since have changed.
+    store.probe()
     from prefect_raybatch import cluster
     from prefect_raybatch.pipeline import Pipeline
 

@@ -15,15 +15,15 @@ from helpers.small import MODEL, Passes, input_rows, make_job, read_json, small_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_raybatch import runs
+from prefect_raybatch import cluster, runs
 from prefect_raybatch.driver import Driver
-from prefect_raybatch.errors import CorruptRun, PlanMismatch
+from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
 from prefect_raybatch.job import Limits
 from prefect_raybatch.job_records import JobRecords
 from prefect_raybatch.ledger import Coverage, Ledger, commit_path
 from prefect_raybatch.plan import Shards, make_plan
 from prefect_raybatch.records import InputFile, Receipt, Unit, count, merge, to_ranges
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import LocalStore, open_store
 from prefect_raybatch.verify import verify
 
 WRITERS = 16
@@ -365,3 +365,33 @@ def test_a_ledger_needs_no_more_than_a_folder(tmp_path: Path):
         "_raybatch/commits/00000001.json",
         "_raybatch/plan.json",
     ]
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+
+def test_an_attempt_on_a_store_that_no_longer_writes_if_absent_starts_nothing(
+    tmp_path, monkeypatch
+):
+    """As after a move to another store, or behind another gateway."""
+
+    def careless(self: LocalStore, path: str, data: bytes) -> bool:
+        self.put(path, data)
+        return True
+
+    def never(*_: object) -> None:
+        raise RuntimeError("a cluster was started")
+
+    monkeypatch.setattr(cluster, "connected", never)
+    run = small_run(tmp_path)
+    known = runs.run_of(run.store, run.plan, run.ledger)
+    with pytest.raises(RuntimeError, match="a cluster was started"):
+        runs.infer_run(run.job, known)
+    before = {path for path in tmp_path.rglob("*") if "attempts" not in str(path)}
+    with monkeypatch.context() as patch, pytest.raises(UnsafeStore, match="does not honour"):
+        patch.setattr(LocalStore, "put_if_absent", careless)
+        runs.infer_run(run.job, known)
+    assert {path for path in tmp_path.rglob("*") if "attempts" not in str(path)} == before
+    run.commit_all()
+    monkeypatch.setattr(LocalStore, "probe", never)
+    assert runs.infer_run(run.job, known).done == 20  # nothing to commit, so nothing to probe

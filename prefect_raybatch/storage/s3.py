@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
@@ -25,6 +26,13 @@ PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit o
 MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
 FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
 LONGEST_PAUSE = 8.0  # ... up to this
+
+
+Check = Callable[[dict[str, Any]], None]
+
+
+class ShortBody(OSError):
+    """What arrived is not all of what the store has: a proxy or a network cut it."""
 
 
 class S3Store(Store):
@@ -45,7 +53,16 @@ class S3Store(Store):
         return S3Store(join(self.uri, prefix), self._connection, self.retry_seconds)
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        found = self._call("get_object", self._key(path), max_bytes)
+        def whole(found: dict[str, Any]) -> None:
+            """The store's word for the size is asked for only where its checksum is no MD5."""
+            body, etag = found["Body"], found.get("ETag", "").strip('"')
+            if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
+                return
+            info = self.stat(path)
+            if (len(body), etag) != (info.size, info.etag):
+                raise ShortBody(f"{len(body)} of {info.size} bytes arrived, or of another version")
+
+        found = self._call("get_object", self._key(path), max_bytes, check=whole)
         if found["Body"] is None:
             raise too_large(join(self.uri, path), found["ContentLength"], max_bytes or 0)
         return cast(bytes, found["Body"])
@@ -118,10 +135,18 @@ class S3Store(Store):
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` (exclusive) of `info`'s object. SourceError if it changed."""
+
+        def whole(found: dict[str, Any]) -> None:
+            if len(found["Body"]) != stop - start:
+                raise ShortBody(
+                    f"{len(found['Body'])} bytes arrived, {stop - start} were asked for"
+                )
+
         found = self._call(
             "get_object",
             self._key(info.path),
             accept=412,
+            check=whole,
             Range=f"bytes={start}-{stop - 1}",
             IfMatch=f'"{info.etag}"',
         )
@@ -165,22 +190,29 @@ class S3Store(Store):
         key: str | None,
         max_bytes: int | None = None,
         accept: int | None = None,
+        check: Check = lambda found: None,
         **arguments: Any,
     ) -> Any:
         """One client operation, repeated until answered: its response, `Body` read.
 
         A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
-        `accept`; any other failure raises as `Answer.error` says.
+        `accept`; any other failure raises as `Answer.error` says. What `check` raises of a
+        response counts as a failure of the call.
         """
         arguments["Bucket"] = self._bucket
         if key is not None:
             arguments["Key"] = key
         return self._until_answered(
-            operation, key, request(operation, arguments, max_bytes), accept
+            operation, key, request(operation, arguments, max_bytes), accept, check
         )
 
     def _until_answered(
-        self, operation: str, key: str | None, send: Send, accept: int | None = None
+        self,
+        operation: str,
+        key: str | None,
+        send: Send,
+        accept: int | None = None,
+        check: Check = lambda found: None,
     ) -> Any:
         """The one retry loop: `send` again, with growing random pauses, until it is answered.
 
@@ -192,7 +224,9 @@ class S3Store(Store):
         while True:
             fs = self._connection.filesystem()
             try:
-                return self._connection.run(fs, send)
+                found = self._connection.run(fs, send)
+                check(found)
+                return found
             except Exception as error:
                 answer = judge(error, self._connection.scrub)
             tries += 1

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
 
@@ -132,12 +132,27 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
         if "Body" in found:
             async with found["Body"] as body:
-                small = max_bytes is None or found["ContentLength"] <= max_bytes
-                found["Body"] = await body.read() if small else None
+                found["Body"] = await _read(body, found, max_bytes)
         _raise_partial(found, operation)
         return found
 
     return send
+
+
+async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
+    """The body of `found`; None where it has more than `max_bytes`, said or, unsaid, seen."""
+    if max_bytes is None:
+        return cast(bytes, await body.read())
+    if "ContentLength" in found:
+        return await body.read() if found["ContentLength"] <= max_bytes else None
+    parts, size = [], 0
+    while part := await body.read(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            found["ContentLength"] = size
+            return None
+    return b"".join(parts)
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:
