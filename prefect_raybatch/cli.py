@@ -7,6 +7,7 @@ fault, the same command again continues.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -732,6 +733,7 @@ def _print_json(value: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: our errors become one clear message and an exit status, never a stack trace."""
+    _tell_of_the_store()
     try:
         app(args=argv, standalone_mode=True)
     except RayBatchError as error:
@@ -741,6 +743,18 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         err.print("stopped; what is committed is kept, the same command again continues")
         sys.exit(130)
+
+
+def _tell_of_the_store() -> None:
+    """Shows the store's warnings, whatever Prefect does with log lines: nobody waits blindly."""
+    logger = logging.getLogger("prefect_raybatch.storage")
+    if not any(isinstance(handler, _Told) for handler in logger.handlers):
+        logger.addHandler(_Told(logging.WARNING))
+
+
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"warning: {record.getMessage()}", markup=False)
 
 
 def exit_status(error: RayBatchError) -> int:

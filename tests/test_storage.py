@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import pickle
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +45,7 @@ from prefect_raybatch.storage import (
     join,
     open_store,
     read_ahead,
+    s3_silence,
 )
 from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.s3_client import Connection
@@ -715,3 +719,56 @@ def test_a_body_without_a_length_is_read_within_the_limit(answers) -> None:
     handler.spoil[:] = ["in chunks"]
     with pytest.raises(CorruptRun, match="at most 2047 are expected"):
         store.read("x", len(WHOLE) - 1)
+
+
+# --- a store that is away -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The endpoint of a server that takes connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(100)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("away", ["refused", "silent", "no such host", "busy"])
+def test_a_store_that_is_away_is_told_in_time_and_named(
+    away: str, silent: str, answers, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.3)
+    endpoint = {
+        "refused": "http://127.0.0.1:9",
+        "silent": silent,
+        "no such host": "http://store.invalid:9000",
+        "busy": answers[1]._connection.options["endpoint_url"],
+    }[away]
+    answers[0].spoil[:] = ["short"] * 1000
+    keys = {"key": "AKEY", "secret": "ASECRET", "config_kwargs": {"read_timeout": 0.6}}
+    given = endpoint.replace("http://", "http://user:PASSWORD@")
+    store = open_store("s3://bucket/run", {**keys, "endpoint_url": given, "region": "r"})
+    store.retry_seconds = 1.5
+    began = time.monotonic()
+    with (
+        caplog.at_level(logging.INFO, "prefect_raybatch"),
+        pytest.raises(StoreUnavailable) as found,
+    ):
+        store.read("x", 10**6)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert time.monotonic() - began < 8
+    for text in (warning.getMessage(), str(found.value)):
+        assert endpoint in text and "s3://bucket/run/x" in text
+        assert "check that the store is up" in text and "endpoint_url" in text
+        assert "PASSWORD" not in text and "\n" not in text
+
+
+def test_a_store_that_answers_late_or_once_badly_is_not_called_away(
+    answers, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 5.0)
+    handler, store = answers
+    handler.spoil[:] = ["short", "cut off"]
+    assert store.read("x") == WHOLE
+    assert caplog.records == []

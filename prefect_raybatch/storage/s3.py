@@ -219,17 +219,26 @@ class S3Store(Store):
         Gives up after `retry_seconds`, but not before MIN_TRIES. Expired credentials are looked
         up afresh once.
         """
-        deadline = time.monotonic() + self.retry_seconds
-        tries, renewed, pause = 0, False, FIRST_PAUSE
+        began = time.monotonic()
+        deadline, silence = began + self.retry_seconds, self._connection.silence
+        tries, renewed, pause, said = 0, False, FIRST_PAUSE, "nothing yet"
+        place = f"s3://{self._bucket}/{key or self._prefix}"
+
+        def warn() -> None:
+            silence.warn(place, self._connection.endpoint(fs), began, deadline, said)
+
         while True:
             fs = self._connection.filesystem()
             try:
-                found = self._connection.run(fs, send)
+                found = self._connection.run(fs, silence.watched(send, began, warn))
                 check(found)
+                silence.answered = True
                 return found
             except Exception as error:
                 answer = judge(error, self._connection.scrub)
             tries += 1
+            silence.answered = silence.answered or answer.status > 0
+            said = answer.said
             if answer.status == accept:
                 return None
             if answer.may_be_expired and not renewed:
@@ -241,9 +250,11 @@ class S3Store(Store):
             if late or not answer.worth_retrying:
                 credentials = self._connection.credentials()
                 # Not chained: the client's own texts can hold URLs with credentials.
+                endpoint = self._connection.endpoint(fs)
                 raise answer.error(
-                    operation, self._bucket, key or self._prefix, tries, credentials
+                    operation, self._bucket, key or self._prefix, tries, credentials, endpoint
                 ) from None
+            warn()
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.storage.s3_silence import Silence, named
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
 
@@ -26,6 +27,7 @@ class Connection:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
+        self.silence = Silence()
         self._by_process: dict[int, Any] = {}  # keyed by pid: a fork must not share sockets
 
     @classmethod
@@ -86,6 +88,19 @@ class Connection:
             return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
+
+    def endpoint(self, fs: Any) -> str:
+        """scheme://host:port that `fs` asks, as far as it is known before the first answer."""
+        client = self.options.get("client_kwargs") or {}
+        url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)
+        given = (
+            url,
+            self.options.get("endpoint_url"),
+            client.get("endpoint_url"),
+            os.environ.get("AWS_ENDPOINT_URL_S3"),
+            os.environ.get("AWS_ENDPOINT_URL"),
+        )
+        return next((named(str(one)) for one in given if one), "AWS")
 
     def credentials(self) -> str:
         """Where the credentials come from, in words without any of them."""
