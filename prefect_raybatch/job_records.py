@@ -23,15 +23,11 @@ from prefect_raybatch.job import BatchJob
 from prefect_raybatch.plan import public_job
 from prefect_raybatch.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.records import dump, load
+from prefect_raybatch.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"
 _RECORD = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
-_SECRET = re.compile(
-    r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
-    re.IGNORECASE,
-)
-_USERINFO = re.compile(r"://[^/@]*@")
 
 
 @dataclass(frozen=True)
@@ -145,36 +141,33 @@ def _end_path(number: int) -> str:
 def sendable(job: BatchJob) -> dict[str, Any]:
     """The job as it may stand in a record and be sent to a cluster.
 
-    Raises `ConfigError` naming the field that looks like a secret: what goes through Ray's job
-    server is shown to everybody who may open its dashboard.
+    Raises `ConfigError` naming the field that may be a secret: what goes through Ray's job server
+    is shown to everybody who may open its dashboard.
     """
     value = public_job(job)
     for group, given in (("source", job.source.options), ("output", job.output.options)):
         _refuse(
             f"{group}.options",
-            given,
+            hide_options(given),
             f"name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
             "role or environment variables of their own",
         )
         if given:
             value.setdefault(group, {})["options"] = dict(given)
-    _refuse("engine.env", job.engine.env, "set it in the environment of the cluster's nodes")
+    nodes = "in the environment of the cluster's nodes"
+    _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
     if job.engine.env:
         value.setdefault("engine", {})["env"] = dict(job.engine.env)
     extra = job.engine.model_extra or {}
-    _refuse("engine", extra, "set HF_TOKEN or the like in the environment of the cluster's nodes")
+    hidden = {name: hide_argument(item, name) for name, item in extra.items()}
+    _refuse("engine", hidden, f"set HF_TOKEN or the like {nodes}")
     return value
 
 
-def _refuse(where: str, given: Mapping[str, Any], remedy: str) -> None:
-    for name, item in given.items():
-        field = f"{where}.{name}"
-        if isinstance(item, Mapping):
-            _refuse(field, item, remedy)
-        elif item and (
-            (not isinstance(item, (bool, int)) and _SECRET.search(name))
-            or (isinstance(item, str) and _USERINFO.search(item))
-        ):
-            raise ConfigError(
-                f"{field} looks like a secret, which cluster.job_server would show: {remedy}"
-            )
+def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
+    field = next(masked(shown, where), None)
+    if field is not None:
+        raise ConfigError(
+            f"{field} may be a secret, which cluster.job_server would show: {remedy}; if it is "
+            f"none, name it in {SAFE_NAMES} in the environment of the flow"
+        )

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "sequences": {"cards", "job", "memory", "misfit", "packing", "shard_sizes"},
     "sizing": {"cards", "job", "memory", "misfit", "packing", "sequences", "shard_sizes"},
     "figures": {"job", "memory", "misfit", "sizing"},
-    "plan": {"trust", "functions", "job", "shard_sizes", "sizing", *VALUES},
+    "plan": {"trust", "functions", "job", "secrets", "shard_sizes", "sizing", *VALUES},
     "model": {"demo", "job", "storage", *VALUES},
     "checkpoints": {"record_files", "storage", *VALUES},
     "row_numbers": {"plan", *VALUES},
@@ -152,7 +152,7 @@ MAY_IMPORT = {
     "html_report": {"plots", "records", "report", "svg"},
     "job_logs": set(),
     "job_server": {"errors"},
-    "job_records": {"job", "plan", "record_files", "storage", *VALUES},
+    "job_records": {"job", "plan", "record_files", "secrets", "storage", *VALUES},
 }
 MAY_IMPORT["doctor"] = {
     "cluster",
