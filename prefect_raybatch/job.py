@@ -216,9 +216,8 @@ class Group(BaseModel):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Mappings of free names, and arguments that are no fields of ours."""
-        free = cls.model_config.get("extra") == "allow" and name not in cls.model_fields
-        return name in ("options", "env") or free
+        """Mappings whose names anybody may choose."""
+        return name in ("options", "env")
 
     def _shown(self, name: str, value: Any) -> Any:
         if not value or not self._may_hold_keys(name):
@@ -513,6 +512,11 @@ class Engine(Group):
         text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
         "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
     )
+
+    @classmethod
+    def _may_hold_keys(cls, name: str) -> bool:
+        """Also the arguments that are no fields of ours."""
+        return name == "env" or name not in cls.model_fields
 
     @field_validator("model")
     @classmethod

@@ -25,6 +25,7 @@ from prefect_raybatch.job import BatchJob
 from prefect_raybatch.job_records import sendable
 from prefect_raybatch.plan import fingerprint
 from prefect_raybatch.secrets import MASK
+from prefect_raybatch.storage import S3Store, s3_silence
 
 SECRETS = {
     "key": "PLANTEDkey0001",
@@ -71,7 +72,7 @@ def test_a_run_directory_holds_no_key(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["bucket", "credentials", "down"])
-def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd):
+def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd, monkeypatch):
     pq.write_table(pa.table({"Company": ["a"]}), tmp_path / "in.parquet")
     with start_s3(tmp_path / "s3") as server:
         server.create_bucket("there")
@@ -83,13 +84,11 @@ def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd):
             options["endpoint_url"] = "http://127.0.0.1:9"
         bucket = "missing" if wrong == "bucket" else "there"
         job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
+        monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
+        monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
         store = runs.run_store(job, "k")
-        type(store).retry_seconds, before = 1.0, type(store).retry_seconds
-        try:
-            with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
-                runs.plan_run(job, "k")
-        finally:
-            type(store).retry_seconds = before
+        with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
+            runs.plan_run(job, "k")
         known = {**SECRETS, "server": server.secret}
     error = caught.value
     shown = "".join(capfd.readouterr()) + str(error) + repr(error) + repr(error.__cause__)
@@ -238,6 +237,23 @@ def test_engine_arguments_that_hold_keys_are_hidden_and_still_count(tmp_path):
     with pytest.raises(PlanMismatch) as caught:
         runs.plan_run(job("PLANTEDother0008"), "k")
     assert "PLANTED" not in str(caught.value) and "model_loader_extra_config" in str(caught.value)
+
+
+def test_what_is_asked_of_the_model_is_never_hidden(tmp_path):
+    """It decides the answers; a URL in a prompt or a pattern is no key."""
+    asked = {
+        "prompt": {"template": "Who is {Company}, http://me:pw@host?"},
+        "sampling": {
+            "structured_outputs": {"regex": "https?://[^@]+@b.c"},
+            "extra_args": {"key": "a", "token": "b"},
+        },
+    }
+    job = at(tmp_path, **asked)
+    value = json.loads(job.model_dump_json())
+    assert value["prompt"]["template"] == asked["prompt"]["template"]
+    assert asked["sampling"].items() <= value["sampling"].items()
+    assert BatchJob.from_dict(value) == job
+    assert asked["sampling"].items() <= fingerprint(job)[1]["sampling"].items()
 
 
 def test_hiding_changes_no_fingerprint(tmp_path):
