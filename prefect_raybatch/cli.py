@@ -7,6 +7,7 @@ fault, the same command again continues.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -226,6 +227,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     for beat in found.beats:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
+    _print_strays(found.strays)
     _print_failures(found.failures)
 
 
@@ -319,6 +321,8 @@ def verify(
         out.print(f"[red]not proved[/]: {escape(run_dir)}")
         for fault in found.faults:
             out.print(f"  {fault}", markup=False)
+    if not as_json:
+        _print_strays(found.strays)
     if found.orphans and not as_json:
         size = found.orphan_bytes / 2**20
         out.print(f"{found.orphans:,} pieces that no commit names ({size:,.1f} MiB), such as")
@@ -727,6 +731,13 @@ def _show_sample(report: Any, columns: list[str]) -> None:
     out.print(table)
 
 
+def _print_strays(strays: Sequence[str]) -> None:
+    if strays:
+        out.print("files among the commits that are none, and count for nothing, such as")
+        for name in strays[:3]:
+            out.print(f"  {name}", markup=False)
+
+
 def _print_failures(failures: dict[str, int]) -> None:
     for row in failure_table(failures)[:5]:
         out.print(
@@ -750,6 +761,7 @@ def _print_json(value: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: our errors become one clear message and an exit status, never a stack trace."""
+    _tell_of_the_store()
     try:
         app(args=argv, standalone_mode=True)
     except RayBatchError as error:
@@ -759,6 +771,18 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         err.print("stopped; what is committed is kept, the same command again continues")
         sys.exit(130)
+
+
+def _tell_of_the_store() -> None:
+    """Shows the store's warnings, whatever Prefect does with log lines: nobody waits blindly."""
+    logger = logging.getLogger("prefect_raybatch.storage")
+    if not any(isinstance(handler, _Told) for handler in logger.handlers):
+        logger.addHandler(_Told(logging.WARNING))
+
+
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"warning: {record.getMessage()}", markup=False)
 
 
 def exit_status(error: RayBatchError) -> int:

@@ -118,6 +118,10 @@ class Driver:
         """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
+        if listing.strays:
+            log.warning(
+                "files among the commits that are none count for nothing: %s", listing.strays
+            )
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
         self.progress.recent.clear()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.record_files import read_record
 from prefect_raybatch.records import dump, load
 from prefect_raybatch.storage import Store
 
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 HEARTBEATS = "_raybatch/heartbeats"
 EVERY = 10.0  # seconds between two records of an attempt
 SILENT = 60.0  # seconds without one after which an attempt is shown as silent
-MAX_BYTES = 1 << 16
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
 WORDS = ("phase", "about", "dashboard")  # fields that hold text
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
@@ -181,7 +181,7 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
     for attempt in attempts:
         path = path_of(attempt)
         try:
-            found[attempt] = Beat.from_bytes(store.read(path, MAX_BYTES), path)
+            found[attempt] = Beat.from_bytes(read_record(store, path), path)
         except FileNotFoundError:
             continue
         except CorruptRun as fault:
@@ -192,6 +192,7 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
 def newest(store: Store) -> Beat | None:
     """The latest beat of any driver of the run, for who follows it from elsewhere."""
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
+    names = [name for name in names if name.isalnum()]  # no copies that a tool made
     return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 

@@ -12,7 +12,7 @@ import difflib
 import re
 import reprlib
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,15 @@ from pydantic_core import CoreSchema
 
 from prefect_raybatch import sampling_ranges, vllm_fields
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.secrets import CLEAR, MASK, hide_named, hide_options, is_masked
+from prefect_raybatch.secrets import (
+    CLEAR,
+    USERINFO,
+    hide_argument,
+    hide_env,
+    hide_options,
+    hide_users,
+    is_masked,
+)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -69,10 +77,21 @@ def seconds_of(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
+def without_user(uri: str) -> str:
+    """`uri` itself; ValueError, which does not quote it, where it holds a user or a password."""
+    if USERINFO.search(uri):
+        raise ValueError(
+            "holds a user or a key before an @; write s3://bucket/key, and keys into the options, "
+            "a credentials_block or the environment"
+        )
+    return uri
+
+
 def check_uri(uri: str) -> str:
     """A local path, file:// or s3://bucket/key; ValueError says what is wrong otherwise."""
     if not uri or not uri.strip() or "\x00" in uri:
         raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
+    without_user(uri)
     scheme = uri.split("://", 1)[0].lower() if "://" in uri else ""
     if scheme not in SCHEMES:
         raise ValueError(
@@ -157,13 +176,13 @@ def _plain(field: dict[str, Any]) -> None:
 class Group(BaseModel):
     """Fields that belong together; unknown ones are refused."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
     def _whole(cls, value: Any) -> Any:
-        for name in ("options", "env", "hf_token"):
-            if isinstance(value, Mapping) and is_masked(value.get(name)):
+        for name in value if isinstance(value, Mapping) else ():
+            if cls._may_hold_keys(name) and is_masked(value[name]):
                 raise ValueError(
                     f"{name} holds a key that was hidden on its way through Prefect's parameters; "
                     "name a credentials_block instead, or set the key in the environment where "
@@ -189,13 +208,23 @@ class Group(BaseModel):
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):
             return value
-        if value.get("options"):
-            value["options"] = hide_options(value["options"])
-        if value.get("env"):
-            value["env"] = hide_named(value["env"])
-        if value.get("hf_token"):
-            value["hf_token"] = MASK
-        return value
+        return {name: self._shown(name, item) for name, item in value.items()}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, item in super().__repr_args__():
+            yield name, self._shown(name or "", item)
+
+    @classmethod
+    def _may_hold_keys(cls, name: str) -> bool:
+        """Mappings whose names anybody may choose."""
+        return name in ("options", "env")
+
+    def _shown(self, name: str, value: Any) -> Any:
+        if not value or not self._may_hold_keys(name):
+            return value
+        if name in ("options", "env"):
+            return hide_options(value) if name == "options" else hide_env(value)
+        return hide_argument(value, name)
 
 
 class Source(Group):
@@ -487,6 +516,16 @@ class Engine(Group):
         "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
     )
 
+    @classmethod
+    def _may_hold_keys(cls, name: str) -> bool:
+        """Also the arguments that are no fields of ours."""
+        return name == "env" or name not in cls.model_fields
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: str) -> str:
+        return without_user(value)
+
     @field_validator("replicas", mode="before")
     @classmethod
     def _replicas(cls, value: Any) -> Any:
@@ -592,9 +631,10 @@ class Output(Group):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str) -> str:
+        check_uri(value)
         if any(c in value for c in "*?["):
             raise ValueError(f"{value!r} holds a wildcard; name one folder")
-        return check_uri(value)
+        return value
 
     @field_validator("postprocess")
     @classmethod
@@ -945,13 +985,15 @@ def explain(error: ValidationError, where: str) -> str:
     lines = []
     for item in error.errors(include_url=False):
         path = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
+        message = hide_users(item["msg"].removeprefix("Value error, "))
         if item["type"] == "extra_forbidden":
             message = f"unknown field{_nearest(str(item['loc'][-1]), _siblings(item['loc']))}"
         elif item["type"] == "missing":
             message = "is required"
-        elif not isinstance(item.get("input"), (dict, BaseModel)):
-            message += f" (value: {_short(item.get('input'))!r})"
+        elif not {*item["loc"]} & {"options", "env", "hf_token"} and not isinstance(
+            item.get("input"), (dict, BaseModel)
+        ):
+            message += f" (value: {hide_users(_short(item.get('input')))!r})"
         lines.append(": ".join(filter(None, (where, path, message))))
     return "\n".join(dict.fromkeys(lines))
 

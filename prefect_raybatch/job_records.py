@@ -21,16 +21,13 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.plan import public_job
-from prefect_raybatch.records import MAX_RECORD_BYTES, dump, load
+from prefect_raybatch.record_files import put_record, put_record_if_absent, read_record
+from prefect_raybatch.records import dump, load
+from prefect_raybatch.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"
-_RECORD = re.compile(r"/(\d{4,9})\.json\Z")
-_SECRET = re.compile(
-    r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
-    re.IGNORECASE,
-)
-_USERINFO = re.compile(r"://[^/@]*@")
+_RECORD = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,11 @@ class JobRecords:
 
     def newest_number(self) -> int:
         """0 while there is none."""
-        found = (_RECORD.search(info.path) for info in self.store.list(JOBS))
-        return max((int(match[1]) for match in found if match), default=0)
+        listed = ((_RECORD.match(info.path), info.path) for info in self.store.list(JOBS))
+        numbers = (
+            int(match[1]) for match, path in listed if match and path == _path(int(match[1]))
+        )
+        return max(numbers, default=0)
 
     def newest(self) -> Record | None:
         number = self.newest_number()
@@ -79,7 +79,7 @@ class JobRecords:
     def read(self, number: int) -> Record:
         path = _path(number)
         try:
-            value = load(self.store.read(path, MAX_RECORD_BYTES), path)
+            value = load(read_record(self.store, path), path)
             record = Record(**value)
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though the job was submitted") from None
@@ -108,7 +108,7 @@ class JobRecords:
             user=user,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        return self.store.put_if_absent(_path(number), dump(asdict(record)))
+        return put_record_if_absent(self.store, _path(number), dump(asdict(record)))
 
     def id_of(self, number: int) -> str:
         """The submission id: the same from whichever process, and never another run's."""
@@ -117,13 +117,13 @@ class JobRecords:
 
     def end(self, number: int, outcome: Outcome) -> None:
         """What the job itself leaves behind when it ends."""
-        self.store.put(_end_path(number), dump(asdict(outcome)))
+        put_record(self.store, _end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
         """None when the job ended without a word."""
         path = _end_path(number)
         try:
-            return Outcome(**load(self.store.read(path, MAX_RECORD_BYTES), path))
+            return Outcome(**load(read_record(self.store, path), path))
         except FileNotFoundError:
             return None
         except TypeError as error:
@@ -141,36 +141,33 @@ def _end_path(number: int) -> str:
 def sendable(job: BatchJob) -> dict[str, Any]:
     """The job as it may stand in a record and be sent to a cluster.
 
-    Raises `ConfigError` naming the field that looks like a secret: what goes through Ray's job
-    server is shown to everybody who may open its dashboard.
+    Raises `ConfigError` naming the field that may be a secret: what goes through Ray's job server
+    is shown to everybody who may open its dashboard.
     """
     value = public_job(job)
     for group, given in (("source", job.source.options), ("output", job.output.options)):
         _refuse(
             f"{group}.options",
-            given,
+            hide_options(given),
             f"name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
             "role or environment variables of their own",
         )
         if given:
             value.setdefault(group, {})["options"] = dict(given)
-    _refuse("engine.env", job.engine.env, "set it in the environment of the cluster's nodes")
+    nodes = "in the environment of the cluster's nodes"
+    _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
     if job.engine.env:
         value.setdefault("engine", {})["env"] = dict(job.engine.env)
     extra = job.engine.model_extra or {}
-    _refuse("engine", extra, "set HF_TOKEN or the like in the environment of the cluster's nodes")
+    hidden = {name: hide_argument(item, name) for name, item in extra.items()}
+    _refuse("engine", hidden, f"set HF_TOKEN or the like {nodes}")
     return value
 
 
-def _refuse(where: str, given: Mapping[str, Any], remedy: str) -> None:
-    for name, item in given.items():
-        field = f"{where}.{name}"
-        if isinstance(item, Mapping):
-            _refuse(field, item, remedy)
-        elif item and (
-            (not isinstance(item, (bool, int)) and _SECRET.search(name))
-            or (isinstance(item, str) and _USERINFO.search(item))
-        ):
-            raise ConfigError(
-                f"{field} looks like a secret, which cluster.job_server would show: {remedy}"
-            )
+def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
+    field = next(masked(shown, where), None)
+    if field is not None:
+        raise ConfigError(
+            f"{field} may be a secret, which cluster.job_server would show: {remedy}; if it is "
+            f"none, name it in {SAFE_NAMES} in the environment of the flow"
+        )

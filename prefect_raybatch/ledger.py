@@ -18,8 +18,13 @@ import numpy as np
 from prefect_raybatch.checkpoints import Listing, folded
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.plan import Shards, check_same, read_files, read_shards
+from prefect_raybatch.record_files import (
+    put_record,
+    put_record_if_absent,
+    put_record_proved,
+    read_record,
+)
 from prefect_raybatch.records import (
-    MAX_RECORD_BYTES,
     Commit,
     InputFile,
     Plan,
@@ -30,19 +35,21 @@ from prefect_raybatch.records import (
     digest,
     dump,
     fold_stats,
+    load,
     merge,
     missing,
 )
 from prefect_raybatch.row_numbers import RowNumbers, read_numbers
-from prefect_raybatch.storage import Store, put_proved, read_ahead
+from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.success import SUCCESS, Success, check_parts, read_success
 
 PLAN = "_raybatch/plan.json"
 ATTEMPTS = "_raybatch/attempts"
 COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
-MAX_TABLE_BYTES = 1 << 30
+FAILURES = 1000  # messages that a commit keeps apart
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
-_COMMIT = re.compile(r"(\d{1,10})\.json\Z")
+_COMMIT = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
+_ATTEMPT = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
 
 
 def commit_path(shard: int) -> str:
@@ -60,7 +67,7 @@ class Ledger:
     def load_plan(self) -> Plan | None:
         """The plan, or None when the run has none yet. Raises `CorruptRun` when it is not ours."""
         try:
-            return Plan.from_bytes(self.store.read(PLAN, MAX_RECORD_BYTES))
+            return Plan.from_bytes(read_record(self.store, PLAN))
         except FileNotFoundError:
             return None
 
@@ -72,8 +79,8 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            put_proved(self.store, f"{TABLES}/{name}", data)
-        if self.store.put_if_absent(PLAN, plan.to_bytes()):
+            put_record_proved(self.store, f"{TABLES}/{name}", data)
+        if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()
         if winner is None:
@@ -98,7 +105,7 @@ class Ledger:
 
     def _table(self, name: str) -> bytes:
         try:
-            data = self.store.read(f"{TABLES}/{name}", MAX_TABLE_BYTES)
+            data = read_record(self.store, f"{TABLES}/{name}")
         except FileNotFoundError:
             raise CorruptRun(f"plan.json names {name}, which does not exist") from None
         if digest(data)[:16] not in name:
@@ -108,11 +115,18 @@ class Ledger:
     # --- commits ----------------------------------------------------------------------------
 
     def listing(self, plan: Plan) -> Listing:
-        """Which shards have a commit record now, by a fresh listing."""
+        """Which shards have a commit record now, by a fresh listing.
+
+        Only a name that we write is one. Copies that a tool or a person made beside it, such as
+        `00000001 2.json`, say nothing of any shard: they are noted as strays.
+        """
         found = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
-            match = _COMMIT.search(info.path)
-            if match is None or int(match[1]) >= plan.shards:
+            match = _COMMIT.match(info.path)
+            if match is None or info.path != commit_path(int(match[1])):
+                found.stray(info.path)
+                continue
+            if int(match[1]) >= plan.shards:
                 raise CorruptRun(f"{info.path} is no commit of this plan")
             found.note(int(match[1]), info)
         return found
@@ -178,7 +192,7 @@ class Ledger:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
         path = commit_path(shard)
         try:
-            return _commit_of(plan, shard, self.store.read(path, MAX_RECORD_BYTES))
+            return _commit_of(plan, shard, read_record(self.store, path))
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
 
@@ -202,11 +216,11 @@ class Ledger:
             skipped=_union(r.skipped for r in receipts),
             pieces=tuple(piece for r in receipts for piece in r.pieces),
             stats=fold_stats([r.stats for r in receipts]),
-            failures=_whole(add_counts(*(r.failures for r in receipts))),
+            failures=_commonest(add_counts(*(r.failures for r in receipts))),
             where=receipts[-1].where,
             committed=time.time(),
         )
-        won = self.store.put_if_absent(commit_path(commit.shard), commit.to_bytes())
+        won = put_record_if_absent(self.store, commit_path(commit.shard), commit.to_bytes())
         return commit if won else None
 
     # --- the end ----------------------------------------------------------------------------
@@ -221,7 +235,7 @@ class Ledger:
         if plan is None:
             self._check_unplanned()
             return None
-        found = read_success(self.store, plan, MAX_RECORD_BYTES)
+        found = read_success(self.store, plan)
         if found is not None and found.plan is None:
             check_parts(self.store, found.parts)
         return found
@@ -238,15 +252,21 @@ class Ledger:
 
     def succeed(self, success: Success) -> None:
         """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
-        self.store.put_if_absent(SUCCESS, success.to_bytes())
+        put_record_if_absent(self.store, SUCCESS, success.to_bytes())
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""
-        self.store.put(f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
+        put_record(self.store, f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
 
-    def attempts(self) -> int:
-        """How many attempts were noted. Says nothing about which of them are alive."""
-        return sum(1 for _ in self.store.list(ATTEMPTS))
+    def attempts(self) -> list[str]:
+        """Attempts that were noted. Says nothing about which of them are alive."""
+        found = (_ATTEMPT.match(info.path) for info in self.store.list(ATTEMPTS))
+        return [match[1] for match in found if match]
+
+    def read_attempt(self, attempt: str) -> dict[str, Any]:
+        """What `note_attempt` wrote; CorruptRun, or FileNotFoundError when it is gone."""
+        path = f"{ATTEMPTS}/{attempt}.json"
+        return load(read_record(self.store, path), path)
 
 
 class Coverage:
@@ -306,8 +326,16 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
         return fault
 
 
-def _whole(counts: Mapping[str, float]) -> dict[str, int]:
-    return {key: int(value) for key, value in counts.items()}
+def _commonest(failures: Mapping[str, float]) -> dict[str, int]:
+    """The FAILURES commonest of {"stage|class|message": rows}, and what is left by class alone: a
+    text that differs from row to row would make the record as large as the rows."""
+    ordered = sorted(failures.items(), key=lambda item: -item[1])
+    kept = {key: int(rows) for key, rows in ordered[:FAILURES]}
+    for key, rows in ordered[FAILURES:]:
+        stage, kind, _ = [*key.split("|", 2), "", ""][:3]
+        rest = f"{stage}|{kind}|(other messages)"
+        kept[rest] = kept.get(rest, 0) + int(rows)
+    return kept
 
 
 def _union(parts: Iterable[Ranges]) -> Ranges:

@@ -25,6 +25,7 @@ from prefect_raybatch.heartbeat import (
 )
 from prefect_raybatch.job import Limits
 from prefect_raybatch.ledger import COMMITS
+from prefect_raybatch.record_files import put_record
 from prefect_raybatch.records import Plan
 from prefect_raybatch.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.storage import Store
@@ -164,7 +165,7 @@ class Monitor:
     # --- the thread that writes -------------------------------------------------------------
 
     def _write(self) -> None:
-        self.store.put(path_of(self.attempt), self.beat().to_bytes())
+        put_record(self.store, path_of(self.attempt), self.beat().to_bytes())
         self._written = self.clock()
 
 

@@ -17,6 +17,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
 from prefect_raybatch.job import RESERVED, BatchJob, template_fields
 from prefect_raybatch.records import QUARANTINE, InputFile, Plan, Shard, digest, dump
+from prefect_raybatch.secrets import hide_argument, is_masked, masked
 from prefect_raybatch.shard_sizes import choose_rows_per_shard
 from prefect_raybatch.sizing import expected_engines
 from prefect_raybatch.trust import check_types
@@ -145,7 +146,8 @@ def fingerprint(
     if retry is not None:
         parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
         parts["retry"] = dict(retry)
-    return digest(dump(parts)), parts
+    # What stands in records and messages is without keys; what is counted is not.
+    return digest(dump(parts)), {**parts, "engine": hide_argument(parts["engine"], "engine")}
 
 
 def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
@@ -174,6 +176,9 @@ def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> 
     if plan.fingerprint == found:
         return
     lines = difference(plan.parts, parts)
+    if not lines:  # then it is what both hide
+        fields = ", ".join(masked(parts.get("engine", {}), "engine")) or "a field"
+        lines = [f"{fields}: hidden, and another value than before"]
     raise PlanMismatch(
         f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
         + "\n  ".join(lines)
@@ -349,8 +354,11 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
-    for name in ("env", "hf_token"):
-        value.get("engine", {}).pop(name, None)
+    engine = value.get("engine", {})
+    engine.pop("env", None)
+    for name in job.engine.model_extra or {}:
+        if is_masked(hide_argument(engine.get(name), name)):
+            del engine[name]
     return value
 
 

@@ -29,8 +29,8 @@ KINDS = {
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
 }
-_PIECE = re.compile(re.escape(PIECES) + r"/(\d{1,10})-[^/]+\.parquet\Z")
-_TABLE = re.compile(r"(shards|files|numbers)-[^/]+\.parquet\Z")
+_PIECE = re.compile(re.escape(PIECES) + r"/(\d{8,10})-[0-9a-f]{32}\.parquet\Z")
+_TABLE = re.compile(r"(shards|files|numbers)-[0-9a-f]{16}\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
 
 

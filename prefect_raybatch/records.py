@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
 
 FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
-MAX_RECORD_BYTES = 8 << 20  # records are untrusted: a larger one is not ours
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
@@ -71,9 +71,9 @@ def missing(held: Ranges, rows: int) -> Ranges:
 
 
 def _ranges(value: Any) -> Ranges:
-    ranges = tuple((start, stop) for start, stop in value)
-    if not all(type(edge) is int for pair in ranges for edge in pair):
-        raise TypeError("a position is not a whole number")
+    ranges = tuple(map(tuple, value))
+    if not {*map(len, ranges)} <= {2} or not {*map(type, chain.from_iterable(ranges))} <= {int}:
+        raise TypeError("a position is not a whole number, or not one of a pair")
     return ranges
 
 
@@ -260,7 +260,7 @@ class Receipt:
         return merge(self.good, self.failed, self.skipped)
 
     def to_json(self) -> str:
-        return dump(asdict(self)).decode()
+        return dump(_shallow(self)).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Receipt:
@@ -290,7 +290,7 @@ class Commit:
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        return dump(_shallow(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
@@ -439,6 +439,12 @@ class RunReport:
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptRun(f"report.json is malformed: {error}") from None
         return _build(cls, value, "report.json")
+
+
+def _shallow(record: Receipt | Commit) -> dict[str, Any]:
+    """As `asdict`, without a copy of each position: of those there may be a million."""
+    value = {name: getattr(record, name) for name in record.__dataclass_fields__}
+    return {**value, "pieces": [dict(piece.__dict__) for piece in record.pieces]}
 
 
 def _numbers(values: Any, length: int) -> tuple[float, ...]:

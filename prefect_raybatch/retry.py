@@ -24,6 +24,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import Family, Member, load_family, place
 from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.record_files import put_record_if_absent, read_record
 from prefect_raybatch.records import Plan
 from prefect_raybatch.results import quarantine_of
 from prefect_raybatch.row_numbers import among, numbers_table
@@ -349,5 +350,5 @@ def _same_types(asked: Request, ledger: Ledger) -> None:
     if output.postprocess is None or output.output_schema or output.postprocess != before:
         return
     with suppress(FileNotFoundError):  # none of the parent's rows got so far
-        types = asked.parent.ledger.store.read(SCHEMA, 1 << 20)
-        ledger.store.put_if_absent(SCHEMA, types)
+        types = read_record(asked.parent.ledger.store, SCHEMA)
+        put_record_if_absent(ledger.store, SCHEMA, types)

@@ -31,6 +31,7 @@ from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.ledger import PLAN, Ledger
 from prefect_raybatch.plan import Shards
+from prefect_raybatch.record_files import put_record, read_record
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
@@ -86,7 +87,8 @@ class DryRun:
 @dataclass(frozen=True)
 class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
-    the heartbeats of attempts that have not said that they ended, newest first."""
+    the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
+    among the commits that are none."""
 
     run: str
     run_key: str
@@ -105,6 +107,7 @@ class Status:
     failures: dict[str, int]
     attempts: tuple[dict[str, Any], ...]
     beats: tuple[dict[str, Any], ...]
+    strays: tuple[str, ...] = ()
 
 
 # --- where a run is -----------------------------------------------------------------------------
@@ -384,6 +387,8 @@ def infer_run(
     if driver.done.all():
         return progress
     monitor(progress)
+    # Also where the plan is an earlier attempt's: what it found may since have changed.
+    store.probe()
     from prefect_raybatch import cluster
     from prefect_raybatch.pipeline import Pipeline
 
@@ -406,7 +411,7 @@ def infer_run(
             dict(job.source.options),
             # Another attempt may be alive. Ours is noted before we look, so that of two that start
             # at the same moment one at least sees the other.
-            shuffle=attempt if ledger.attempts() > 1 else None,
+            shuffle=attempt if len(ledger.attempts()) > 1 else None,
             **({"engine": engine} if engine else {}),
         )
         driver.suspects = size.pool.engines * (1 + size.concurrent)
@@ -498,7 +503,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     made = replace(made, advice=advise(made, job))
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
-    store.put(REPORT, made.to_bytes())
+    put_record(store, REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
     ledger.succeed(_success(plan, output, result))
@@ -547,7 +552,7 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 def load_report(store: Store) -> RunReport:
     """The report of a finished run; raises `CorruptRun` when it is gone."""
     try:
-        return RunReport.from_bytes(store.read(REPORT, 64 << 20))
+        return RunReport.from_bytes(read_record(store, REPORT))
     except FileNotFoundError:
         raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
 
@@ -603,12 +608,12 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
-    tally = Tally()
-    for commit in ledger.commits(plan, ledger.listing(plan)):
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
         tally.add(commit)
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
-    attempts = _attempts(store)
+    attempts = _attempts(ledger)
     state = "completed" if finished else "unfinished" if tally.shards else "planned"
     return Status(
         run=store.uri,
@@ -628,16 +633,17 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         failures=tally.failures,
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
+        strays=tuple(listing.strays),
     )
 
 
-def _attempts(store: Store) -> list[dict[str, Any]]:
-    from prefect_raybatch.records import load
-
+def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     found = []
-    for info in store.list("_raybatch/attempts"):
-        name = info.path.rpartition("/")[2].removesuffix(".json")
-        found.append({"attempt": name, **load(store.read(info.path, 1 << 20), info.path)})
+    for name in ledger.attempts():
+        try:
+            found.append({"attempt": name, **ledger.read_attempt(name)})
+        except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
+            log.warning("the note of attempt %s is not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 

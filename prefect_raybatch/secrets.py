@@ -1,43 +1,91 @@
 """Keys in a job, hidden wherever a job is turned into text for others: Prefect keeps a flow's
-parameters, and shows them to whoever may see its page."""
+parameters, and shows them to whoever may see its page.
+
+A value is secret unless its name is known to be of something else: nobody can list the names that
+people give to their keys.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 MASK = "**********"
 CLEAR = {"clear": True}  # pydantic context that asks for a job as it is
-# Store options that name no secret; whatever else is text may be one.
-PUBLIC = frozenset(
+SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # names, or beginnings with a *, that the operator knows
+# Store options that hold no secret.
+OPTIONS = frozenset(
     (
-        "addressing_style",
-        "endpoint_url",
-        "profile",
-        "region",
-        "region_name",
-        "signature_version",
-        "version_aware",
+        *("acl", "ACL", "RequestPayer", "ServerSideEncryption", "SSEKMSKeyId", "StorageClass"),
+        *("addressing_style", "api_version", "asynchronous", "cache_regions", "cache_type"),
+        *("connect_timeout", "default_block_size", "default_cache_type", "default_fill_cache"),
+        *("endpoint_url", "http", "https", "max_attempts", "max_concurrency"),
+        *("max_pool_connections", "mode", "parameter_validation", "profile", "read_timeout"),
+        *("region", "region_name", "request_checksum_calculation", "requester_pays"),
+        *("response_checksum_validation", "signature_version", "tcp_keepalive"),
+        *("total_max_attempts", "use_ssl", "user_agent_extra", "verify", "version_aware"),
     )
 )
-SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+# Variables of what an engine is made of; those of them with a word of SECRET_WORD are keys.
+VARIABLES = re.compile(
+    r"(VLLM|NCCL|CUDA|RAY|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|MKL|KMP|OPENBLAS|GLOO|UCX|FI|HSA"
+    r"|HIP|ROCR|ROCM|NVIDIA|FLASHINFER|RAYBATCH|TRANSFORMERS)_[A-Z0-9_]+"
+    r"|TOKENIZERS_PARALLELISM|HF_(HOME|HUB_[A-Z_]+|DATASETS_[A-Z_]+)|TMPDIR|TZ|LANG|LC_[A-Z]+"
+    r"|HTTPS?_PROXY|NO_PROXY|https?_proxy|no_proxy|AWS_(DEFAULT_)?REGION|AWS_ENDPOINT_URL(_S3)?"
+)
+SECRET_WORD = re.compile(
+    r"(^|_)[A-Z0-9]*(KEYS?|TOKEN|SECRETS?|PASS(WORD|WD|PHRASE)?|PWD|PAT|CRED(ENTIAL)?S?|AUTH"
+    r"|AUTHORIZATION|COOKIES?|SIGNATURE|DSN)(_|$)",
+    re.IGNORECASE,
+)
+# Engine arguments are many and mostly plain: there the name must say that it is a key.
+ARGUMENT = re.compile(
+    r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
+    re.IGNORECASE,
+)
+USERINFO = re.compile(r"://[^/@\s\"']*@")
 
 
 def hide_options(value: Any, name: str = "") -> Any:
-    """Store options with every text masked that `PUBLIC` does not name."""
+    """Store options with everything masked that `OPTIONS` does not name."""
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [hide_options(inner, name) for inner in value]
-    if isinstance(value, str) and name not in PUBLIC:
-        return MASK
-    return value
+    return hide_users(value) if _is_open(value) or safe_option(name) else MASK
 
 
-def hide_named(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with the texts masked whose names sound like secrets (HF_TOKEN, API_KEY)."""
-    return {k: MASK if SECRET.search(k) and isinstance(v, str) else v for k, v in value.items()}
+def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Environment variables with all masked but those of `VARIABLES`."""
+    return {k: hide_users(v) if safe_variable(k) else MASK for k, v in value.items()}
+
+
+def hide_argument(value: Any, name: str) -> Any:
+    """An engine argument, its texts masked where its name says that they are keys, or the name of a
+    mapping that they are in."""
+    if isinstance(value, Mapping):
+        above = name if ARGUMENT.search(name) else None
+        return {key: hide_argument(inner, above or str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_argument(inner, name) for inner in value]
+    return MASK if isinstance(value, str) and value and ARGUMENT.search(name) else hide_users(value)
+
+
+def hide_users(value: Any) -> Any:
+    """A text with user and password taken out of the URLs in it; anything else as it is."""
+    return USERINFO.sub(f"://{MASK}@", value) if isinstance(value, str) else value
+
+
+def safe_option(name: str) -> bool:
+    return name in OPTIONS or _named(name)
+
+
+def safe_variable(name: str) -> bool:
+    known = VARIABLES.fullmatch(name) is not None and not SECRET_WORD.search(name)
+    return known or _named(name)
 
 
 def is_masked(value: Any) -> bool:
@@ -46,4 +94,25 @@ def is_masked(value: Any) -> bool:
         return any(is_masked(inner) for inner in value.values())
     if isinstance(value, list):
         return any(is_masked(inner) for inner in value)
-    return bool(value == MASK)
+    return isinstance(value, str) and MASK in value
+
+
+def masked(shown: Any, where: str) -> Iterator[str]:
+    """Dotted names of what is masked in `shown`, which stands at `where`."""
+    if isinstance(shown, Mapping):
+        for name, inner in shown.items():
+            yield from masked(inner, f"{where}.{name}")
+    elif is_masked(shown):
+        yield where
+
+
+def _is_open(value: Any) -> bool:
+    """What cannot hold a key, whatever its name: nothing, yes or no."""
+    return value is None or isinstance(value, bool) or value == ""
+
+
+def _named(name: str) -> bool:
+    """Whether the operator says that the name is of no secret; a * covers no word for secrets."""
+    given = [one.strip() for one in os.environ.get(SAFE_NAMES, "").split(",")]
+    wild = not SECRET_WORD.search(name) and any(fnmatchcase(name, one) for one in given)
+    return name in given or wild

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.record_files import read_record
 from prefect_raybatch.records import Part, Plan, dump, load
 from prefect_raybatch.storage import FileInfo, Store
 from prefect_raybatch.storage.proof import sha256_of
@@ -109,10 +110,10 @@ def _not_of(theirs: str | None, plan: Plan) -> str:
     )
 
 
-def read_success(store: Store, plan: Plan, max_bytes: int) -> Success | None:
+def read_success(store: Store, plan: Plan) -> Success | None:
     """What `_SUCCESS` says, or None while there is none. Raises as `Success.from_bytes`."""
     try:
-        return Success.from_bytes(store.read(SUCCESS, max_bytes), plan, store.uri)
+        return Success.from_bytes(read_record(store, SUCCESS), plan, store.uri)
     except FileNotFoundError:
         return None
 

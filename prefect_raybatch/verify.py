@@ -14,7 +14,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import MAX_RECORD_BYTES, Commit, Part, Plan
+from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.success import FOLDERS, read_success
@@ -28,7 +28,8 @@ class Verdict:
     """What was found. `ok` is True only for a finished run whose every row is there once.
 
     Orphans are pieces that no commit names: no fault, since nobody reads them. In a run that is
-    not finished a live driver may still commit them.
+    not finished a live driver may still commit them. Strays are files among the commits that are
+    none: no fault either.
     """
 
     run: str
@@ -43,6 +44,7 @@ class Verdict:
     orphans: int = 0
     orphan_bytes: int = 0
     orphan_names: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -61,10 +63,10 @@ def verify(store: Store) -> Verdict:
         raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     # Not by `finished`, which stops at the first part that does not fit.
-    success = read_success(store, plan, MAX_RECORD_BYTES)
+    success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     listing = ledger.listing(plan)
-    found.committed_shards = int(listing.done.sum())
+    found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = success is not None and success.compact
     # Listed after the commits: a piece is there before its commit is.
     pieces = {info.path: info.size for info in store.list(PIECES)}

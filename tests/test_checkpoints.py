@@ -108,7 +108,7 @@ def spoil(path: Path, how: str, run: SmallRun) -> None:
     ],
 )
 def test_a_checkpoint_that_is_not_whole_costs_only_reads(tmp_path, how, monkeypatch):
-    monkeypatch.setattr(checkpoints, "MAX_BYTES", 1 << 18)
+    monkeypatch.setattr(checkpoints, "MAX_BYTES", 1 << 21)
     run = small_run(tmp_path)
     run.commit_all()
     fold(run, range(4))

@@ -28,7 +28,8 @@ from prefect_raybatch.errors import IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run, Status
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import S3Store, open_store, s3_silence
+from prefect_raybatch.storage.s3_client import Connection
 from prefect_raybatch.verify import verify
 
 ROWS = 40
@@ -237,6 +238,42 @@ def test_status_of_a_run_on_its_way(tmp_path, call):
     assert (found["state"], found["done"], found["pending"]) == ("unfinished", 5, 3)
     code, out, _ = call("status", tmp_path)
     assert code == 0 and "time left" in out
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
+    run = small_run(tmp_path)
+    run.commit(0)
+    (tmp_path / "_raybatch/commits/00000001 2.json").write_text("{}")
+    said = "files among the commits that are none, and count for nothing, such as"
+    out = call(command, tmp_path)[1]
+    assert said in out and "  _raybatch/commits/00000001 2.json" in out
+    found = json.loads(call(command, tmp_path, "--json")[1])
+    assert found["strays"] == ["_raybatch/commits/00000001 2.json"]
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "report", "reap", "plan", "run"])
+def test_each_command_says_in_time_which_store_is_away(tmp_path, call, command, monkeypatch):
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(S3Store.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(Connection, "_all", {})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    place = f"s3://bucket/{command}"
+    if command in ("plan", "run"):
+        value = yaml.safe_load(write_job(tmp_path).read_text())
+        value["output"]["uri"] = "s3://bucket/out"
+        if command == "plan":  # which looks at the input alone
+            value["source"]["uri"] = "s3://bucket/in/"
+        place = tmp_path / "away.yaml"
+        place.write_text(yaml.safe_dump(value))
+    code, _, err = call(command, place)
+    assert code == 75, err
+    warning, error = err.splitlines()
+    assert warning.startswith("warning: s3://bucket/") and error.startswith("StoreUnavailable: s3:")
+    for line in (warning, error):
+        assert "http://127.0.0.1:9" in line and "check that the store is up" in line
 
 
 def test_verify_proves_and_its_status_says_so(made, call):

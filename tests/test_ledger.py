@@ -11,15 +11,28 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from helpers.small import MODEL, input_rows, make_job, read_json, small_run, success_of
+from helpers.small import (
+    MODEL,
+    Passes,
+    input_rows,
+    make_job,
+    read_json,
+    small_run,
+    success_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_raybatch.errors import CorruptRun, PlanMismatch
+from prefect_raybatch import cluster, runs
+from prefect_raybatch.driver import Driver
+from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
+from prefect_raybatch.job import Limits
+from prefect_raybatch.job_records import JobRecords
 from prefect_raybatch.ledger import Coverage, Ledger, commit_path
 from prefect_raybatch.plan import Shards, make_plan
 from prefect_raybatch.records import InputFile, Receipt, Unit, count, merge, to_ranges
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import LocalStore, open_store
+from prefect_raybatch.verify import verify
 
 WRITERS = 16
 
@@ -166,13 +179,78 @@ def test_commits_of_another_plan_or_place_are_corrupt(tmp_path):
         run.ledger.read_commit(run.plan, 1)
 
 
-@pytest.mark.parametrize("name", ["00000004.json", "99999999.json", "x.json", "00000001.json.bak"])
-def test_a_stranger_among_the_commits_is_corrupt(tmp_path, name):
+@pytest.mark.parametrize("name", ["00000004.json", "99999999.json", "1234567890.json"])
+def test_a_commit_of_a_shard_that_is_not_planned_is_corrupt(tmp_path, name):
     run = small_run(tmp_path)  # shards 0 to 3
     run.commit(0)
     (tmp_path / "_raybatch/commits" / name).write_text("{}")
     with pytest.raises(CorruptRun, match="is no commit of this plan"):
         run.ledger.committed(run.plan)
+
+
+STRANGE = [
+    "00000001 2.json",
+    "00000001 (copy) 1.json",
+    "00000000 (copy).json",
+    "copy of 1.json",
+    "1.json",
+    "000000001.json",
+    "00000001.json~",
+    "00000001.json.bak",
+    "._00000001.json",
+    "old/00000001.json",
+    "x.json",
+]
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_name_that_is_not_quite_a_commits_is_no_commit_and_is_told(tmp_path, name, caplog):
+    run = small_run(tmp_path)
+    run.commit(0)
+    strange = tmp_path / "_raybatch/commits" / name
+    strange.parent.mkdir(exist_ok=True)
+    strange.write_bytes((tmp_path / commit_path(0)).read_bytes())
+    assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
+    path = f"_raybatch/commits/{name}"
+    assert run.ledger.listing(run.plan).strays == [path]
+    assert runs.status(str(tmp_path)).strays == (path,)
+    found = verify(run.store)
+    assert found.strays == [path] and not [fault for fault in found.faults if name in fault]
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    assert driver.resume().done == 5 and path in caplog.text
+    driver.run()
+    assert run.ledger.committed(run.plan).all() and strange.exists()
+
+
+def test_copies_of_other_records_count_for_nothing(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(0)
+    run.ledger.note_attempt("a1", {"started": "2026"})
+    records = JobRecords(run.store, "key", run.plan.hash)
+    assert records.add(1, {}, "http://a", None)
+    folder = tmp_path / "_raybatch"
+    for name in (
+        "attempts/a1 2.json",
+        "attempts/a1.json~",
+        "attempts/._a1.json",
+        "attempts/x/b.json",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\0not JSON")
+    for name in ("0002 (copy).json", "0002.json~", "00003.json", "old/0004.json", "0001 5.json"):
+        (folder / "jobs" / name).parent.mkdir(exist_ok=True)
+        (folder / "jobs" / name).write_text("{}")
+    assert run.ledger.attempts() == ["a1"]
+    assert [a["attempt"] for a in runs.status(str(tmp_path)).attempts] == ["a1"]
+    assert records.newest_number() == 1
+    assert records.newest().number == 1
+
+
+def test_an_attempts_note_that_is_damaged_hides_nothing_else(tmp_path):
+    run = small_run(tmp_path)
+    run.ledger.note_attempt("a1", {"started": "2026"})
+    (tmp_path / "_raybatch/attempts/b2.json").write_bytes(b"{")
+    assert [a["attempt"] for a in runs.status(str(tmp_path)).attempts] == ["a1"]
 
 
 def test_commits_come_by_shard(tmp_path):
@@ -297,3 +375,33 @@ def test_a_ledger_needs_no_more_than_a_folder(tmp_path: Path):
         "_raybatch/commits/00000001.json",
         "_raybatch/plan.json",
     ]
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+
+def test_an_attempt_on_a_store_that_no_longer_writes_if_absent_starts_nothing(
+    tmp_path, monkeypatch
+):
+    """As after a move to another store, or behind another gateway."""
+
+    def careless(self: LocalStore, path: str, data: bytes) -> bool:
+        self.put(path, data)
+        return True
+
+    def never(*_: object) -> None:
+        raise RuntimeError("a cluster was started")
+
+    monkeypatch.setattr(cluster, "connected", never)
+    run = small_run(tmp_path)
+    known = runs.run_of(run.store, run.plan, run.ledger)
+    with pytest.raises(RuntimeError, match="a cluster was started"):
+        runs.infer_run(run.job, known)
+    before = {path for path in tmp_path.rglob("*") if "attempts" not in str(path)}
+    with monkeypatch.context() as patch, pytest.raises(UnsafeStore, match="does not honour"):
+        patch.setattr(LocalStore, "put_if_absent", careless)
+        runs.infer_run(run.job, known)
+    assert {path for path in tmp_path.rglob("*") if "attempts" not in str(path)} == before
+    run.commit_all()
+    monkeypatch.setattr(LocalStore, "probe", never)
+    assert runs.infer_run(run.job, known).done == 20  # nothing to commit, so nothing to probe

@@ -101,6 +101,22 @@ def test_a_finished_run_keeps_its_result(tmp_path, compact):
     assert verify(run.store).ok
 
 
+def test_files_that_only_look_like_ours_stay(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(0)
+    (piece,) = run.receipt(run.whole(0)).pieces  # the loser of shard 0
+    for name in (
+        f"pieces/{piece.path.removesuffix('.parquet')} (copy).parquet",
+        "pieces/00000000-notes.parquet",
+        "shards-0123456789abcdef (copy).parquet",
+        "files-of-mine.parquet",
+    ):
+        (tmp_path / "_raybatch" / name).write_bytes(b"12345")
+    before = files_of(run)
+    assert reap(run.store, NOW).files == {"pieces": 1}
+    assert files_of(run) == before - {f"_raybatch/pieces/{piece.path}"}
+
+
 def test_no_run_directory_is_touched_that_is_none(tmp_path):
     (tmp_path / "_probe-1").mkdir()
     (tmp_path / "_probe-1/x").write_bytes(b"")
@@ -201,7 +217,7 @@ def test_on_s3_uploads_that_were_cut_off_go_too(tmp_path, s3):
     store = open_store("s3://reaped/run", s3.options)
     for info in run.store.list():
         store.put(info.path, run.store.read(info.path))
-    store.put("_raybatch/pieces/00000000-dead.parquet", b"x" * 10)
+    store.put(f"_raybatch/pieces/00000000-{'d' * 32}.parquet", b"x" * 10)
     fs = s3fs.S3FileSystem(
         key=s3.key,
         secret=s3.secret,

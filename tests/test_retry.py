@@ -419,7 +419,7 @@ def test_a_changed_quarantine_is_not_retried(tmp_path):
 def test_reap_leaves_what_a_child_needs(tmp_path):
     run = first_run(tmp_path)
     made = planned(run.store.uri)
-    (tmp_path / "key.r1/_raybatch/numbers-0000.parquet").write_bytes(b"of a loser")
+    (tmp_path / "key.r1/_raybatch/numbers-0000000000000000.parquet").write_bytes(b"of a loser")
     found = reap(open_store(made.run.uri), 0)
     assert found.files == {"tables": 1}
     work(made, made.job)

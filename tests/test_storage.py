@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import logging
 import os
 import pickle
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +50,7 @@ from prefect_raybatch.storage import (
     put_file_proved,
     put_proved,
     read_ahead,
+    s3_silence,
 )
 from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.s3_client import Connection
@@ -719,3 +726,150 @@ def test_importing_loads_no_client() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in out.stdout.split()}
     assert not loaded & {"s3fs", "fsspec", "botocore", "aiobotocore", "aiohttp", "pyarrow", "ray"}
+
+
+# --- answers that are not whole -----------------------------------------------------------------
+
+WHOLE = bytes(range(256)) * 8
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """One object of the bytes WHOLE; `spoil` says how the next GETs are answered, then well."""
+
+    protocol_version = "HTTP/1.1"
+    spoil: list[str] = []
+    etag = hashlib.md5(WHOLE).hexdigest()
+    seen: list[str] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(self.command)
+        how = "well"
+        if self.command == "GET" and self.spoil:
+            how = self.spoil.pop(0)
+        body, status = WHOLE, 200
+        asked = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and how != "no range":
+            body, status = WHOLE[int(asked[1]) : int(asked[2]) + 1], 206
+        sent = body[: len(body) // 2] if how in ("short", "cut off", "short in chunks") else body
+        self.send_response(status)
+        self.send_header("ETag", f'"{self.etag}"')
+        if how in ("in chunks", "short in chunks"):
+            self.send_header("Transfer-Encoding", "chunked")
+            sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(sent), sent)
+        else:
+            self.send_header("Content-Length", str(len(sent if how == "short" else body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(sent)
+        self.close_connection = how == "cut off"
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[type[_Answers], Store]]:
+    handler = type("Answers", (_Answers,), {"spoil": [], "seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "region": "us-east-1"}
+    store = open_store("s3://bucket/run", {**options, "key": "AKEY", "secret": "ASECRET"})
+    store.retry_seconds = 5.0
+    yield handler, store
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("how", ["short", "cut off", "short in chunks"])
+@pytest.mark.parametrize("etag", ["of the bytes", "of an encryption"])
+def test_a_body_that_is_not_whole_is_asked_for_again(answers, how: str, etag: str) -> None:
+    handler, store = answers
+    if etag != "of the bytes":
+        handler.etag = "0" * 32
+    handler.spoil[:] = [how, how]
+    assert store.read("x", 10**6) == WHOLE
+    assert handler.seen.count("GET") == 3
+
+
+def test_a_body_that_is_never_whole_is_a_store_that_is_away(answers) -> None:
+    handler, store = answers
+    store.retry_seconds = 0.1
+    handler.spoil[:] = ["short"] * 100
+    with pytest.raises(StoreUnavailable, match=r"1024 of 2048 bytes") as caught:
+        store.read("x", 10**6)
+    assert is_transient(caught.value)
+
+
+@pytest.mark.parametrize("how", ["short", "cut off", "no range"])
+def test_a_range_that_is_not_the_one_asked_for_is_asked_for_again(answers, how: str) -> None:
+    handler, store = answers
+    handler.spoil[:] = [how]
+    with store.open("x") as stream:
+        stream.seek(100)
+        assert stream.read(1000) == WHOLE[100:1100]
+    assert handler.spoil == []
+
+
+def test_a_body_without_a_length_is_read_within_the_limit(answers) -> None:
+    handler, store = answers
+    handler.spoil[:] = ["in chunks"]
+    assert store.read("x", len(WHOLE)) == WHOLE
+    handler.spoil[:] = ["in chunks"]
+    with pytest.raises(CorruptRun, match="at most 2047 are expected"):
+        store.read("x", len(WHOLE) - 1)
+
+
+# --- a store that is away -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The endpoint of a server that takes connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(100)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("away", ["refused", "silent", "no such host", "busy"])
+def test_a_store_that_is_away_is_told_in_time_and_named(
+    away: str, silent: str, answers, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.3)
+    endpoint = {
+        "refused": "http://127.0.0.1:9",
+        "silent": silent,
+        "no such host": "http://store.invalid:9000",
+        "busy": answers[1]._connection.options["endpoint_url"],
+    }[away]
+    answers[0].spoil[:] = ["short"] * 1000
+    keys = {"key": "AKEY", "secret": "ASECRET", "config_kwargs": {"read_timeout": 0.6}}
+    given = endpoint.replace("http://", "http://user:PASSWORD@")
+    store = open_store("s3://bucket/run", {**keys, "endpoint_url": given, "region": "r"})
+    store.retry_seconds = 1.5
+    began = time.monotonic()
+    with (
+        caplog.at_level(logging.INFO, "prefect_raybatch"),
+        pytest.raises(StoreUnavailable) as found,
+    ):
+        store.read("x", 10**6)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert time.monotonic() - began < 8
+    for text in (warning.getMessage(), str(found.value)):
+        assert endpoint in text and "s3://bucket/run/x" in text
+        assert "check that the store is up" in text and "endpoint_url" in text
+        assert "PASSWORD" not in text and "\n" not in text
+
+
+def test_a_store_that_answers_late_or_once_badly_is_not_called_away(
+    answers, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 5.0)
+    handler, store = answers
+    handler.spoil[:] = ["short", "cut off"]
+    assert store.read("x") == WHOLE
+    assert caplog.records == []

@@ -24,6 +24,7 @@ from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
 from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Output
+from prefect_raybatch.record_files import put_record_if_absent, read_record
 from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
@@ -219,7 +220,8 @@ class Finish:
             return _read_schema(self.store)
         except FileNotFoundError:
             # The loser of the race takes the winner's, so all pieces agree.
-            self.store.put_if_absent(SCHEMA, _infer(rows).serialize().to_pybytes())
+            schema = _infer(rows).serialize().to_pybytes()
+            put_record_if_absent(self.store, SCHEMA, schema)
             return _read_schema(self.store)
 
     def _piece(self, shard: int, kind: str, table: pa.Table, positions: np.ndarray) -> Piece:
@@ -291,7 +293,7 @@ def declared(schema: dict[str, str]) -> pa.Schema:
 
 
 def _read_schema(store: Store) -> pa.Schema:
-    data = store.read(SCHEMA, 1 << 20)
+    data = read_record(store, SCHEMA)
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(data))
     except (pa.ArrowException, OSError) as error:

@@ -9,7 +9,7 @@ import io
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
@@ -27,6 +27,13 @@ PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit o
 MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
 FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
 LONGEST_PAUSE = 8.0  # ... up to this
+
+
+Check = Callable[[dict[str, Any]], None]
+
+
+class ShortBody(OSError):
+    """What arrived is not all of what the store has: a proxy or a network cut it."""
 
 
 class S3Store(Store):
@@ -47,7 +54,16 @@ class S3Store(Store):
         return S3Store(join(self.uri, prefix), self._connection, self.retry_seconds)
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        found = self._call("get_object", self._key(path), max_bytes)
+        def whole(found: dict[str, Any]) -> None:
+            """The store's word for the size is asked for only where its checksum is no MD5."""
+            body, etag = found["Body"], found.get("ETag", "").strip('"')
+            if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
+                return
+            info = self.stat(path)
+            if (len(body), etag) != (info.size, info.etag):
+                raise ShortBody(f"{len(body)} of {info.size} bytes arrived, or of another version")
+
+        found = self._call("get_object", self._key(path), max_bytes, check=whole)
         if found["Body"] is None:
             raise too_large(join(self.uri, path), found["ContentLength"], max_bytes or 0)
         return cast(bytes, found["Body"])
@@ -154,10 +170,18 @@ class S3Store(Store):
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` (exclusive) of `info`'s object. SourceError if it changed."""
+
+        def whole(found: dict[str, Any]) -> None:
+            if len(found["Body"]) != stop - start:
+                raise ShortBody(
+                    f"{len(found['Body'])} bytes arrived, {stop - start} were asked for"
+                )
+
         found = self._call(
             "get_object",
             self._key(info.path),
             accept=412,
+            check=whole,
             Range=f"bytes={start}-{stop - 1}",
             IfMatch=f'"{info.etag}"',
         )
@@ -201,37 +225,55 @@ class S3Store(Store):
         key: str | None,
         max_bytes: int | None = None,
         accept: int | None = None,
+        check: Check = lambda found: None,
         **arguments: Any,
     ) -> Any:
         """One client operation, repeated until answered: its response, `Body` read.
 
         A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
-        `accept`; any other failure raises as `Answer.error` says.
+        `accept`; any other failure raises as `Answer.error` says. What `check` raises of a
+        response counts as a failure of the call.
         """
         arguments["Bucket"] = self._bucket
         if key is not None:
             arguments["Key"] = key
         return self._until_answered(
-            operation, key, request(operation, arguments, max_bytes), accept
+            operation, key, request(operation, arguments, max_bytes), accept, check
         )
 
     def _until_answered(
-        self, operation: str, key: str | None, send: Send, accept: int | None = None
+        self,
+        operation: str,
+        key: str | None,
+        send: Send,
+        accept: int | None = None,
+        check: Check = lambda found: None,
     ) -> Any:
         """The one retry loop: `send` again, with growing random pauses, until it is answered.
 
         Gives up after `retry_seconds`, but not before MIN_TRIES. Expired credentials are looked
         up afresh once.
         """
-        deadline = time.monotonic() + self.retry_seconds
-        tries, renewed, pause = 0, False, FIRST_PAUSE
+        began = time.monotonic()
+        deadline, silence = began + self.retry_seconds, self._connection.silence
+        tries, renewed, pause, said = 0, False, FIRST_PAUSE, "nothing yet"
+        place = f"s3://{self._bucket}/{key or self._prefix}"
+
+        def warn() -> None:
+            silence.warn(place, self._connection.endpoint(fs), began, deadline, said)
+
         while True:
             fs = self._connection.filesystem()
             try:
-                return self._connection.run(fs, send)
+                found = self._connection.run(fs, silence.watched(send, began, warn))
+                check(found)
+                silence.answered = True
+                return found
             except Exception as error:
                 answer = judge(error, self._connection.scrub)
             tries += 1
+            silence.answered = silence.answered or answer.status > 0
+            said = answer.said
             if answer.status == accept:
                 return None
             if answer.may_be_expired and not renewed:
@@ -243,9 +285,11 @@ class S3Store(Store):
             if late or not answer.worth_retrying:
                 credentials = self._connection.credentials()
                 # Not chained: the client's own texts can hold URLs with credentials.
+                endpoint = self._connection.endpoint(fs)
                 raise answer.error(
-                    operation, self._bucket, key or self._prefix, tries, credentials
+                    operation, self._bucket, key or self._prefix, tries, credentials, endpoint
                 ) from None
+            warn()
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import not_found
+from prefect_raybatch.storage.s3_silence import CHECK
 
 _PERMISSIONS = {
     "get_object": "s3:GetObject (and s3:ListBucket: without it a missing file reads as forbidden)",
@@ -51,18 +52,25 @@ class Answer(NamedTuple):
             self.status >= 500 and self.status not in (501, 505, 507)
         )
 
+    @property
+    def said(self) -> str:
+        return f"{self.status} {self.code}: {self.text}"
+
     def error(
-        self, operation: str, bucket: str, key: str, tries: int, credentials: str
+        self, operation: str, bucket: str, key: str, tries: int, credentials: str, endpoint: str
     ) -> Exception:
         """The error to raise: names the place, what was said, and what to do.
 
-        `credentials` says where they come from, in words without any of them.
+        `credentials` says where they come from, in words without any of them; `endpoint` is
+        scheme://host:port.
         """
-        place = f"s3://{bucket}/{key}"
-        said = f"{self.status} {self.code}: {self.text}"
+        place, said = f"s3://{bucket}/{key}", self.said
         credentials = f"credentials: {credentials}"
         if self.worth_retrying:
-            return StoreUnavailable(f"{place}: no good answer in {tries} tries, the last: {said}")
+            return StoreUnavailable(
+                f"{place}: no good answer in {tries} tries, the last: {said}; it was asked of "
+                f"{endpoint}: {CHECK}"
+            )
         if self.code == "NoSuchBucket":
             return StoreError(
                 f"bucket {bucket!r} of {place} does not exist; create it, or check the name "

@@ -10,9 +10,10 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.storage.s3_silence import Silence, named
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
 
@@ -26,6 +27,7 @@ class Connection:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
+        self.silence = Silence()
         self._by_process: dict[int, Any] = {}  # keyed by pid: a fork must not share sockets
 
     @classmethod
@@ -87,6 +89,19 @@ class Connection:
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
 
+    def endpoint(self, fs: Any) -> str:
+        """scheme://host:port that `fs` asks, as far as it is known before the first answer."""
+        client = self.options.get("client_kwargs") or {}
+        url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)
+        given = (
+            url,
+            self.options.get("endpoint_url"),
+            client.get("endpoint_url"),
+            os.environ.get("AWS_ENDPOINT_URL_S3"),
+            os.environ.get("AWS_ENDPOINT_URL"),
+        )
+        return next((named(str(one)) for one in given if one), "AWS")
+
     def credentials(self) -> str:
         """Where the credentials come from, in words without any of them."""
         client = self.options.get("client_kwargs") or {}
@@ -132,12 +147,27 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
         if "Body" in found:
             async with found["Body"] as body:
-                small = max_bytes is None or found["ContentLength"] <= max_bytes
-                found["Body"] = await body.read() if small else None
+                found["Body"] = await _read(body, found, max_bytes)
         _raise_partial(found, operation)
         return found
 
     return send
+
+
+async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
+    """The body of `found`; None where it has more than `max_bytes`, said or, unsaid, seen."""
+    if max_bytes is None:
+        return cast(bytes, await body.read())
+    if "ContentLength" in found:
+        return await body.read() if found["ContentLength"] <= max_bytes else None
+    parts, size = [], 0
+    while part := await body.read(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            found["ContentLength"] = size
+            return None
+    return b"".join(parts)
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:

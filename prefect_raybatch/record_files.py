@@ -1,0 +1,87 @@
+"""Records on their way to and from the store, through one table of how large each kind may be.
+
+Who reads a run directory does not trust it, so each kind of record has a largest size. A record
+beyond it is refused before it is written, since afterwards nobody could go on with the run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.storage import Store, put_proved
+
+
+class Kind(NamedTuple):
+    """Records whose path begins with `prefix`: at most `limit` bytes; `change` is what to change
+    in a job whose record would be larger."""
+
+    prefix: str
+    limit: int
+    change: str
+
+
+_URIS = "source.uri names very many files one by one: name their folder or a glob"
+_PARTS = "the result would have very many files: raise output.file_mb, under a new run key"
+KINDS = (
+    Kind("_raybatch/plan.json", 64 << 20, _URIS),
+    # A commit of 1,000,000 rows, the most a shard may have, needs 34 MB at worst.
+    Kind("_raybatch/commits/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
+    Kind("_SUCCESS", 64 << 20, _PARTS),
+    Kind("_raybatch/report.json", 64 << 20, _PARTS),
+    Kind("_raybatch/jobs/", 64 << 20, _URIS),
+    Kind("_raybatch/checkpoints/", 64 << 20, "nothing, a resume only takes longer"),
+    Kind("_raybatch/attempts/", 1 << 20, "the names of this host and user"),
+    Kind("_raybatch/heartbeats/", 1 << 16, "nothing, the run goes on without it"),
+    Kind("_raybatch/output_schema.arrow", 1 << 20, "let postprocess return fewer columns"),
+)
+TABLE = Kind(
+    "_raybatch/", 1 << 30, "the input has very many files or rows: take it in several runs"
+)
+
+
+def limit_of(path: str) -> int:
+    """The most bytes that a reader takes of the record at `path`."""
+    return _kind(path).limit
+
+
+def read_record(store: Store, path: str) -> bytes:
+    """The record's bytes. FileNotFoundError; CorruptRun when it is larger than any of ours."""
+    return store.read(path, limit_of(path))
+
+
+def put_record(store: Store, path: str, data: bytes) -> None:
+    """Writes a record, replacing what is there. Raises `ConfigError`, and writes nothing, when no
+    reader would take it."""
+    _check(store, path, data)
+    store.put(path, data)
+
+
+def put_record_proved(store: Store, path: str, data: bytes) -> None:
+    """As `put_record`, and looked at once it is there: what others are going to rely on."""
+    _check(store, path, data)
+    put_proved(store, path, data)
+
+
+def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
+    """As `put_record`, unless something is there; what it returns: `Store.put_if_absent`."""
+    _check(store, path, data)
+    return store.put_if_absent(path, data)
+
+
+def _check(store: Store, path: str, data: bytes) -> None:
+    kind = _kind(path)
+    if len(data) > kind.limit:
+        raise ConfigError(
+            f"{store.uri}/{path} would have {len(data):,} bytes and is not written: readers take "
+            f"at most {kind.limit:,}. What to change: {kind.change}"
+        )
+
+
+def _kind(path: str) -> Kind:
+    for kind in KINDS:
+        if path.startswith(kind.prefix):
+            return kind
+    if path.startswith(TABLE.prefix) and path.endswith(".parquet"):
+        return TABLE
+    raise ValueError(f"{path!r} is no record of a run directory")

@@ -1,0 +1,165 @@
+"""Records that are large and those that are too large: what is written can be read again, and what
+could not be read is refused before it is written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers.small import Passes, SmallRun, small_run
+
+from prefect_raybatch import checkpoints, record_files
+from prefect_raybatch.checkpoints import CHECKPOINTS
+from prefect_raybatch.driver import Driver
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.finalize import finalize
+from prefect_raybatch.heartbeat import path_of
+from prefect_raybatch.job import Limits
+from prefect_raybatch.ledger import ATTEMPTS, COMMITS, PLAN, SUCCESS, TABLES, Ledger, commit_path
+from prefect_raybatch.record_files import KINDS, limit_of, put_record, read_record
+from prefect_raybatch.records import Part, Piece, Receipt, Unit
+from prefect_raybatch.runs import REPORT
+from prefect_raybatch.stages.finish import SCHEMA, _ranges
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.verify import verify
+from prefect_raybatch.verify_files import recorded
+
+EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
+
+
+def left_out_alternately(run: SmallRun, rows: int) -> Receipt:
+    """A receipt with its piece for a shard whose odd positions postprocess left out."""
+    positions = np.arange(rows)
+    good = positions[::2]
+    table = pa.table({"__rb_pos": pa.array(good, pa.int32()), "response": ["a"] * len(good)})
+    piece = run.finish()._piece(0, "data", table, good)
+    return Receipt(0, "a", _ranges(good), (), _ranges(positions[1::2]), (piece,))
+
+
+def test_a_shard_with_every_second_row_left_out_is_committed_resumed_and_proved(tmp_path):
+    run = small_run(tmp_path, EVERY_SECOND, EVERY_SECOND)
+    receipt = left_out_alternately(run, EVERY_SECOND)
+    assert run.ledger.commit(run.plan, EVERY_SECOND, [receipt])
+    again = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    assert again.resume().done == EVERY_SECOND and again.done.all()
+    result = finalize(run.ledger, run.plan, run.shards, "_row", 1 << 30)
+    run.ledger.succeed({"rows": EVERY_SECOND, "parts": [asdict(part) for part in result.parts]})
+    found = verify(run.store)
+    assert (found.ok, found.data, found.skipped) == (True, EVERY_SECOND // 2, EVERY_SECOND // 2)
+
+
+def test_a_plan_of_36_000_files_named_one_by_one_is_read_again(tmp_path):
+    uris = [f"s3://bucket/{'folder/' * 12}events-{i:06d}-{i:032x}.parquet" for i in range(36_000)]
+    run = small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5})
+    again = Ledger(open_store(str(tmp_path)))
+    assert again.load_plan() == run.plan
+    run.commit_all()
+    assert all(again.committed(run.plan))
+
+
+def test_a_success_of_40_000_parts_is_read_again(tmp_path):
+    ledger = Ledger(open_store(str(tmp_path)))
+    part = Part("", 10**6, 10**8, "0" * 64, 0, 10**9, "1" * 64)
+    parts = [asdict(replace(part, path=f"data/part-{i:05d}.parquet")) for i in range(40_000)]
+    ledger.succeed({"rows": 1, "parts": parts})
+    summary = ledger.finished()
+    assert summary is not None and len(recorded(summary)) == 40_000
+
+
+# --- too large ----------------------------------------------------------------------------------
+
+
+def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Readers and writers of this test take `limit` bytes of any record."""
+    kinds = tuple(kind._replace(limit=limit) for kind in KINDS)
+    monkeypatch.setattr(record_files, "KINDS", kinds)
+    monkeypatch.setattr(record_files, "TABLE", record_files.TABLE._replace(limit=limit))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        PLAN,
+        SUCCESS,
+        REPORT,
+        SCHEMA,
+        commit_path(0),
+        f"{ATTEMPTS}/a.json",
+        path_of("a"),
+        "_raybatch/jobs/0001.json",
+        f"{CHECKPOINTS}/a.gz",
+        f"{TABLES}/shards-0.parquet",
+    ],
+)
+def test_a_record_has_one_limit_for_who_writes_and_who_reads(tmp_path, path, monkeypatch):
+    smaller(monkeypatch, 100)
+    store = open_store(str(tmp_path))
+    put_record(store, path, b"x" * 100)
+    assert read_record(store, path) == b"x" * 100 and limit_of(path) == 100
+    with pytest.raises(ConfigError) as caught:
+        put_record(store, path, b"y" * 101)
+    assert f"{path} would have 101 bytes" in str(caught.value) and "at most 100" in str(
+        caught.value
+    )
+    assert read_record(store, path) == b"x" * 100
+
+
+def test_a_plan_that_nobody_could_read_is_refused_and_nothing_is_planned(tmp_path, monkeypatch):
+    smaller(monkeypatch, 20_000)
+    uris = [f"data/{i:0100d}.parquet" for i in range(200)]
+    with pytest.raises(ConfigError, match=r"plan\.json would have .* name their folder or a glob"):
+        small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5})
+    assert not (tmp_path / PLAN).exists()
+
+
+def test_a_commit_that_nobody_could_read_is_refused_and_the_others_hold(tmp_path, monkeypatch):
+    run = small_run(tmp_path, rows=400, per_shard=200)
+    run.commit(0)
+    smaller(monkeypatch, 2_000)
+    with pytest.raises(ConfigError, match=r"lower source\.rows_per_shard, under a new run key"):
+        run.commit(1, failed=range(0, 200, 2))
+    assert run.ledger.committed(run.plan).tolist() == [True, False]
+    with pytest.raises(ConfigError, match=r"raise output\.file_mb"):
+        run.ledger.succeed({"rows": 1, "parts": ["x" * 3_000]})
+    assert run.ledger.finished() is None
+
+
+def test_the_largest_shard_fits_into_a_commit_whatever_its_rows_become(tmp_path):
+    """1,000,000 rows, each a range of its own among its neighbours: two ranges a row at most, one
+    in good, failed or skipped and one in a piece. Measured on the last, longest, 10,000 rows."""
+    run = small_run(tmp_path, rows=10, per_shard=10)
+    commit = run.commit(0)
+    assert commit is not None
+    rows = type(run.job.source).model_fields["rows_per_shard"].metadata
+    most = max(bound.le for bound in rows if hasattr(bound, "le"))
+    alone = tuple((i, i + 1) for i in range(most - 10_000, most, 2))
+    other = tuple((i, i + 1) for i in range(most - 9_999, most, 2))
+    pieces = [Piece("p.parquet", "data", 5_000, 1, "0" * 64, alone) for _ in range(2)]
+    worst = replace(commit, good=alone, failed=other, pieces=tuple(pieces))
+    assert len(worst.to_bytes()) / 10_000 * most < limit_of(commit_path(0)) * 0.6
+
+
+def test_ten_thousand_different_failures_do_not_make_a_commit_large(tmp_path):
+    run = small_run(tmp_path, rows=20_000, per_shard=20_000)
+    receipt = run.receipt(Unit(0, 0, 20))
+    kinds = {f"engine|ValueError|{i:0100d}": 1 for i in range(10_000)}
+    kinds |= {"engine|ValueError|often": 9_000, "postprocess|KeyError|seldom": 980}
+    whole = replace(receipt, good=(), failed=((0, 20_000),), failures=kinds, pieces=())
+    commit = run.ledger.commit(run.plan, 20_000, [whole])
+    assert commit is not None and len(commit.failures) <= 1_002
+    assert commit.failures["engine|ValueError|often"] == 9_000
+    assert sum(commit.failures.values()) == 19_980
+    assert {key.split("|")[1] for key in commit.failures} == {"ValueError", "KeyError"}
+
+
+def test_commits_are_folded_by_size_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "FOLD_BYTES", 4_000)
+    run = small_run(tmp_path, rows=80, per_shard=5)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    driver.resume()
+    driver.run()
+    sizes = [p.stat().st_size for p in (tmp_path / COMMITS).iterdir()]
+    files = list((tmp_path / CHECKPOINTS).iterdir())
+    assert sum(sizes) // (4_000 + max(sizes)) <= len(files) <= sum(sizes) // 4_000
