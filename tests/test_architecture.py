@@ -77,7 +77,8 @@ MAY_IMPORT = {
     "stages.blocks": {"records"},
     "stages.reaper": set(),
     "stages.hang": set(),
-    "stages.stepper": {"stages.hang", "stages.reaper"},
+    "stages.vllm_plugin": set(),
+    "stages.stepper": {"stages.hang", "stages.reaper", "stages.vllm_plugin"},
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
     "stages.window": set(),
     "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
@@ -102,6 +103,7 @@ MAY_IMPORT = {
         "stages.engine",
         "stages.finish",
         "stages.stepper",
+        "stages.vllm_plugin",
         *VALUES,
     },
     "stages.finish": {

@@ -105,7 +105,8 @@ def start_script(model: str, body: str, **environment: str) -> subprocess.Popen:
             engine = SteppedEngine(kwargs)
             print("READY", flush=True)
     """).format(kwargs=engine_kwargs(model)) + textwrap.indent(textwrap.dedent(body), "    ")
-    path = ["PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])]
+    paths = [str(ROOT), str(ROOT / "tests/helpers/plugin_log"), os.environ.get("PYTHONPATH", "")]
+    path = ["PYTHONPATH", os.pathsep.join(paths)]
     return subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -124,16 +125,24 @@ def wait_ready(process: subprocess.Popen) -> None:
 
 
 @pytest.fixture(scope="module")
-def victim(model: str) -> Iterator[subprocess.Popen]:
-    """A process with an engine that waits to be killed; starts beside the shared engine."""
-    process = start_script(model, "time.sleep(600)")
+def plugin_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which process called our vLLM plugin: a file each for `victim` and `in_process`."""
+    return tmp_path_factory.mktemp("plugin")
+
+
+@pytest.fixture(scope="module")
+def victim(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
+    """A process with an engine that waits to be killed; starts beside the shared engine. A list of
+    vLLM plugins that lacks ours must not keep it out."""
+    log = str(plugin_logs / "victim")
+    process = start_script(model, "time.sleep(600)", PLUGIN_LOG=log, VLLM_PLUGINS="another")
     yield process
     process.kill()
     process.wait()
 
 
 @pytest.fixture(scope="module")
-def in_process(model: str) -> Iterator[subprocess.Popen]:
+def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
     """A process whose engine core is not a subprocess: answers three rows, runs out of
     memory, is replaced by another one in the same process, and ends normally."""
     process = start_script(
@@ -158,6 +167,7 @@ def in_process(model: str) -> Iterator[subprocess.Popen]:
             print("CLOSED", flush=True)
     """,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PLUGIN_LOG=str(plugin_logs / "in_process"),
     )
     yield process
     process.kill()
@@ -332,6 +342,33 @@ def test_in_process_engine(in_process: subprocess.Popen) -> None:
     assert (answers, again, closed) == ("3 3 3", "1", "CLOSED")
     assert death.startswith("DIED") and "as the test wants" in death
     assert in_process.wait(START_S) == 0
+
+
+def called(log: Path) -> dict[int, set[str]]:
+    """Functions of our vLLM plugin that ran, by process."""
+    found: dict[int, set[str]] = {}
+    for line in log.read_text().splitlines():
+        process, function = line.split()
+        found.setdefault(int(process), set()).add(function)
+    return found
+
+
+def test_amx_is_asked_for_in_every_process_of_an_engine(
+    in_process: subprocess.Popen, victim: subprocess.Popen, plugin_logs: Path
+) -> None:
+    assert in_process.wait(START_S) == 0
+    both = {"register", "ask_for_amx"}
+    assert called(plugin_logs / "in_process")[in_process.pid] == both
+
+    def found() -> dict[int, set[str]]:
+        below = {pid: command(pid) for pid in engine_processes(victim.pid)}
+        if not all(any(kind in c for c in below.values()) for kind in ("EngineCore", "Worker")):
+            return {}  # not started yet
+        log = called(plugin_logs / "victim")
+        return {pid: log.get(pid, set()) for pid in (victim.pid, *below)}
+
+    assert wait_until(lambda: bool(found()), START_S)
+    assert list(found().values()) == [both] * 3
 
 
 def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.Popen) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .hang import LOOK, HangWatch, end_process
+from .vllm_plugin import allow, ask_for_amx
 
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
@@ -293,9 +295,11 @@ class SteppedEngine:
     def _start(self, engine_kwargs: dict[str, Any]) -> None:
         import multiprocessing
 
+        allow(os.environ)  # for the processes that vLLM starts
         from vllm import LLMEngine
         from vllm.engine.arg_utils import EngineArgs
 
+        ask_for_amx()  # for this one, whatever became of the plugins here
         no_stats = engine_kwargs.pop("disable_log_stats", None)
         arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
         with START_LOCK:
