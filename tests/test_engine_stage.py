@@ -20,8 +20,8 @@ from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import Unit
 from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.stages import canary, stepper
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages import stepper
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -195,6 +195,135 @@ def test_blocks_in_flight_at_one_death_start_one_new_engine(started):
     assert sorted(lost_rows(table)[0][0] for table in found) == [0, 1, 2]
     assert not is_lost(made(block(Unit(9, 0, 1))))
     assert len(factory.arguments) == 2
+
+
+# --- engines that work for no row ---------------------------------------------------------------
+
+FIXED = list(canary.PROMPT)
+
+
+def dies_of(cause: str) -> Callable[[Any], list[Completion]]:
+    def run(requests: Any) -> list[Completion]:
+        raise EngineDied(cause)
+
+    return run
+
+
+def dies_on_rows(requests: Any) -> list[Completion]:
+    """Answers the fixed prompt alone."""
+    if [list(r.prompt_token_ids) for r in requests] != [FIXED]:
+        raise EngineDied("poison")
+    return echo(requests)
+
+
+def prompts_of(engine: Any) -> list[list[list[int]]]:
+    return [[list(r.prompt_token_ids) for r in call] for call in engine.seen]
+
+
+def test_an_engine_that_fails_in_each_first_step_ends_the_run_with_its_error(started):
+    """The second engine fails on the fixed prompt, so that no third is started."""
+    made, factory = started(*[dies_of("RuntimeError: no kernel image")] * 9)
+    blocks = [lost_rows(made(block(Unit(shard, 0, 3))))[0] for shard in range(4)]
+    assert blocks[0][2:] == ("EngineDied: RuntimeError: no kernel image", False)
+    for _, _, reason, fatal in blocks[1:]:
+        assert fatal and reason.startswith("EngineDied: RuntimeError: no kernel image (")
+    assert len(factory.arguments) == 2
+    assert prompts_of(factory.made[1]) == [[FIXED]]
+
+
+def test_a_first_row_that_kills_its_engine_is_not_taken_for_the_engine(started):
+    made, factory = started(dies_on_rows, dies_on_rows, echo)
+    for _ in range(2):
+        assert lost_rows(made(block(Unit(0, 0, 1))))[0][2:] == ("EngineDied: poison", False)
+    assert not is_lost(made(block(Unit(1, 0, 2))))
+    assert prompts_of(factory.made[1]) == [[FIXED], [[0, 0]]]
+
+
+def test_an_engine_that_died_after_rows_is_followed_by_one_that_is_not_asked(started):
+    calls: list[int] = []
+
+    def later(requests: Any) -> list[Completion]:
+        calls.append(1)
+        return echo(requests) if len(calls) == 1 else dies(requests)
+
+    made, factory = started(later, echo)
+    assert [is_lost(made(block(Unit(shard, 0, 1)))) for shard in range(3)] == [False, True, False]
+    assert prompts_of(factory.made[1]) == [[[0, 0]]]
+
+
+def test_rows_answered_in_the_call_that_died_count_as_well(started):
+    def half(requests: Any) -> list[Completion]:
+        made._engine.rows += 5
+        raise EngineDied("out of memory")
+
+    made, factory = started(half, echo)
+    assert is_lost(made(block(Unit(0, 0, 9))))
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+    assert prompts_of(factory.made[1]) == [[[0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fatal"),
+    [
+        (
+            "engine process EngineCore (pid 21) ended with exit code -9",
+            "engine process EngineCore (pid 3456) ended with exit code -9",
+            True,
+        ),
+        (
+            "engine process EngineCore (pid 21) ended with exit code -9",
+            "engine process EngineCore (pid 21) ended with exit code -4",
+            False,
+        ),
+        (
+            "OutOfMemoryError: tried to allocate 1.5 GiB at 0x7fa2",
+            "OutOfMemoryError: tried to allocate 20 GiB at 0x11",
+            True,
+        ),
+        ("OutOfMemoryError: no memory", "RuntimeError: no device", False),
+    ],
+)
+def test_only_the_same_error_ends_a_run_at_once(started, first, second, fatal):
+    """Of another one a third engine is asked; its answer counts, and no row is blamed."""
+    made, factory = started(dies_of(first), dies_of(second), echo)
+    assert is_lost(made(block(Unit(0, 0, 1))))
+    table = made(block(Unit(1, 0, 1)))
+    assert is_lost(table) == fatal
+    if fatal:
+        assert lost_rows(table)[0][3] and second in lost_rows(table)[0][2]
+        assert len(factory.arguments) == 2
+    else:
+        assert prompts_of(factory.made[2]) == [[FIXED], [[0, 0]]]
+
+
+def test_engines_that_fail_each_in_another_way_end_a_run_too(started):
+    made, factory = started(*map(dies_of, ["apple", "pear", "plum", "cherry"]))
+    assert not lost_rows(made(block(Unit(0, 0, 1))))[0][3]
+    (_, _, reason, fatal), *_ = lost_rows(made(block(Unit(1, 0, 1))))
+    assert fatal and "plum" in reason
+    assert len(factory.arguments) == 3
+
+
+def test_a_fixed_prompt_that_is_refused_says_nothing_of_the_engine(started):
+    def refuses(requests: Any) -> list[Completion]:
+        if len(requests) == 1:
+            return [Completion([], error=("ValueError", "too long"))]
+        return echo(requests)
+
+    made, _ = started(dies, refuses)
+    assert is_lost(made(block(Unit(0, 0, 2))))
+    assert not is_lost(made(block(Unit(0, 0, 2))))
+
+
+def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
+    sampling = {"temperature": 0.5, "max_tokens": 300, "min_tokens": 9, "choice": ["a"]}
+    made, factory = started(dies, echo, spec=replace(SPEC, sampling=sampling))
+    for _ in range(2):
+        made(block(Unit(0, 0, 1)))
+    asked = factory.made[1].seen[0][0].params
+    assert asked == {"temperature": 0.5, "max_tokens": canary.MOST, "choice": ["a"]}
+    assert canary.fields_for({}) == {"max_tokens": canary.MOST}
+    assert canary.fields_for({"max_tokens": 1}) == {"max_tokens": 1}
 
 
 # --- engines that do not start ------------------------------------------------------------------

@@ -22,6 +22,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.memory import describe, packed
 from prefect_raybatch.sizing import Sizing
+from prefect_raybatch.stages import canary
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -123,6 +124,7 @@ class EngineStage:
     """
 
     sampler: Sampler | None = None
+    _suspect: str | None = None  # what the latest engine died of, when no row was through
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
@@ -140,7 +142,35 @@ class EngineStage:
         with self._lock:
             if self._engine is None and self._refused is None:
                 self._start()
+                if self._suspect is not None:
+                    self._prove(self._suspect)
             return self._engine
+
+    def _prove(self, cause: str) -> None:
+        """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
+
+        One that dies of the same error is the last: `_refused` says so. Of another error the next
+        one is asked. Blocks wait meanwhile, so that none is lost by it and no row is blamed.
+        """
+        from prefect_raybatch.stages.stepper import EngineDied, Request
+
+        fields = canary.fields_for(self.spec.sampling)
+        for attempt in range(canary.TRIES):
+            if self._engine is None:  # it did not start: `_refused`
+                return
+            try:
+                self._engine.run([Request(canary.PROMPT, fields)])
+            except EngineDied as death:
+                log.error("the engine died of a prompt that is always the same: %s", death)
+                self._engine = None
+                if attempt + 1 == canary.TRIES or canary.same(cause, str(death)):
+                    self._refused = canary.verdict(str(death))
+                    return
+                cause = str(death)
+                self._start()
+            else:
+                self._suspect = None
+                return
 
     def _start(self) -> None:
         from prefect_raybatch.stages.stepper import SteppedEngine
@@ -201,6 +231,7 @@ class EngineStage:
             with self._lock:
                 if self._engine is engine:
                     self._engine = None
+                    self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, f"EngineDied: {death}")
         answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
         table = answered(table, answers, began)
@@ -224,6 +255,12 @@ class EngineStage:
         except RayBatchError as error:  # only saves work: the commit itself decides in the end
             log.info("whether the shard is committed cannot be told: %s", error)
         return table
+
+
+def answered_any(engine: Any) -> bool:
+    """Whether any request of an engine was answered, also of a call that it then died in."""
+    stats = engine.stats()
+    return bool(stats["rows"] > stats["refused"])
 
 
 _TYPES = {
