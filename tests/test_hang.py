@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from prefect_raybatch import runs
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.stages import last_words
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.hang import LOOK, STATUS, HangWatch
@@ -142,6 +144,59 @@ def test_a_core_that_stops_for_ever_is_killed_and_every_caller_woken(
     assert wait_until(lambda: not engine._thread.is_alive())
     # The next one in this process works.
     assert start(1.5).run([Request([1])])[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        (fake_vllm.DIES, r"ended with exit code -4 \(SIGILL: an illegal instruction.* AMX"),
+        (
+            fake_vllm.WORKER_DIES,
+            r"exit code 1: Worker proc VllmWorker-0 died .*exit code: -4.*\(SIGILL: .*AMX",
+        ),
+        (
+            fake_vllm.FAILS,
+            r"ended with exit code 1: ValueError: no kernel image for this device$",
+        ),
+    ],
+    ids=["core", "worker", "error"],
+)
+def test_a_death_names_its_signal_or_the_error_in_the_engines_log(
+    start: Callable[..., SteppedEngine], token: int, told: str
+) -> None:
+    engine = start(None)
+    assert engine.run([Request([1])])[0].token_ids == [fake_vllm.ANSWER]
+    with pytest.raises(EngineDied, match=told) as death:
+        engine.run([Request([token])])
+    assert "prompt_token_ids" not in str(death.value)
+    assert last_words.PLACE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Failed core proc(s): {'EngineCore': -4}"), "'EngineCore': -4} (SIGILL: an "),
+        (
+            RuntimeError("Failed core proc(s): {'EngineCore': 1}"),
+            "'EngineCore': 1}: ValueError: no",
+        ),
+        (ValueError("no such model"), "no such model"),
+    ],
+)
+def test_a_start_that_fails_tells_what_only_the_engines_log_has(
+    vllm: None, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(args: Any) -> Any:
+        if "1}" in str(error):
+            core = multiprocessing.get_context("fork").Process(target=fake_vllm.log_and_end)
+            core.start()
+            core.join()
+        raise error
+
+    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", fail)
+    with pytest.raises(type(error)) as raised:
+        SteppedEngine({})
+    assert told in str(raised.value)
 
 
 def test_neither_slow_steps_nor_a_rest_is_a_hang(start: Callable[..., SteppedEngine]) -> None:

@@ -393,6 +393,7 @@ def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.P
         thread.join(30)
     assert time.monotonic() - killed < 15
     assert len(errors) == 3 and str(core) in str(errors[0])
+    assert "exit code -9 (SIGKILL: " in str(errors[0])
     with pytest.raises(EngineDied, match=str(core)):
         engine.run([Request([5], {})])
     # All of it goes without close(): who gets EngineDied has nothing left to clean up.

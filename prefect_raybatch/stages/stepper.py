@@ -21,8 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_raybatch.exits import exit_text
+
 from .hang import LOOK, HangWatch, end_process
-from .vllm_plugin import allow, ask_for_amx
+from .last_words import LastWords, named
+from .vllm_plugin import allow, register
 
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
@@ -130,6 +133,7 @@ class SteppedEngine:
         self._engine: Any = None
         self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
         self._processes: list[Any] = []
+        self._words = LastWords()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
@@ -276,8 +280,8 @@ class SteppedEngine:
         try:
             self._start(engine_kwargs)
         except BaseException as error:  # handed to the constructor, which raises it
-            self._start_error = error
-            self._fail(f"the engine did not start: {error}")
+            self._start_error = self._explained(error)
+            self._fail(f"the engine did not start: {self._start_error}")
             self._shutdown()
             return
         finally:
@@ -288,9 +292,33 @@ class SteppedEngine:
             if not self._processes:
                 # Who hears of the death starts the next engine, and a process has room for one.
                 self._shutdown()
-            self._fail(_describe(error))
+            ended = self._ended() if _is_death(error) else None
+            self._fail(self._told(ended or _describe(error)))
         finally:
             self._shutdown()
+
+    def _ended(self) -> str | None:
+        """How the engine's process ended that vLLM says has died; waits a moment for its end."""
+        for process in self._processes:
+            process.join(2)
+            if process.exitcode is not None:
+                return _end_of(process)
+        return None
+
+    def _told(self, cause: str) -> str:
+        """A cause of death with what the engine's processes said before."""
+        words = self._words.read()
+        return f"{cause}: {words}" if words else cause
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What vLLM raised at the start; where it only points to its log, with what is there."""
+        words = self._words.read()
+        text = named(f"{error}: {words}" if words else str(error))
+        if not isinstance(error, RuntimeError) or text == str(error):
+            return error
+        made = RuntimeError(text)
+        made.__cause__ = error
+        return made
 
     def _start(self, engine_kwargs: dict[str, Any]) -> None:
         import multiprocessing
@@ -299,10 +327,10 @@ class SteppedEngine:
         from vllm import LLMEngine
         from vllm.engine.arg_utils import EngineArgs
 
-        ask_for_amx()  # for this one, whatever became of the plugins here
         no_stats = engine_kwargs.pop("disable_log_stats", None)
-        arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
-        with START_LOCK:
+        with START_LOCK, self._words.heard():
+            register()  # in this process, whatever became of the plugins here
+            arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
             before = {process.pid for process in multiprocessing.active_children()}
             self._engine = LLMEngine.from_engine_args(arguments)
             self._processes = [
@@ -476,10 +504,7 @@ class SteppedEngine:
                 answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
-                process.join(1)
-                # vLLM's own monitor waits for the same process; who comes second gets no code.
-                code = "" if process.exitcode is None else f" with exit code {process.exitcode}"
-                self._fail(f"engine process {process.name} (pid {process.pid}) ended{code}")
+                self._fail(self._told(_end_of(process)))
                 self._thread.join(2)
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()
@@ -535,6 +560,7 @@ class SteppedEngine:
             if process.is_alive():
                 process.kill()
                 process.join(5)
+        self._words.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
             engine = core = queue = None  # or its memory is still held
@@ -593,10 +619,19 @@ def _accept(*_: Any) -> None:
     """Stands in for `SamplingParams.verify` once vLLM has accepted the parameters."""
 
 
-def _is_death(error: Exception) -> bool:
+def _is_death(error: BaseException) -> bool:
     """Whether an error of add_request means the engine is gone, and not the request refused."""
     kind = type(error)
     return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
+
+
+def _end_of(process: Any) -> str:
+    # vLLM's own monitor waits for the same process: who comes second has the code a little later.
+    until = time.monotonic() + 1
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.02)
+    code = "" if process.exitcode is None else f" with {exit_text(process.exitcode)}"
+    return f"engine process {process.name} (pid {process.pid}) ended{code}"
 
 
 def _describe(error: BaseException) -> str:

@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
+from prefect_raybatch.stages import last_words
+
 log = logging.getLogger(__name__)
 
 NAME = "prefect_raybatch"  # of the entry point
@@ -19,6 +21,7 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 def register() -> None:
     """What vLLM calls, perhaps several times in a process."""
     ask_for_amx()
+    last_words.listen()
 
 
 def ask_for_amx() -> None:
