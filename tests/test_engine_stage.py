@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +25,7 @@ from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import Unit
 from prefect_raybatch.sizing import Capacity, resolve
-from prefect_raybatch.stages import canary, stepper
+from prefect_raybatch.stages import canary, note, stepper
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
@@ -326,6 +331,94 @@ def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
     assert canary.fields_for({"max_tokens": 1}) == {"max_tokens": 1}
 
 
+# --- engines that take their actor's process with them --------------------------------------------
+
+
+class Processes:
+    """An actor whose process Ray starts again and again: each is forked, asks its engine for one
+    block, and says what came of it, or dies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(note, "this_actor", lambda: "an-actor")
+        self.folder, self.patch = folder, monkeypatch
+
+    def run(self, *plan: Any, start: Callable[[], None] | None = None) -> tuple[int, list[Any]]:
+        """(exit code, what the block came back as: its lost rows, or its answers)."""
+        told = self.folder / "told"
+        told.unlink(missing_ok=True)
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=self._work, args=(told, plan, start))
+        child.start()
+        child.join(60)
+        return child.exitcode or 0, json.loads(told.read_text()) if told.exists() else []
+
+    def _work(self, told: Path, plan: Any, start: Callable[[], None] | None) -> None:
+        class Starts(Factory):
+            def __call__(self, *arguments: Any) -> Any:
+                if start is not None:
+                    start()
+                return super().__call__(*arguments)
+
+        self.patch.setattr(stepper, "SteppedEngine", Starts(*plan))
+        table = EngineStage(SPEC)(block(Unit(0, 0, 1)))
+        found = lost_rows(table)[0][2:] if is_lost(table) else table[ANSWERS].to_pylist()
+        told.write_text(json.dumps(found))
+
+    def left(self) -> list[str]:
+        return [path.name for path in self.folder.glob("raybatch-*")]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
+    return Processes(monkeypatch, tmp_path)
+
+
+def ends(number: int, only_rows: bool = False) -> Callable[[Any], list[Completion]]:
+    def run(requests: Any) -> list[Completion]:
+        if not only_rows or list(requests[0].prompt_token_ids) != FIXED:
+            os.kill(os.getpid(), number)
+        return echo(requests)
+
+    return run
+
+
+def test_a_process_that_dies_in_each_first_step_ends_the_run_with_its_signal(processes):
+    assert processes.run(ends(signal.SIGILL)) == (-signal.SIGILL, [])
+    assert processes.run(ends(signal.SIGILL)) == (-signal.SIGILL, [])  # on the fixed prompt
+    code, (reason, fatal) = processes.run()  # no engine is started
+    assert code == 0 and fatal
+    assert reason.startswith("EngineDied: the engine's process ended with SIGILL: an illegal ")
+
+
+def test_a_first_row_that_kills_its_process_is_not_taken_for_the_engine(processes):
+    poison = ends(signal.SIGSEGV, only_rows=True)
+    for _ in range(4):
+        assert processes.run(poison) == (-signal.SIGSEGV, [])
+    assert processes.run(echo) == (0, [[[0, 2]]])
+    assert processes.left() == []
+
+
+def test_a_process_that_was_killed_twice_from_outside_is_not_given_up_at_its_start(processes):
+    def dying(number: int) -> Callable[[], None]:
+        return lambda: os.kill(os.getpid(), number)
+
+    for _ in range(3):
+        assert processes.run(start=dying(signal.SIGKILL)) == (-signal.SIGKILL, [])
+    assert processes.run(echo) == (0, [[[0, 2]]])
+    for _ in range(2):
+        assert processes.run(start=dying(signal.SIGILL)) == (-signal.SIGILL, [])
+    _, (reason, fatal) = processes.run()
+    assert fatal and "SIGILL" in reason and "2 times while the engine started" in reason
+
+
+def test_outside_of_an_actor_nothing_is_noted(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, _ = started(dies, echo)
+    made(block(Unit(0, 0, 1)))
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- engines that do not start ------------------------------------------------------------------
 
 
@@ -351,9 +444,9 @@ def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
 
 
 def test_an_engine_that_never_starts_is_fatal(started):
-    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, stage.STARTS + 1)))
+    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.STARTS + 1)))
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [
-        (0, 0, f"RuntimeError: try {stage.STARTS}", True)
+        (0, 0, f"RuntimeError: try {canary.STARTS}", True)
     ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -22,6 +24,7 @@ from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
 from prefect_raybatch import runs
+from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.sizing import Capacity, resolve
@@ -312,3 +315,29 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert (row["stage"], row["error"], row["_row"]) == ("engine", "EngineDied", HangsInProcess.AT)
     assert verify(open_store(run.uri)).ok
+
+
+class DiesInProcess(HangsInProcess):
+    """As above, over a vLLM that knows an instruction too much: each step ends its process."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return EngineStage.__call__(self, table)
+
+    def _start(self) -> None:
+        super()._start()
+        fake_vllm.compute = lambda tokens: os.kill(os.getpid(), signal.SIGILL)  # type: ignore
+
+
+def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_run(
+    tmp_path: Path, local_ray: None
+) -> None:
+    pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
+        engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
+        output={"uri": str(tmp_path / "out")},
+    )
+    run = runs.plan_run(job, "key", probe=False)
+    with pytest.raises(EngineStartError, match="ended with SIGILL: an illegal instruction"):
+        runs.infer_run(job, run, engine=DiesInProcess)
+    assert not list(Path(tempfile.gettempdir()).glob(f"raybatch-{os.getuid()}-*.note"))

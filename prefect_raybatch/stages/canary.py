@@ -10,8 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from prefect_raybatch.stages import note
+from prefect_raybatch.stages.note import Left
+
 PROMPT = (1, 2, 3)  # token ids that any vocabulary has
 MOST = 2  # tokens asked for: a first step, and one that goes on from it
+STARTS = 2  # tries to start an engine
 TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
@@ -29,6 +33,18 @@ def same(one: str, other: str) -> bool:
 def _words(cause: str) -> str:
     # Exit codes are what the error is; process ids, addresses and sizes are not.
     return re.sub(r"(?<!exit code )(?<!-)\b(0x)?[0-9a-f]*\d[0-9a-f.]*\b", "#", cause)
+
+
+def judged(left: Left) -> str | None:
+    """Why the run ends, by what the process left in whose place this one is; None: it goes on.
+
+    A process that was only killed while its engine started says nothing of the engine.
+    """
+    if left.doing == note.PROMPT and (left.times >= TRIES or same(left.before, left.cause)):
+        return verdict(left.cause)
+    if left.doing == note.START and left.times >= STARTS and left.cause != note.SILENT:
+        return f"{left.cause}, {left.times} times while the engine started"
+    return None
 
 
 def verdict(cause: str) -> str:

@@ -6,6 +6,7 @@ overlaps the head of the next; `stepper` holds the one thread that drives vLLM.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.memory import describe, packed
 from prefect_raybatch.sizing import Sizing
-from prefect_raybatch.stages import canary
+from prefect_raybatch.stages import canary, note
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.stepper import Completion
 
 log = logging.getLogger(__name__)
-STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
+PAUSE = 10.0  # seconds between two tries to start an engine
 SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
 
 
@@ -124,6 +125,7 @@ class EngineStage:
     """
 
     sampler: Sampler | None = None
+    _note = note.Note(None)
     _suspect: str | None = None  # what the latest engine died of, when no row was through
 
     def __init__(self, spec: EngineSpec):
@@ -131,6 +133,9 @@ class EngineStage:
         self._lock = threading.Lock()
         self._engine: Any = None
         self._refused: str | None = None
+        self._note = note.Note(note.this_actor())
+        self._left = self._note.left()
+        atexit.register(self._note.forget)
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
@@ -141,10 +146,26 @@ class EngineStage:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
             if self._engine is None and self._refused is None:
-                self._start()
-                if self._suspect is not None:
-                    self._prove(self._suspect)
+                self._begin()
             return self._engine
+
+    def _begin(self) -> None:
+        """Starts an engine; where one died before with no row through, sees whether it works."""
+        left, self._left = self._left, None
+        if left is not None:  # of the process that this one is in place of
+            self._refused = canary.judged(left)
+            if self._refused is not None:
+                return
+            self._suspect = left.cause
+        again = left is not None and left.doing == note.START
+        self._note.write(note.START, left.times + 1 if left and again else 1, self._suspect or "")
+        self._start()
+        if self._suspect is not None:
+            self._prove(self._suspect)
+        if self._engine is None:
+            self._note.over()
+        else:
+            self._note.write(note.ROWS)
 
     def _prove(self, cause: str) -> None:
         """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
@@ -158,6 +179,7 @@ class EngineStage:
         for attempt in range(canary.TRIES):
             if self._engine is None:  # it did not start: `_refused`
                 return
+            self._note.write(note.PROMPT, attempt + 1, cause)
             try:
                 self._engine.run([Request(canary.PROMPT, fields)])
             except EngineDied as death:
@@ -175,7 +197,7 @@ class EngineStage:
     def _start(self) -> None:
         from prefect_raybatch.stages.stepper import SteppedEngine
 
-        for attempt in range(STARTS):
+        for attempt in range(canary.STARTS):
             try:
                 self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
@@ -185,7 +207,7 @@ class EngineStage:
                 self._refused = f"{type(error).__name__}: {error}"
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == STARTS:
+                if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
                     return
                 time.sleep(PAUSE)
 
@@ -233,6 +255,8 @@ class EngineStage:
                     self._engine = None
                     self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, f"EngineDied: {death}")
+        if any(answer.error is None for answer in done):
+            self._note.over()
         answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
         table = answered(table, answers, began)
         if self.sampler is not None:
