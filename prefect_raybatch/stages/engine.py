@@ -6,7 +6,6 @@ overlaps the head of the next; `stepper` holds the one thread that drives vLLM.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -77,7 +76,8 @@ class EngineSpec:
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take, None any."""
+    `hang_seconds` is the time a step may take, None any; by `attempt` an actor finds what one of
+    the same driver left that died on its node."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -90,6 +90,7 @@ class EngineSpec:
     sort: bool = True
     merge: bool = True
     hang_seconds: float | None = None
+    attempt: str = ""
 
 
 def engine_spec(
@@ -97,6 +98,7 @@ def engine_spec(
     model: dict[str, Any],
     size: Sizing,
     done: Callable[[int], bool] | None = None,
+    attempt: str = "",
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
@@ -114,7 +116,9 @@ def engine_spec(
     # A logits processor of the user's may keep a state, or count.
     merge = job.engine.deduplicate and not arguments.get("logits_processors")
     hang_seconds = job.limits.hang_seconds or None
-    return EngineSpec(model, sampling, arguments, env, *share, done, sort, merge, hang_seconds)
+    return EngineSpec(
+        model, sampling, arguments, env, *share, done, sort, merge, hang_seconds, attempt
+    )
 
 
 class EngineStage:
@@ -125,7 +129,7 @@ class EngineStage:
     """
 
     sampler: Sampler | None = None
-    _note = note.Note(None)
+    _note = note.Note("")
     _suspect: str | None = None  # what the latest engine died of, when no row was through
 
     def __init__(self, spec: EngineSpec):
@@ -133,9 +137,8 @@ class EngineStage:
         self._lock = threading.Lock()
         self._engine: Any = None
         self._refused: str | None = None
-        self._note = note.Note(note.this_actor())
+        self._note = note.Note(spec.attempt)
         self._left = self._note.left()
-        atexit.register(self._note.forget)
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
@@ -152,40 +155,43 @@ class EngineStage:
     def _begin(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
         left, self._left = self._left, None
-        if left is not None:  # of the process that this one is in place of
+        starts = prompts = 1
+        if left is not None:  # of an actor that this one takes the place of
             self._refused = canary.judged(left)
             if self._refused is not None:
                 return
             self._suspect = left.cause
-        again = left is not None and left.doing == note.START
-        self._note.write(note.START, left.times + 1 if left and again else 1, self._suspect or "")
+            starts += left.times if left.doing == note.START else 0
+            prompts += left.times if left.doing == note.PROMPT else 0
+        self._note.write(note.START, starts, self._suspect or "")
         self._start()
         if self._suspect is not None:
-            self._prove(self._suspect)
+            self._prove(self._suspect, prompts)
         if self._engine is None:
             self._note.over()
         else:
             self._note.write(note.ROWS)
 
-    def _prove(self, cause: str) -> None:
+    def _prove(self, cause: str, first: int = 1) -> None:
         """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
 
         One that dies of the same error is the last: `_refused` says so. Of another error the next
-        one is asked. Blocks wait meanwhile, so that none is lost by it and no row is blamed.
+        one is asked; this one is the `first`-th. Blocks wait meanwhile, so that none is lost by it
+        and no row is blamed.
         """
         from prefect_raybatch.stages.stepper import EngineDied, Request
 
         fields = canary.fields_for(self.spec.sampling)
-        for attempt in range(canary.TRIES):
+        for attempt in range(first, canary.TRIES + 1):
             if self._engine is None:  # it did not start: `_refused`
                 return
-            self._note.write(note.PROMPT, attempt + 1, cause)
+            self._note.write(note.PROMPT, attempt, cause)
             try:
                 self._engine.run([Request(canary.PROMPT, fields)])
             except EngineDied as death:
                 log.error("the engine died of a prompt that is always the same: %s", death)
                 self._engine = None
-                if attempt + 1 == canary.TRIES or canary.same(cause, str(death)):
+                if attempt == canary.TRIES or canary.same(cause, str(death)):
                     self._refused = canary.verdict(str(death))
                     return
                 cause = str(death)
