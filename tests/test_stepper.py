@@ -10,13 +10,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from prefect_raybatch import cluster
+from prefect_raybatch.doctor import Finding, Patient
+from prefect_raybatch.doctor import engine as doctor_engine
 from prefect_raybatch.stages.stepper import (
     Completion,
     EngineDied,
@@ -175,8 +178,18 @@ def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture(scope="module")
+def examined() -> Iterator[Future[list[Finding]]]:
+    """What `raybatch doctor` finds of the engine; looks beside the other starts."""
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "gpus_here", lambda: ([], None))
+        patch.setattr(doctor_engine, "SECONDS", START_S)
+        patient = Patient(None, lambda job: job)
+        yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
+
+
+@pytest.fixture(scope="module")
 def live_engine(
-    model: str, victim: object, in_process: object
+    model: str, victim: object, in_process: object, examined: object
 ) -> Iterator[Callable[[], SteppedEngine]]:
     """Gives the shared engine, and a new one when a test has killed it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -342,6 +355,11 @@ def test_in_process_engine(in_process: subprocess.Popen) -> None:
     assert (answers, again, closed) == ("3 3 3", "1", "CLOSED")
     assert death.startswith("DIED") and "as the test wants" in death
     assert in_process.wait(START_S) == 0
+
+
+def test_the_doctor_sees_the_engine_answer(examined: Future[list[Finding]]) -> None:
+    (finding,) = examined.result(START_S)
+    assert (finding.check, finding.mark) == ("engine", "pass"), finding
 
 
 def called(log: Path) -> dict[int, set[str]]:
