@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import tempfile
@@ -20,6 +21,8 @@ PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process i
 MOST = 500  # characters of an error that are kept
 DUMPS = "vllm.logging_utils"  # logs what a failing step was given
 EXIT = re.compile(r"exit code: (-?\d+)")
+NO_CODE = "exit code: None"  # of a worker that was still ending when vLLM looked
+WAIT = 2.0  # seconds that its end is waited for
 STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: {'EngineCore': -4}
 
 
@@ -36,10 +39,22 @@ class _Listener(logging.Handler):
             return
         error = record.exc_info[1] if record.exc_info else None
         text = f"{type(error).__name__}: {error}" if error else record.getMessage()
-        if error is None and not EXIT.search(text):
+        if NO_CODE in text:
+            text = text.replace(NO_CODE, f"exit code: {_code(record.args)}")
+        elif error is None and not EXIT.search(text):
             return
         with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
             file.write(" ".join(text.split())[:MOST] + "\n")
+
+
+def _code(args: object) -> int | None:
+    """The exit code of the worker whose name vLLM has logged; None where it cannot be had."""
+    name = args[0] if isinstance(args, tuple) and args else None
+    for worker in multiprocessing.active_children():
+        if worker.name == name:
+            worker.join(WAIT)
+            return worker.exitcode
+    return None
 
 
 def listen() -> None:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import threading
 import time
 from collections import OrderedDict, deque
@@ -292,23 +293,27 @@ class SteppedEngine:
             if not self._processes:
                 # Who hears of the death starts the next engine, and a process has room for one.
                 self._shutdown()
-            ended = self._ended() if _is_death(error) else None
-            self._fail(self._told(ended or _describe(error)))
+            self._fail(self._cause(error))
         finally:
             self._shutdown()
 
-    def _ended(self) -> str | None:
-        """How the engine's process ended that vLLM says has died; waits a moment for its end."""
-        for process in self._processes:
-            process.join(2)
-            if process.exitcode is not None:
-                return _end_of(process)
-        return None
+    def _cause(self, error: BaseException) -> str:
+        """What the engine died of, when this is what vLLM raised here."""
+        if _is_death(error):
+            for process in self._processes:
+                process.join(2)
+                if process.exitcode is not None:
+                    return self._told(process)
+            return self._words.read() or _describe(error)
+        return _describe(error)
 
-    def _told(self, cause: str) -> str:
-        """A cause of death with what the engine's processes said before."""
-        words = self._words.read()
-        return f"{cause}: {words}" if words else cause
+    def _told(self, process: Any) -> str:
+        """How an engine process ended: by a signal of its own, or of the error that it logged."""
+        end = _end_of(process)
+        # vLLM ends what is left of an engine that has failed by these two.
+        ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
+        own = process.exitcode not in ended_so and process.exitcode < 0
+        return end if own else self._words.read() or end
 
     def _explained(self, error: BaseException) -> BaseException:
         """What vLLM raised at the start; where it only points to its log, with what is there."""
@@ -504,7 +509,7 @@ class SteppedEngine:
                 answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
-                self._fail(self._told(_end_of(process)))
+                self._fail(self._told(process))
                 self._thread.join(2)
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()

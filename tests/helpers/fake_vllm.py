@@ -152,9 +152,16 @@ def log_and_end(worker_died: bool = False) -> None:
         if worker_died:
             executor = logging.getLogger("vllm.v1.executor.multiproc_executor")
             text = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
-            executor.error(text, "VllmWorker-0", -4)
+            child = multiprocessing.get_context("fork").Process(target=_ends, name="VllmWorker-0")
+            child.start()
+            executor.error(text, child.name, child.exitcode)  # None, as it is still ending
             raise RuntimeError("Executor failed.")
         raise ValueError("no kernel image\nfor this device")
     except Exception:
         logging.getLogger("vllm.v1.engine.core").exception("EngineCore encountered a fatal error.")
     os._exit(1)
+
+
+def _ends() -> None:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGILL)
