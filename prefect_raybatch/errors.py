@@ -58,7 +58,8 @@ class InsufficientResources(RayBatchError):
 
 
 class EngineStartError(RayBatchError):
-    """The inference engine did not start: a model that does not load, an argument vLLM refuses."""
+    """The inference engine did not start (a model that does not load, an argument vLLM refuses), or
+    started and died whatever it was asked."""
 
 
 class EngineFailure(RayBatchError):

@@ -104,7 +104,7 @@ class Pipeline:
         prepare = Prepare(
             self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
         )
-        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
+        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
         prepared = (
             ShardDatasource(self.reader, self._tasks(units))
             .dataset(**_resources(self.job.cluster.prepare))

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3server import S3Server, proxy, start_s3
 
 from prefect_raybatch import cli, cluster, doctor, installed
-from prefect_raybatch.doctor import Finding, Patient, machine, places, services
+from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import BatchJob
 
@@ -128,6 +129,74 @@ def test_what_the_cpu_can_do(
         info.write_text(f"flags\t: {flags}\n")
     monkeypatch.setattr(machine, "CPUINFO", info)
     assert one(machine.check_gpus).mark == mark
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], Finding]:
+    """What is found when this Python is in the place of an engine's process."""
+
+    def ask(code: str, job: BatchJob | None = None) -> Finding:
+        monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", code])
+        return one(engine.check_engine, job)
+
+    return ask
+
+
+@pytest.fixture
+def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs and with vLLM for CPUs."""
+    monkeypatch.setattr(cluster, "gpus_here", lambda: ([], None))
+    monkeypatch.setattr(metadata, "version", lambda name: "0.29.0")
+
+
+def test_an_engine_that_answers(answers: Callable[..., Finding]) -> None:
+    assert answers("pass").mark == "pass"
+
+
+@pytest.mark.parametrize(("number", "said"), [(4, "SIGILL: an illegal"), (9, "SIGKILL: killed")])
+def test_an_engine_that_a_signal_ends(
+    number: int, said: str, answers: Callable[..., Finding]
+) -> None:
+    got = answers(f"import os; os.kill(os.getpid(), {number})")
+    assert got.mark == "fail" and f"exit code -{number} ({said}" in got.found
+
+
+def test_an_engine_that_does_not_start(answers: Callable[..., Finding]) -> None:
+    got = answers("import sys; print('noise', file=sys.stderr); raise ValueError('no such dtype')")
+    assert got.mark == "fail" and "does not run: ValueError: no such dtype" in got.found
+
+
+def test_an_engine_that_hangs(
+    answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    got = answers("import time; time.sleep(60)")
+    assert got.mark == "fail" and "within 0.3 s" in got.found
+
+
+def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding]) -> None:
+    code = "import os, sys; sys.exit(os.environ['OMP_NUM_THREADS'] + os.environ['A'] + sys.argv[1])"
+    job = make_job(engine={"dtype": "float32", "env": {"A": "b", "OMP_NUM_THREADS": "7"}})
+    found = answers(code, job).found
+    assert "does not run: 7b{" in found and '"dtype": "float32"' in found
+
+
+@pytest.mark.parametrize("device", ["auto", "gpu", "cpu"])
+def test_where_gpus_compute_the_cpu_is_not_tried(
+    device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", "pass"])
+    monkeypatch.setattr(cluster, "gpus_here", lambda: (["a card"], None))
+    assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert found(engine.check_engine, make_job(engine={"device": device})) == {}
 
 
 # --- limits -------------------------------------------------------------------------------------

@@ -312,6 +312,7 @@ def test_rows_that_kill_their_engine_count_as_failed(tmp_path):
         ("StoreError: permission denied", StoreError, "permission denied"),
         ("CorruptRun: piece", CorruptRun, "piece"),
         ("TypeError: unexpected keyword", EngineStartError, "TypeError: unexpected keyword"),
+        ("EngineDied: no kernel image", EngineStartError, "EngineDied: no kernel image"),
     ],
 )
 def test_a_fatal_receipt_stops_the_run_with_its_error(tmp_path, reason, kind, said):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,8 +25,8 @@ from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.records import Unit
 from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.stages import canary, note, stepper
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages import stepper
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -197,6 +202,254 @@ def test_blocks_in_flight_at_one_death_start_one_new_engine(started):
     assert len(factory.arguments) == 2
 
 
+# --- engines that work for no row ---------------------------------------------------------------
+
+FIXED = list(canary.PROMPT)
+
+
+def dies_of(cause: str) -> Callable[[Any], list[Completion]]:
+    def run(requests: Any) -> list[Completion]:
+        raise EngineDied(cause)
+
+    return run
+
+
+def dies_on_rows(requests: Any) -> list[Completion]:
+    """Answers the fixed prompt alone."""
+    if [list(r.prompt_token_ids) for r in requests] != [FIXED]:
+        raise EngineDied("poison")
+    return echo(requests)
+
+
+def prompts_of(engine: Any) -> list[list[list[int]]]:
+    return [[list(r.prompt_token_ids) for r in call] for call in engine.seen]
+
+
+def test_an_engine_that_fails_in_each_first_step_ends_the_run_with_its_error(started):
+    """The second engine fails on the fixed prompt, so that no third is started."""
+    made, factory = started(*[dies_of("RuntimeError: no kernel image")] * 9)
+    blocks = [lost_rows(made(block(Unit(shard, 0, 3))))[0] for shard in range(4)]
+    assert blocks[0][2:] == ("EngineDied: RuntimeError: no kernel image", False)
+    for _, _, reason, fatal in blocks[1:]:
+        assert fatal and reason.startswith("EngineDied: RuntimeError: no kernel image (")
+    assert len(factory.arguments) == 2
+    assert prompts_of(factory.made[1]) == [[FIXED]]
+
+
+def test_a_first_row_that_kills_its_engine_is_not_taken_for_the_engine(started):
+    made, factory = started(dies_on_rows, dies_on_rows, echo)
+    for _ in range(2):
+        assert lost_rows(made(block(Unit(0, 0, 1))))[0][2:] == ("EngineDied: poison", False)
+    assert not is_lost(made(block(Unit(1, 0, 2))))
+    assert prompts_of(factory.made[1]) == [[FIXED], [[0, 0]]]
+
+
+def test_an_engine_that_died_after_rows_is_followed_by_one_that_is_not_asked(started):
+    calls: list[int] = []
+
+    def later(requests: Any) -> list[Completion]:
+        calls.append(1)
+        return echo(requests) if len(calls) == 1 else dies(requests)
+
+    made, factory = started(later, echo)
+    assert [is_lost(made(block(Unit(shard, 0, 1)))) for shard in range(3)] == [False, True, False]
+    assert prompts_of(factory.made[1]) == [[[0, 0]]]
+
+
+def test_rows_answered_in_the_call_that_died_count_as_well(started):
+    def half(requests: Any) -> list[Completion]:
+        made._engine.rows += 5
+        raise EngineDied("out of memory")
+
+    made, factory = started(half, echo)
+    assert is_lost(made(block(Unit(0, 0, 9))))
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+    assert prompts_of(factory.made[1]) == [[[0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fatal"),
+    [
+        (
+            "engine process EngineCore (pid 21) ended with exit code -9",
+            "engine process EngineCore (pid 3456) ended with exit code -9",
+            True,
+        ),
+        (
+            "engine process EngineCore (pid 21) ended with exit code -9",
+            "engine process EngineCore (pid 21) ended with exit code -4",
+            False,
+        ),
+        (
+            "OutOfMemoryError: tried to allocate 1.5 GiB at 0x7fa2",
+            "OutOfMemoryError: tried to allocate 20 GiB at 0x11",
+            True,
+        ),
+        ("OutOfMemoryError: no memory", "RuntimeError: no device", False),
+    ],
+)
+def test_only_the_same_error_ends_a_run_at_once(started, first, second, fatal):
+    """Of another one a third engine is asked; its answer counts, and no row is blamed."""
+    made, factory = started(dies_of(first), dies_of(second), echo)
+    assert is_lost(made(block(Unit(0, 0, 1))))
+    table = made(block(Unit(1, 0, 1)))
+    assert is_lost(table) == fatal
+    if fatal:
+        assert lost_rows(table)[0][3] and second in lost_rows(table)[0][2]
+        assert len(factory.arguments) == 2
+    else:
+        assert prompts_of(factory.made[2]) == [[FIXED], [[0, 0]]]
+
+
+def test_engines_that_fail_each_in_another_way_end_a_run_too(started):
+    made, factory = started(*map(dies_of, ["apple", "pear", "plum", "cherry"]))
+    assert not lost_rows(made(block(Unit(0, 0, 1))))[0][3]
+    (_, _, reason, fatal), *_ = lost_rows(made(block(Unit(1, 0, 1))))
+    assert fatal and "plum" in reason
+    assert len(factory.arguments) == 3
+
+
+def test_a_fixed_prompt_that_is_refused_says_nothing_of_the_engine(started):
+    def refuses(requests: Any) -> list[Completion]:
+        if len(requests) == 1:
+            return [Completion([], error=("ValueError", "too long"))]
+        return echo(requests)
+
+    made, _ = started(dies, refuses)
+    assert is_lost(made(block(Unit(0, 0, 2))))
+    assert not is_lost(made(block(Unit(0, 0, 2))))
+
+
+def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
+    sampling = {"temperature": 0.5, "max_tokens": 300, "min_tokens": 9, "choice": ["a"]}
+    made, factory = started(dies, echo, spec=replace(SPEC, sampling=sampling))
+    for _ in range(2):
+        made(block(Unit(0, 0, 1)))
+    asked = factory.made[1].seen[0][0].params
+    assert asked == {"temperature": 0.5, "max_tokens": canary.MOST, "choice": ["a"]}
+    assert canary.fields_for({}) == {"max_tokens": canary.MOST}
+    assert canary.fields_for({"max_tokens": 1}) == {"max_tokens": 1}
+
+
+# --- engines that take their actor's process with them --------------------------------------------
+
+
+class Processes:
+    """Actors of one attempt, one after the other on a node: each is forked, asks its engine for one
+    block, and says what came of it, or dies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        self.folder, self.patch = folder, monkeypatch
+
+    def run(self, *plan: Any, start: Callable[[], None] | None = None) -> tuple[int, list[Any]]:
+        """(exit code, what the block came back as: its lost rows, or its answers)."""
+        told = self.folder / "told"
+        told.unlink(missing_ok=True)
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=self._work, args=(told, plan, start))
+        child.start()
+        child.join(60)
+        return child.exitcode or 0, json.loads(told.read_text()) if told.exists() else []
+
+    def _work(self, told: Path, plan: Any, start: Callable[[], None] | None) -> None:
+        class Starts(Factory):
+            def __call__(self, *arguments: Any) -> Any:
+                if start is not None:
+                    start()
+                return super().__call__(*arguments)
+
+        self.patch.setattr(stepper, "SteppedEngine", Starts(*plan))
+        table = EngineStage(replace(SPEC, attempt="20260101-ab"))(block(Unit(0, 0, 1)))
+        found = lost_rows(table)[0][2:] if is_lost(table) else table[ANSWERS].to_pylist()
+        told.write_text(json.dumps(found))
+
+    def left(self) -> list[str]:
+        return [path.name for path in self.folder.glob("raybatch-*")]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
+    return Processes(monkeypatch, tmp_path)
+
+
+def ends(number: int, only_rows: bool = False) -> Callable[[Any], list[Completion]]:
+    def run(requests: Any) -> list[Completion]:
+        if not only_rows or list(requests[0].prompt_token_ids) != FIXED:
+            os.kill(os.getpid(), number)
+        return echo(requests)
+
+    return run
+
+
+def test_a_process_that_dies_in_each_first_step_ends_the_run_with_its_signal(processes):
+    assert processes.run(ends(signal.SIGILL)) == (-signal.SIGILL, [])
+    assert processes.run(ends(signal.SIGILL)) == (-signal.SIGILL, [])  # on the fixed prompt
+    code, (reason, fatal) = processes.run()  # no engine is started
+    assert code == 0 and fatal
+    assert reason.startswith("EngineDied: the engine's process ended with SIGILL: an illegal ")
+
+
+def test_a_first_row_that_kills_its_process_is_not_taken_for_the_engine(processes):
+    poison = ends(signal.SIGSEGV, only_rows=True)
+    for _ in range(4):
+        assert processes.run(poison) == (-signal.SIGSEGV, [])
+    assert processes.run(echo) == (0, [[[0, 2]]])
+    assert processes.left() == []
+
+
+def test_a_process_that_was_killed_twice_from_outside_is_not_given_up_at_its_start(processes):
+    def dying(number: int) -> Callable[[], None]:
+        return lambda: os.kill(os.getpid(), number)
+
+    for _ in range(3):
+        assert processes.run(start=dying(signal.SIGKILL)) == (-signal.SIGKILL, [])
+    assert processes.run(echo) == (0, [[[0, 2]]])
+    for _ in range(2):
+        assert processes.run(start=dying(signal.SIGILL)) == (-signal.SIGILL, [])
+    _, (reason, fatal) = processes.run()
+    assert fatal and "SIGILL" in reason and "2 times while the engine started" in reason
+
+
+def test_an_actor_killed_on_the_fixed_prompt_gets_a_second_chance(processes):
+    """Ray ends the actors of a pass with it, whatever they are doing."""
+    for _ in range(3):
+        assert processes.run(ends(signal.SIGKILL)) == (-signal.SIGKILL, [])
+    _, (reason, fatal) = processes.run()
+    assert fatal and reason.startswith(f"EngineDied: {note.SILENT} (")
+
+
+def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive, other = note.Note("mine"), note.Note("other")
+    alive.write(note.ROWS)
+    other.write(note.ROWS)
+    for mine in (note.Note("mine"), note.Note("min"), note.Note("mine-too"), note.Note("")):
+        assert mine.left() is None
+    dead = multiprocessing.get_context("fork").Process(
+        target=lambda: note.Note("mine").write(note.PROMPT, 2, "before")
+    )
+    dead.start()
+    dead.join()
+    found = [note.Note("mine").left() for _ in range(2)]
+    assert found == [note.Left(note.PROMPT, 2, "before", note.SILENT), None]
+    alive.over()
+    assert len(list(tmp_path.iterdir())) == 1
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, 0))
+    assert note.Note("mine").left() is None and path.exists()  # old, and its process is alive
+    os.utime(path, (0, 0))
+    other._file.close()
+    assert note.Note("mine").left() is None and not path.exists()
+
+
+def test_without_an_attempt_nothing_is_noted(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, _ = started(dies, echo)
+    made(block(Unit(0, 0, 1)))
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- engines that do not start ------------------------------------------------------------------
 
 
@@ -222,9 +475,9 @@ def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
 
 
 def test_an_engine_that_never_starts_is_fatal(started):
-    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, stage.STARTS + 1)))
+    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.STARTS + 1)))
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [
-        (0, 0, f"RuntimeError: try {stage.STARTS}", True)
+        (0, 0, f"RuntimeError: try {canary.STARTS}", True)
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,9 +23,11 @@ from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
 from prefect_raybatch import runs
+from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.stages import last_words
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.hang import LOOK, STATUS, HangWatch
@@ -144,6 +148,59 @@ def test_a_core_that_stops_for_ever_is_killed_and_every_caller_woken(
     assert start(1.5).run([Request([1])])[0].error is None
 
 
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        (fake_vllm.DIES, r"ended with exit code -4 \(SIGILL: an illegal instruction.* AMX"),
+        (
+            fake_vllm.WORKER_DIES,
+            r"^Worker proc VllmWorker-0 died .*exit code: -4.*\(SIGILL: .*AMX",
+        ),
+        (
+            fake_vllm.FAILS,
+            r"^ValueError: no kernel image for this device$",
+        ),
+    ],
+    ids=["core", "worker", "error"],
+)
+def test_a_death_names_its_signal_or_the_error_in_the_engines_log(
+    start: Callable[..., SteppedEngine], token: int, told: str
+) -> None:
+    engine = start(None)
+    assert engine.run([Request([1])])[0].token_ids == [fake_vllm.ANSWER]
+    with pytest.raises(EngineDied, match=told) as death:
+        engine.run([Request([token])])
+    assert "prompt_token_ids" not in str(death.value)
+    assert last_words.PLACE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Failed core proc(s): {'EngineCore': -4}"), "'EngineCore': -4} (SIGILL: an "),
+        (
+            RuntimeError("Failed core proc(s): {'EngineCore': 1}"),
+            "'EngineCore': 1}: ValueError: no",
+        ),
+        (ValueError("no such model"), "no such model"),
+    ],
+)
+def test_a_start_that_fails_tells_what_only_the_engines_log_has(
+    vllm: None, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(args: Any) -> Any:
+        if "1}" in str(error):
+            core = multiprocessing.get_context("fork").Process(target=fake_vllm.log_and_end)
+            core.start()
+            core.join()
+        raise error
+
+    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", fail)
+    with pytest.raises(type(error)) as raised:
+        SteppedEngine({})
+    assert told in str(raised.value)
+
+
 def test_neither_slow_steps_nor_a_rest_is_a_hang(start: Callable[..., SteppedEngine]) -> None:
     engine = start(2 * SLOW_S)
     assert len(engine.run([Request([SLOW])] * 8)) == 8  # longer in all than the limit
@@ -257,3 +314,28 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert (row["stage"], row["error"], row["_row"]) == ("engine", "EngineDied", HangsInProcess.AT)
     assert verify(open_store(run.uri)).ok
+
+
+class DiesInProcess(HangsInProcess):
+    """As above, over a vLLM that knows an instruction too much: each step ends its process."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return EngineStage.__call__(self, table)
+
+    def _start(self) -> None:
+        super()._start()
+        fake_vllm.compute = lambda tokens: os.kill(os.getpid(), signal.SIGILL)  # type: ignore
+
+
+def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_run(
+    tmp_path: Path, local_ray: None
+) -> None:
+    pq.write_table(input_rows(0, 6), tmp_path / "in.parquet")
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
+        engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
+        output={"uri": str(tmp_path / "out")},
+    )
+    run = runs.plan_run(job, "key", probe=False)
+    with pytest.raises(EngineStartError, match="ended with SIGILL: an illegal instruction"):
+        runs.infer_run(job, run, engine=DiesInProcess)

@@ -10,13 +10,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from prefect_raybatch import cluster
+from prefect_raybatch.doctor import Finding, Patient
+from prefect_raybatch.doctor import engine as doctor_engine
 from prefect_raybatch.stages.stepper import (
     Completion,
     EngineDied,
@@ -105,7 +108,8 @@ def start_script(model: str, body: str, **environment: str) -> subprocess.Popen:
             engine = SteppedEngine(kwargs)
             print("READY", flush=True)
     """).format(kwargs=engine_kwargs(model)) + textwrap.indent(textwrap.dedent(body), "    ")
-    path = ["PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])]
+    paths = [str(ROOT), str(ROOT / "tests/helpers/plugin_log"), os.environ.get("PYTHONPATH", "")]
+    path = ["PYTHONPATH", os.pathsep.join(paths)]
     return subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -124,16 +128,24 @@ def wait_ready(process: subprocess.Popen) -> None:
 
 
 @pytest.fixture(scope="module")
-def victim(model: str) -> Iterator[subprocess.Popen]:
-    """A process with an engine that waits to be killed; starts beside the shared engine."""
-    process = start_script(model, "time.sleep(600)")
+def plugin_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which process called our vLLM plugin: a file each for `victim` and `in_process`."""
+    return tmp_path_factory.mktemp("plugin")
+
+
+@pytest.fixture(scope="module")
+def victim(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
+    """A process with an engine that waits to be killed; starts beside the shared engine. A list of
+    vLLM plugins that lacks ours must not keep it out."""
+    log = str(plugin_logs / "victim")
+    process = start_script(model, "time.sleep(600)", PLUGIN_LOG=log, VLLM_PLUGINS="another")
     yield process
     process.kill()
     process.wait()
 
 
 @pytest.fixture(scope="module")
-def in_process(model: str) -> Iterator[subprocess.Popen]:
+def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
     """A process whose engine core is not a subprocess: answers three rows, runs out of
     memory, is replaced by another one in the same process, and ends normally."""
     process = start_script(
@@ -158,6 +170,7 @@ def in_process(model: str) -> Iterator[subprocess.Popen]:
             print("CLOSED", flush=True)
     """,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PLUGIN_LOG=str(plugin_logs / "in_process"),
     )
     yield process
     process.kill()
@@ -165,8 +178,18 @@ def in_process(model: str) -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture(scope="module")
+def examined() -> Iterator[Future[list[Finding]]]:
+    """What `raybatch doctor` finds of the engine; looks beside the other starts."""
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "gpus_here", lambda: ([], None))
+        patch.setattr(doctor_engine, "SECONDS", START_S)
+        patient = Patient(None, lambda job: job)
+        yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
+
+
+@pytest.fixture(scope="module")
 def live_engine(
-    model: str, victim: object, in_process: object
+    model: str, victim: object, in_process: object, examined: object
 ) -> Iterator[Callable[[], SteppedEngine]]:
     """Gives the shared engine, and a new one when a test has killed it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -334,6 +357,38 @@ def test_in_process_engine(in_process: subprocess.Popen) -> None:
     assert in_process.wait(START_S) == 0
 
 
+def test_the_doctor_sees_the_engine_answer(examined: Future[list[Finding]]) -> None:
+    (finding,) = examined.result(START_S)
+    assert (finding.check, finding.mark) == ("engine", "pass"), finding
+
+
+def called(log: Path) -> dict[int, set[str]]:
+    """Functions of our vLLM plugin that ran, by process."""
+    found: dict[int, set[str]] = {}
+    for line in log.read_text().splitlines():
+        process, function = line.split()
+        found.setdefault(int(process), set()).add(function)
+    return found
+
+
+def test_amx_is_asked_for_in_every_process_of_an_engine(
+    in_process: subprocess.Popen, victim: subprocess.Popen, plugin_logs: Path
+) -> None:
+    assert in_process.wait(START_S) == 0
+    both = {"register", "ask_for_amx"}
+    assert called(plugin_logs / "in_process")[in_process.pid] == both
+
+    def found() -> dict[int, set[str]]:
+        below = {pid: command(pid) for pid in engine_processes(victim.pid)}
+        if not all(any(kind in c for c in below.values()) for kind in ("EngineCore", "Worker")):
+            return {}  # not started yet
+        log = called(plugin_logs / "victim")
+        return {pid: log.get(pid, set()) for pid in (victim.pid, *below)}
+
+    assert wait_until(lambda: bool(found()), START_S)
+    assert list(found().values()) == [both] * 3
+
+
 def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.Popen) -> None:
     others = descendants(victim.pid)
     processes = [pid for pid in engine_processes(os.getpid()) if pid not in others]
@@ -356,6 +411,7 @@ def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.P
         thread.join(30)
     assert time.monotonic() - killed < 15
     assert len(errors) == 3 and str(core) in str(errors[0])
+    assert "exit code -9 (SIGKILL: " in str(errors[0])
     with pytest.raises(EngineDied, match=str(core)):
         engine.run([Request([5], {})])
     # All of it goes without close(): who gets EngineDied has nothing left to clean up.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
+from prefect_raybatch.doctor.engine import check_engine
 from prefect_raybatch.doctor.finding import Finding, Patient, failed
 from prefect_raybatch.doctor.machine import (
     check_engines,
@@ -41,6 +42,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "Prefect API": (check_prefect, 20, "correct PREFECT_API_URL (prefect config view)"),
     "cluster": (check_cluster, 30, "a larger cluster, or smaller numbers in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
+    "engine": (check_engine, 120, "install this package and its extra for CPUs again"),
     "output": (check_output, 30, "correct output.uri, output.options or output.credentials_block"),
     "source": (check_source, 30, "correct source.uri, its options, or the columns the job names"),
     "model": (check_model, 30, "correct engine.model or engine.revision; HF_TOKEN for a gated one"),

@@ -23,6 +23,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.memory import describe, packed
 from prefect_raybatch.sizing import Sizing
+from prefect_raybatch.stages import canary, note
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.stepper import Completion
 
 log = logging.getLogger(__name__)
-STARTS, PAUSE = 2, 10.0  # tries to start an engine, and seconds between them
+PAUSE = 10.0  # seconds between two tries to start an engine
 SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
 
 
@@ -76,7 +77,8 @@ class EngineSpec:
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take, None any."""
+    `hang_seconds` is the time a step may take, None any; by `attempt` an actor finds what one of
+    the same driver left that died on its node."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -89,6 +91,7 @@ class EngineSpec:
     sort: bool = True
     merge: bool = True
     hang_seconds: float | None = None
+    attempt: str = ""
 
 
 def engine_spec(
@@ -96,6 +99,7 @@ def engine_spec(
     model: dict[str, Any],
     size: Sizing,
     done: Callable[[int], bool] | None = None,
+    attempt: str = "",
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
@@ -113,7 +117,9 @@ def engine_spec(
     # A logits processor of the user's may keep a state, or count.
     merge = job.engine.deduplicate and not arguments.get("logits_processors")
     hang_seconds = job.limits.hang_seconds or None
-    return EngineSpec(model, sampling, arguments, env, *share, done, sort, merge, hang_seconds)
+    return EngineSpec(
+        model, sampling, arguments, env, *share, done, sort, merge, hang_seconds, attempt
+    )
 
 
 class EngineStage:
@@ -124,12 +130,16 @@ class EngineStage:
     """
 
     sampler: Sampler | None = None
+    _note = note.Note("")
+    _suspect: str | None = None  # what the latest engine died of, when no row was through
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
         self._engine: Any = None
         self._refused: str | None = None
+        self._note = note.Note(spec.attempt)
+        self._left = self._note.left()
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
@@ -140,13 +150,61 @@ class EngineStage:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
             if self._engine is None and self._refused is None:
-                self._start()
+                self._begin()
             return self._engine
+
+    def _begin(self) -> None:
+        """Starts an engine; where one died before with no row through, sees whether it works."""
+        left, self._left = self._left, None
+        starts = prompts = 1
+        if left is not None:  # of an actor that this one takes the place of
+            self._refused = canary.judged(left)
+            if self._refused is not None:
+                return
+            self._suspect = left.cause
+            starts += left.times if left.doing == note.START else 0
+            prompts += left.times if left.doing == note.PROMPT else 0
+        self._note.write(note.START, starts, self._suspect or "")
+        self._start()
+        if self._suspect is not None:
+            self._prove(self._suspect, prompts)
+        if self._engine is None:
+            self._note.over()
+        else:
+            self._note.write(note.ROWS)
+
+    def _prove(self, cause: str, first: int = 1) -> None:
+        """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
+
+        One that dies of the same error is the last: `_refused` says so. Of another error the next
+        one is asked; this one is the `first`-th. Blocks wait meanwhile, so that none is lost by it
+        and no row is blamed.
+        """
+        from prefect_raybatch.stages.stepper import EngineDied, Request
+
+        fields = canary.fields_for(self.spec.sampling)
+        for attempt in range(first, canary.TRIES + 1):
+            if self._engine is None:  # it did not start: `_refused`
+                return
+            self._note.write(note.PROMPT, attempt, cause)
+            try:
+                self._engine.run([Request(canary.PROMPT, fields)])
+            except EngineDied as death:
+                log.error("the engine died of a prompt that is always the same: %s", death)
+                self._engine = None
+                if attempt == canary.TRIES or canary.same(cause, str(death)):
+                    self._refused = canary.verdict(str(death))
+                    return
+                cause = str(death)
+                self._start()
+            else:
+                self._suspect = None
+                return
 
     def _start(self) -> None:
         from prefect_raybatch.stages.stepper import SteppedEngine
 
-        for attempt in range(STARTS):
+        for attempt in range(canary.STARTS):
             try:
                 self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
@@ -158,7 +216,7 @@ class EngineStage:
                     self._refused += f"; {unfit}"
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == STARTS:
+                if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
                     return
                 time.sleep(PAUSE)
 
@@ -204,7 +262,10 @@ class EngineStage:
             with self._lock:
                 if self._engine is engine:
                     self._engine = None
+                    self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, f"EngineDied: {death}")
+        if any(answer.error is None for answer in done):
+            self._note.over()
         answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
         table = answered(table, answers, began)
         if self.sampler is not None:
@@ -227,6 +288,12 @@ class EngineStage:
         except RayBatchError as error:  # only saves work: the commit itself decides in the end
             log.info("whether the shard is committed cannot be told: %s", error)
         return table
+
+
+def answered_any(engine: Any) -> bool:
+    """Whether any request of an engine was answered, also of a call that it then died in."""
+    stats = engine.stats()
+    return bool(stats["rows"] > stats["refused"])
 
 
 _TYPES = {

@@ -31,6 +31,7 @@ from prefect_raybatch.stages.blocks import (
 from prefect_raybatch.stages.engine import EngineSpec, answered, fields_of
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.stepper import Completion, plain_fields
+from prefect_raybatch.stages.vllm_plugin import allow
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -58,6 +59,8 @@ def through(
         )
     if spec.model.get("revision"):
         arguments["revision"] = spec.model["revision"]
+    env = dict(spec.env)
+    allow(env)
     config = vLLMEngineProcessorConfig(
         model_source=_source(spec.model),
         engine_kwargs=arguments,
@@ -70,7 +73,7 @@ def through(
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,
-        runtime_env={"env_vars": spec.env} if spec.env else None,
+        runtime_env={"env_vars": env} if env else None,
         **_place(resources),
     )
     processor = build_processor(

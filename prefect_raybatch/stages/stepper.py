@@ -13,6 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections import OrderedDict, deque
@@ -20,7 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_raybatch.exits import exit_text
+
 from .hang import LOOK, HangWatch, end_process
+from .last_words import LastWords, named
+from .vllm_plugin import allow, register
 
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
@@ -128,6 +134,7 @@ class SteppedEngine:
         self._engine: Any = None
         self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
         self._processes: list[Any] = []
+        self._words = LastWords()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
@@ -274,8 +281,8 @@ class SteppedEngine:
         try:
             self._start(engine_kwargs)
         except BaseException as error:  # handed to the constructor, which raises it
-            self._start_error = error
-            self._fail(f"the engine did not start: {error}")
+            self._start_error = self._explained(error)
+            self._fail(f"the engine did not start: {self._start_error}")
             self._shutdown()
             return
         finally:
@@ -286,19 +293,49 @@ class SteppedEngine:
             if not self._processes:
                 # Who hears of the death starts the next engine, and a process has room for one.
                 self._shutdown()
-            self._fail(_describe(error))
+            self._fail(self._cause(error))
         finally:
             self._shutdown()
+
+    def _cause(self, error: BaseException) -> str:
+        """What the engine died of, when this is what vLLM raised here."""
+        if _is_death(error):
+            for process in self._processes:
+                process.join(2)
+                if process.exitcode is not None:
+                    return self._told(process)
+            return self._words.read() or _describe(error)
+        return _describe(error)
+
+    def _told(self, process: Any) -> str:
+        """How an engine process ended: by a signal of its own, or of the error that it logged."""
+        end = _end_of(process)
+        # vLLM ends what is left of an engine that has failed by these two.
+        ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
+        own = process.exitcode not in ended_so and process.exitcode < 0
+        return end if own else self._words.read() or end
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What vLLM raised at the start; where it only points to its log, with what is there."""
+        words = self._words.read()
+        text = named(f"{error}: {words}" if words else str(error))
+        if not isinstance(error, RuntimeError) or text == str(error):
+            return error
+        made = RuntimeError(text)
+        made.__cause__ = error
+        return made
 
     def _start(self, engine_kwargs: dict[str, Any]) -> None:
         import multiprocessing
 
+        allow(os.environ)  # for the processes that vLLM starts
         from vllm import LLMEngine
         from vllm.engine.arg_utils import EngineArgs
 
         no_stats = engine_kwargs.pop("disable_log_stats", None)
-        arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
-        with START_LOCK:
+        with START_LOCK, self._words.heard():
+            register()  # in this process, whatever became of the plugins here
+            arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
             before = {process.pid for process in multiprocessing.active_children()}
             self._engine = LLMEngine.from_engine_args(arguments)
             self._processes = [
@@ -472,10 +509,7 @@ class SteppedEngine:
                 answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
-                process.join(1)
-                # vLLM's own monitor waits for the same process; who comes second gets no code.
-                code = "" if process.exitcode is None else f" with exit code {process.exitcode}"
-                self._fail(f"engine process {process.name} (pid {process.pid}) ended{code}")
+                self._fail(self._told(process))
                 self._thread.join(2)
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()
@@ -531,6 +565,7 @@ class SteppedEngine:
             if process.is_alive():
                 process.kill()
                 process.join(5)
+        self._words.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
             engine = core = queue = None  # or its memory is still held
@@ -589,10 +624,19 @@ def _accept(*_: Any) -> None:
     """Stands in for `SamplingParams.verify` once vLLM has accepted the parameters."""
 
 
-def _is_death(error: Exception) -> bool:
+def _is_death(error: BaseException) -> bool:
     """Whether an error of add_request means the engine is gone, and not the request refused."""
     kind = type(error)
     return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
+
+
+def _end_of(process: Any) -> str:
+    # vLLM's own monitor waits for the same process: who comes second has the code a little later.
+    until = time.monotonic() + 1
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.02)
+    code = "" if process.exitcode is None else f" with {exit_text(process.exitcode)}"
+    return f"engine process {process.name} (pid {process.pid}) ended{code}"
 
 
 def _describe(error: BaseException) -> str:

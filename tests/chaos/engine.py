@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.stages.blocks import ERROR, POSITION, SHARD, passes_by
+from prefect_raybatch.stages.canary import PROMPT
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.stepper import Completion, EngineDied
 
@@ -85,6 +86,7 @@ class Fast:
         self.folder, self.hang_seconds = folder, hang_seconds
         self.mine = threading.local()  # the rows of this thread's call
         self.lock = threading.Lock()
+        self.answered = 0
         self.child: Any = None
         (folder / "engines").mkdir(exist_ok=True)
         (folder / "engines" / str(os.getpid())).touch()
@@ -97,7 +99,12 @@ class Fast:
     def _orders(self) -> dict[str, Any]:
         return json.loads((self.folder / "engine.json").read_text())
 
+    def stats(self) -> dict[str, int]:
+        return {"rows": self.answered, "refused": 0}
+
     def run(self, requests: Any) -> list[Completion]:
+        if requests[0].prompt_token_ids == PROMPT:  # asked after a death, and in no row
+            return [Completion([[5]], [""], "stop", prompt_tokens=3)]
         rows: Rows = self.mine.rows
         if len(rows) != len(requests):
             raise RuntimeError(f"{len(requests)} requests for {len(rows)} rows")
@@ -105,6 +112,7 @@ class Fast:
         orders = self._orders()
         self._misbehave(orders, [text for _, _, text in rows])
         texts = [answer(self._asked(text, orders)) for _, _, text in rows]
+        self.answered += len(texts)
         return [Completion([[5]], [t], "stop", prompt_tokens=3, cached_tokens=1) for t in texts]
 
     def _asked(self, text: str, orders: dict[str, Any]) -> str:

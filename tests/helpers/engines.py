@@ -77,10 +77,17 @@ class Stepped:
     def __init__(self, answer: Callable[[Sequence[Request]], list[Completion]]):
         self.answer = answer
         self.seen: list[list[Request]] = []
+        self.rows = self.refused = 0
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         self.seen.append(list(requests))
-        return self.answer(requests)
+        found = self.answer(requests)
+        self.rows += len(found)
+        self.refused += sum(completion.error is not None for completion in found)
+        return found
+
+    def stats(self) -> dict[str, int]:
+        return {"rows": self.rows, "refused": self.refused}
 
 
 class Factory:
@@ -90,6 +97,7 @@ class Factory:
     def __init__(self, *plan: Any):
         self.plan = list(plan)
         self.arguments: list[dict[str, Any]] = []
+        self.made: list[Stepped] = []
 
     def __call__(self, arguments: dict[str, Any], hang_seconds: float | None = None) -> Stepped:
         self.hang_seconds = hang_seconds
@@ -97,7 +105,8 @@ class Factory:
         step = self.plan.pop(0)
         if isinstance(step, BaseException):
             raise step
-        return Stepped(step)
+        self.made.append(Stepped(step))
+        return self.made[-1]
 
 
 class CrashingEngine(FakeEngine):

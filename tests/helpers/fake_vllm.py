@@ -1,12 +1,14 @@
 """As much of vLLM as the stepper uses, without a model: what a row does follows from its tokens.
 
 `install()` puts it in the place of the package. `STOPS` in a prompt stops the engine's core, `SLOW`
-makes its step take `SLOW_S`; every other row is answered by the next step. With the argument
+makes its step take `SLOW_S`, `DIES` ends the core by an illegal instruction, `WORKER_DIES` the
+worker, `FAILS` raises in the core; every other row is answered by the next step. With the argument
 `apart` the core is a process of its own, as it is by vLLM's default, else in this one.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -19,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 STOPS, SLOW = 666, 5000
+DIES, WORKER_DIES, FAILS = 667, 668, 669
 SLOW_S = 0.4
 ANSWER = [5]
 
@@ -132,6 +135,33 @@ def _core(pipe: Any) -> None:
         if STOPS in tokens:
             os.kill(worker, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif DIES in tokens:
+            os.kill(os.getpid(), signal.SIGILL)
+        elif {WORKER_DIES, FAILS} & set(tokens):
+            log_and_end(WORKER_DIES in tokens)
         else:
             compute(tokens)
         pipe.send(request_id)
+
+
+def log_and_end(worker_died: bool = False) -> None:
+    """What vLLM's core logs then, in its words, and that its end says nothing of it."""
+    dump = logging.getLogger("vllm.logging_utils.dump_input")
+    dump.error("Dumping scheduler output for model execution: prompt_token_ids=[1, 2, 3]")
+    try:
+        if worker_died:
+            executor = logging.getLogger("vllm.v1.executor.multiproc_executor")
+            text = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
+            child = multiprocessing.get_context("fork").Process(target=_ends, name="VllmWorker-0")
+            child.start()
+            executor.error(text, child.name, child.exitcode)  # None, as it is still ending
+            raise RuntimeError("Executor failed.")
+        raise ValueError("no kernel image\nfor this device")
+    except Exception:
+        logging.getLogger("vllm.v1.engine.core").exception("EngineCore encountered a fatal error.")
+    os._exit(1)
+
+
+def _ends() -> None:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGILL)

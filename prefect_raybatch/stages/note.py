@@ -1,0 +1,125 @@
+"""What an engine's actor is doing, noted for the one that takes its place.
+
+With vLLM's core in the actor's own process, as it is by default on a CPU, an engine that dies of a
+signal takes the actor with it. Ray starts that anew, or the next pass another one, and tells it
+nothing, so it would do the same again. The note lies in the node's temporary folder while an engine
+starts, while it is asked the fixed prompt and until its first rows are through, and Python writes a
+fatal signal into it. Whose process is alive holds a lock on its note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from prefect_raybatch.exits import signal_text
+
+START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor can be doing
+KEPT = 86400.0  # seconds that a note is kept which nobody takes
+SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
+FATAL = {  # faulthandler's names
+    "Illegal instruction": signal.SIGILL,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Floating point exception": signal.SIGFPE,
+    "Aborted": signal.SIGABRT,
+}
+WORDS = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a process left: what it was `doing` for the how many-th time in a row (`times`), the
+    `cause` of its end, and the one `before` it, empty where there was none."""
+
+    doing: str
+    times: int = 1
+    before: str = ""
+    cause: str = ""
+
+
+class Note:
+    """The note of one actor of a driver's `attempt`; of none ("") nothing is written or found."""
+
+    def __init__(self, attempt: str) -> None:
+        self.folder, self.attempt = Path(tempfile.gettempdir()), attempt
+        self._lock = threading.RLock()
+        self._file: IO[str] | None = None
+        self._path = Path()
+        self._traced = False
+
+    def left(self) -> Left | None:
+        """Takes what a dead actor of the attempt left on this node; None where there is nothing.
+
+        Removes what other attempts left a day ago.
+        """
+        if not self.attempt:
+            return None
+        for path in self.folder.glob(f"raybatch-{os.getuid()}-*.note"):
+            ours = path.name.split("-")[2:-1] == [_plain(self.attempt)]
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if not ours and time.time() - path.stat().st_mtime < KEPT:
+                    continue
+                with path.open(encoding="utf-8", errors="replace") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or its process is alive
+                    path.unlink()  # raises for all but one of those that take it
+                    head, _, words = file.read().partition("\n")
+                if ours:
+                    found = json.loads(head)
+                    times, before = int(found["times"]), str(found["before"])
+                    return Left(str(found["doing"]), times, before, _cause(words))
+        return None
+
+    def write(self, doing: str, times: int = 1, before: str = "") -> None:
+        """Notes what this process does from now on, in place of what it did."""
+        if not self.attempt:
+            return
+        name = f"raybatch-{os.getuid()}-{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
+        with self._lock, contextlib.suppress(OSError):  # a full disk costs the note, no more
+            self.over()
+            self._path = self.folder / name
+            self._file = self._path.open("w", encoding="utf-8")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
+            self._file.flush()
+            self._traced = faulthandler.is_enabled()
+            faulthandler.enable(self._file, all_threads=False)
+
+    def over(self) -> None:
+        """Nothing of the noted kind is being done any more; also where nothing was."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            faulthandler.disable()
+            if self._traced and sys.__stderr__ is not None:
+                faulthandler.enable(sys.__stderr__, all_threads=False)
+            self._path.unlink(missing_ok=True)
+            file.close()
+
+
+def _cause(words: str) -> str:
+    found = WORDS.search(words)
+    if found is None:
+        return SILENT
+    number = FATAL.get(found[1].strip())
+    said = signal_text(-number) if number else found[1].strip()
+    return f"the engine's process ended with {said}"
+
+
+def _plain(attempt: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", attempt)
