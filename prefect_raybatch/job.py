@@ -679,7 +679,17 @@ class Limits(Group):
         allow_inf_nan=False,
     )
 
-    @field_validator("hang_seconds", mode="before")
+    function_seconds: float = _field(
+        9,
+        600.0,
+        title="Longest call of a function",
+        text="In seconds, of prompt.function or output.postprocess for a row; a row that takes "
+        "longer is ended and goes to quarantine. 0 (or null): any time.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
     def _any_time(cls, value: Any) -> Any:
         # In Prefect's form a field that may be null, but is not by default, would be no plain one.

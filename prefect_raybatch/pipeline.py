@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from prefect_raybatch.plan import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
+from prefect_raybatch.stages.calls import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
@@ -35,6 +36,9 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
+# Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
+# engines, the driver runs alone what is missing.
+ONCE = {"max_retries": 0}
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
@@ -101,17 +105,25 @@ class Pipeline:
             gc.collect()
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        limits = self.job.limits
+        calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = Prepare(
-            self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
+            self.job.prompt,
+            self.model,
+            self.job.engine.context,
+            self.job.sampling.max_tokens,
+            calls,
         )
+        finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
         prepared = (
-            ShardDatasource(self.reader, self._tasks(units))
-            .dataset(**_resources(self.job.cluster.prepare))
+            ShardDatasource(self.reader, self._tasks(units, isolated))
+            .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
         )
         if self.job.engine.stage == "ray.data.llm":
-            return self._ray_llm(prepared, spec, isolated, max(unit.rows for unit in units))
+            rows = max(unit.rows for unit in units)
+            return self._ray_llm(prepared, spec, isolated, rows, finish)
         return (
             prepared
             # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
@@ -122,10 +134,12 @@ class Pipeline:
                 compute=self._pool(isolated),
                 **_batches(),
                 **self._engine_resources(),
-            ).map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
+            ).map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
         )
 
-    def _ray_llm(self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int) -> Dataset:
+    def _ray_llm(
+        self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
+    ) -> Dataset:
         # Imported here: ray.data.llm takes seconds, and few jobs want it.
         from prefect_raybatch.stages.ray_llm import Gather, Spread, through
 
@@ -134,7 +148,7 @@ class Pipeline:
         )
         calls = 1 if isolated else self.size.concurrent
         answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
-        gather = Gather(self.finish, spec.sampling, self.size.length)
+        gather = Gather(finish, spec.sampling, self.size.length)
         return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
     def engines(self) -> dict[str, int]:
@@ -164,9 +178,12 @@ class Pipeline:
         failure = Failure("engine", kind or "EngineDied", message[:500])
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
-    def _tasks(self, units: Sequence[Unit]) -> list[Task]:
+    def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver goes in order; a later one, which may meet a live one, does not.
-        return self.reader.tasks(self._starts(units), shuffle_seed=self.shuffle)
+        starts, seed = self._starts(units), self.shuffle
+        if isolated:  # nobody beside a unit in any stage
+            return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
+        return self.reader.tasks(starts, shuffle_seed=seed)
 
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
@@ -244,10 +261,12 @@ def _batches() -> dict[str, Any]:
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    given = {"num_cpus": stage.num_cpus, "memory": stage.memory, "concurrency": stage.concurrency}
-    return {name: value for name, value in given.items() if value is not None}
+    return {**_resources(stage), **_given(concurrency=stage.concurrency), **ONCE}
 
 
 def _resources(stage: Stage) -> dict[str, Any]:
-    given = {"num_cpus": stage.num_cpus, "memory": stage.memory}
-    return {name: value for name, value in given.items() if value is not None}
+    return _given(num_cpus=stage.num_cpus, memory=stage.memory)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
