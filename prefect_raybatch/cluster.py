@@ -189,6 +189,13 @@ def dashboard() -> str:
     return url if not url or "://" in url else f"http://{url}"
 
 
+def nodes() -> set[str]:
+    """The ids of the nodes that live, of the cluster this process is connected to."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def actor_states(kind: str) -> dict[str, int]:
     """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
     (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""

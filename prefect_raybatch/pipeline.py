@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, cast
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch import cluster
 from prefect_raybatch import model as models
@@ -36,6 +38,7 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
+NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working on or had kept"
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
@@ -87,16 +90,24 @@ class Pipeline:
 
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
+        Where a node went, what is missing has one that says so, since nothing in it is to blame.
         """
+        missing = Counter(unit.shard for unit in units)
+        nodes, gone = cluster.nodes(), False
         try:
-            with _context() as context:
+            with _context() as (context, node_errors):
                 limit_in_flight(context, self.size.uncommitted)
                 self._running = self._dataset(units, isolated)
-                for batch in self._running.iter_batches(
-                    batch_size=None, batch_format="pyarrow", prefetch_batches=0
-                ):
-                    for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
-                        yield Receipt.from_json(text)
+                try:
+                    for receipt in _receipts(self._running):
+                        missing[receipt.shard] -= 1
+                        yield receipt
+                except ObjectLostError as error:
+                    log.warning("a receipt was lost with its node: %s", _first_line(error))
+                    gone = True
+            if gone or node_errors or nodes - cluster.nodes():
+                for shard in +missing:
+                    yield Receipt(shard, self.attempt, lost=NODE_LOST)
         finally:
             self._running = None
             # Ray Data lets go of its actors and ends none; what Ray raised about one that died
@@ -222,30 +233,40 @@ def _is_committed(store: Store, shard: int) -> bool:
     return Ledger(store).is_committed(shard)
 
 
+def _receipts(dataset: Dataset) -> Iterator[Receipt]:
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
+            yield Receipt.from_json(text)
+
+
 @contextlib.contextmanager
-def _context() -> Iterator[DataContext]:
-    """Ray Data's settings for the block; the caller's own are put back."""
+def _context() -> Iterator[tuple[DataContext, list[str]]]:
+    """Ray Data's settings for the block; the caller's own are put back. The list takes up what in
+    the block was lost with a node."""
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
     context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    with DataContext.current(context), _short_errors(), warnings.catch_warnings():
+    lost: list[str] = []
+    with DataContext.current(context), _short_errors(lost), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
-        yield context
+        yield context, lost
 
 
 @contextlib.contextmanager
-def _short_errors() -> Iterator[None]:
+def _short_errors(node_errors: list[str]) -> Iterator[None]:
     """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
     handler that keeps records would keep their GPUs as well. Its first line says enough."""
 
     def short(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1]:
-            text = str(record.exc_info[1]).strip().partition("\n")[0]
-            record.msg = f"{record.msg} {type(record.exc_info[1]).__name__}: {text[:300]}"
+            text = _first_line(record.exc_info[1])
+            if _is_nodes(record.exc_info[1]):
+                node_errors.append(text)
+            record.msg = f"{record.msg} {text}"
             record.exc_info = None
         return True
 
@@ -254,6 +275,17 @@ def _short_errors() -> Iterator[None]:
         yield
     finally:
         EXECUTOR_LOG.removeFilter(short)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_nodes(error: BaseException) -> bool:
+    """Whether Ray says that a task or its input was lost with a node, not with its process."""
+    known = isinstance(error, (NodeDiedError, ObjectLostError))
+    return known or (isinstance(error, ActorDiedError) and "node has died" in str(error))
 
 
 def _batches() -> dict[str, Any]:

@@ -148,10 +148,14 @@ def measure(
     seconds: float = SECONDS,
 ) -> Tokens:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
+    from prefect_raybatch.stages.calls import Calls
     from prefect_raybatch.stages.prepare import Prepare
 
     pinned = models.with_tokenizer(model, job.engine)
-    prepare = Prepare(job.prompt, pinned, None)
+    limits = job.limits
+    # Apart: a function that ends its process would end the driver, here and at each new try.
+    calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+    prepare = Prepare(job.prompt, pinned, None, calls=calls)
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()

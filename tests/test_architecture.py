@@ -80,7 +80,17 @@ MAY_IMPORT = {
     "stages.stepper": {"stages.hang", "stages.reaper"},
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
     "stages.window": set(),
-    "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
+    "stages.apart": {"errors", "functions"},
+    "stages.calls": {"functions", "stages.apart"},
+    "stages.prepare": {
+        "job",
+        "model",
+        "stages.apart",
+        "stages.blocks",
+        "stages.calls",
+        "storage",
+        *VALUES,
+    },
     "stages.figures": {"stages.blocks"},
     "stages.order": set(),
     "stages.engine": {
@@ -106,10 +116,11 @@ MAY_IMPORT = {
     },
     "stages.finish": {
         "trust",
-        "functions",
         "job",
         "model",
+        "stages.apart",
         "stages.blocks",
+        "stages.calls",
         "stages.figures",
         "storage",
         *VALUES,
@@ -165,6 +176,7 @@ MAY_IMPORT["tokens"] = {
     "model",
     "source",
     "stages.blocks",
+    "stages.calls",
     "stages.order",
     "stages.prepare",
     "stages.read",
@@ -173,7 +185,7 @@ MAY_IMPORT["tokens"] = {
 }
 STAGES = {
     f"stages.{name}"
-    for name in ("blocks", "read", "window", "prepare", "engine", "ray_llm", "finish")
+    for name in ("blocks", "calls", "read", "window", "prepare", "engine", "ray_llm", "finish")
 }
 MAY_IMPORT["pipeline"] = {
     "cluster",

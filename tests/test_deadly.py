@@ -14,10 +14,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.engines import FakeEngine, with_answers
+from helpers.engines import with_answers
 from helpers.small import MODEL, make_job, receipts
 
-from prefect_raybatch import runs
+from prefect_raybatch import tokens
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import BatchJob, Output, Prompt
 from prefect_raybatch.records import Unit
@@ -28,7 +28,6 @@ from prefect_raybatch.stages.calls import HERE, Calls
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 DEADLY = "helpers.functions:deadly"
 APART = Calls(seconds=1.0, apart=True)
@@ -233,42 +232,15 @@ def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(
     assert reason.startswith("NoChild: prompt.function helpers.ends_when_imported:function")
 
 
+def test_a_sample_of_prompts_does_not_end_the_driver() -> None:
+    rows = [{"what": what, "not_in": os.getpid()} for what in ("fine", "exit", "fine")]
+    job = make_job(prompt={"function": "helpers.functions:deadly_ask"})
+    found = tokens.measure(job, MODEL, [("in.parquet", 0, pa.Table.from_pylist(rows))])
+    assert (found.rows, found.failed) == (2, 1)
+
+
 @pytest.mark.parametrize("never", [0, None])
 def test_the_limit_can_be_taken_away(never: float | None) -> None:
     job = make_job(limits={"function_seconds": never})
     assert job.limits.function_seconds == 0
     assert BatchJob.from_dict(job.to_dict()).limits.function_seconds == 0
-
-
-# --- with Ray -----------------------------------------------------------------------------------
-
-
-class AskedEngine(FakeEngine):
-    FAILS = -1
-
-
-def test_rows_whose_functions_end_or_hang_their_worker_are_quarantined_alone(
-    local_ray: None, tmp_path: Path
-) -> None:
-    whats = ["fine"] * 24
-    whats[5], whats[13], whats[18] = "exit", "loop", "sys.exit"
-    pq.write_table(pa.table({"id": list(range(24)), "what": whats}), tmp_path / "in.parquet")
-    job = make_job(
-        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 4},
-        prompt={"template": "{what}"},
-        engine={"device": "cpu", "replicas": 1},
-        output={"uri": str(tmp_path / "out"), "postprocess": "helpers.functions:deadly"},
-        limits={"max_failed": 3, "function_seconds": 1},
-    )
-    run = runs.plan_run(job, "key", probe=False)
-    progress = runs.infer_run(job, run, engine=AskedEngine)
-    report = runs.finalize_run(job, run, progress)
-    assert (report.good, report.failed) == (21, 3)
-    rows = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
-    assert {row["input"]["id"]: row["error"] for row in rows} == {
-        5: "FunctionDied",
-        13: "FunctionHung",
-        18: "SystemExit",
-    }
-    assert {row["stage"] for row in rows} == {"postprocess"}
-    assert verify(open_store(run.uri)).ok

@@ -100,6 +100,12 @@ class Factory:
         return Stepped(step)
 
 
+class FineEngine(FakeEngine):
+    """Refuses no row."""
+
+    FAILS = -1
+
+
 class CrashingEngine(FakeEngine):
     """Ends its process, without a word, on the block that holds one row."""
 
