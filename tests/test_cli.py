@@ -149,10 +149,10 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
 def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(local_ray, tmp_path):
     whats = ["fine"] * 24
     whats[5], whats[13], whats[18] = "exit", "loop", "sys.exit"
-    pq.write_table(pa.table({"id": list(range(24)), "what": whats}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"id": list(range(24)), "what": whats}), tmp_path / "whats.parquet")
     value = yaml.safe_load(write_job(tmp_path).read_text())
     value |= {
-        "source": {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 4},
+        "source": {"uri": str(tmp_path / "whats.parquet"), "rows_per_shard": 4},
         "prompt": {"template": "{what}"},
         "output": {"uri": str(tmp_path / "out"), "postprocess": "helpers.functions:deadly"},
         "limits": {"max_failed": 3, "function_seconds": 1},

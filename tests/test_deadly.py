@@ -97,6 +97,17 @@ def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
     assert b"Timeout" in done.stderr and b"in deadly" in done.stderr
 
 
+def test_an_import_that_does_not_end_ends_the_process() -> None:
+    code = (
+        "from prefect_raybatch.stages import calls\n"
+        "calls.START = 0.2\n"
+        "with calls.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 1 and b"hangs_when_imported.py" in done.stderr
+
+
 def test_no_alarm_is_left_behind() -> None:
     code = (
         "import time\n"

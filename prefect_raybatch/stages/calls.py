@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.functions import load_function
-from prefect_raybatch.stages.apart import Apart, raised, shown
+from prefect_raybatch.stages.apart import START, Apart, raised, shown
 
 SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
 STDERR = 2  # Ray's log of the worker
@@ -38,6 +38,7 @@ class Calls:
             return
         alarm = _Alarm(self.seconds)
         try:
+            alarm.set(START)  # for the import of its module
             yield _guarded(load_function(name, field), alarm)
         finally:
             alarm.off()
@@ -76,12 +77,15 @@ class _Alarm:
     def __init__(self, seconds: float | None) -> None:
         self.seconds, self.last = seconds, float("-inf")
 
-    def set(self) -> None:
+    def set(self, least: float | None = None) -> None:
+        """From now on; a longer time than a row's may be given, at `least`, until the next call."""
         now = time.monotonic()
-        if self.seconds is not None and now - self.last >= SLACK:
-            faulthandler.dump_traceback_later(self.seconds + SLACK, exit=True, file=STDERR)
-            self.last = now
+        if self.seconds is None or now - self.last < SLACK:
+            return
+        seconds = max(self.seconds, least or 0.0)
+        faulthandler.dump_traceback_later(seconds + SLACK, exit=True, file=STDERR)
+        self.last = now if least is None else float("-inf")
 
     def off(self) -> None:
-        if self.last > float("-inf"):
+        if self.seconds is not None:
             faulthandler.cancel_dump_traceback_later()
