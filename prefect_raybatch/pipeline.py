@@ -105,8 +105,9 @@ class Pipeline:
                 except ObjectLostError as error:
                     log.warning("a receipt was lost with its node: %s", _first_line(error))
                     gone = True
-            if gone or node_errors or nodes - cluster.nodes():
-                for shard in +missing:
+            missing = +missing
+            if missing and (gone or node_errors or nodes - cluster.nodes()):
+                for shard in missing:
                     yield Receipt(shard, self.attempt, lost=NODE_LOST)
         finally:
             self._running = None
