@@ -261,7 +261,7 @@ class Driver:
         rest: list[Unit] = []
         for unit in units:
             reason = self._lost.get(unit.shard, "EngineDied: no receipt came back")
-            if not is_death(reason):
+            if not (is_death(reason) or reason.startswith("BlockHung")):
                 rest.append(unit)  # the store's or the input's fault: cutting would not help
             elif unit.rows > 1:
                 rest += cut(unit)

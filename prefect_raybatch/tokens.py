@@ -177,9 +177,13 @@ def measure(
 def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table: pa.Table) -> None:
     import numpy as np
 
+    from prefect_raybatch.stages.apart import NoChild
     from prefect_raybatch.stages.blocks import Failure
 
-    requests, tokens = prepare.prompts(table)
+    try:
+        requests, tokens = prepare.prompts(table)
+    except NoChild as error:
+        raise ConfigError(f"no prompts of sampled rows: {error}") from None
     for i, (request, ids) in enumerate(zip(requests, tokens, strict=True)):
         if isinstance(ids, Failure):
             seen.failures.append(ids)

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
-from helpers.small import MODEL, make_job, receipts
+from helpers.small import MODEL, make_job, receipts, small_run
 
 from prefect_raybatch import tokens
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import BatchJob, Output, Prompt
+from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.records import Unit
 from prefect_raybatch.stages import apart
 from prefect_raybatch.stages.apart import Apart, FunctionDied, FunctionHung, NoChild
@@ -178,6 +179,15 @@ def test_a_row_has_as_many_tries_as_the_limit_says(tmp_path: Path) -> None:
         Apart(DEADLY, "f", 5.0, deaths=2)({"what": "exit"})
 
 
+def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> None:
+    """What a function waits for may be away: at ten minutes a row a shard would take weeks."""
+    calls = Calls(seconds=0.2, apart=True)
+    assert prepared(["loop", "loop", "fine", "loop", "loop"], calls)[2] is None
+    stage = Prepare(Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls)
+    (reason,) = stage(block(["loop"] * 3 + ["fine"] * 9))[LOST].to_pylist()
+    assert reason.startswith("BlockHung: prompt.function") and "3 rows running" in reason
+
+
 def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
     with pytest.raises(ConfigError, match=r"f: helpers\.functions has no function 'nowhere'"):
         Apart("helpers.functions:nowhere", "f", None)
@@ -250,8 +260,27 @@ def test_a_sample_of_prompts_does_not_end_the_driver() -> None:
     assert (found.rows, found.failed) == (2, 1)
 
 
+def test_a_sample_whose_function_hangs_for_each_row_says_so() -> None:
+    limits = {"function_seconds": 0.2}
+    job = make_job(prompt={"function": "helpers.functions:deadly_ask"}, limits=limits)
+    table = pa.table({"what": ["loop"] * 4})
+    with pytest.raises(
+        ConfigError, match=r"prompt\.function helpers\.functions:deadly_ask had not"
+    ):
+        tokens.measure(job, MODEL, [("in.parquet", 0, table)])
+
+
 @pytest.mark.parametrize("never", [0, None])
 def test_the_limit_can_be_taken_away(never: float | None) -> None:
     job = make_job(limits={"function_seconds": never})
     assert job.limits.function_seconds == 0
     assert BatchJob.from_dict(job.to_dict()).limits.function_seconds == 0
+
+
+def test_a_unit_that_is_isolated_is_alone_in_its_read_task_too(tmp_path: Path) -> None:
+    run = small_run(tmp_path, rows=300, per_shard=1)
+    size: Any = None
+    pipeline = Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
+    units = [run.whole(shard) for shard in range(300)]
+    assert [len(task.units) for task in pipeline._tasks(units, True)] == [1] * 300
+    assert len(pipeline._tasks(units, False)) < 300

@@ -252,6 +252,24 @@ def test_what_was_lost_with_a_node_is_neither_cut_nor_blamed(tmp_path):
     assert (progress.done, progress.tally.failed) == (4, 0)
 
 
+def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
+    run = small_run(tmp_path, rows=40, per_shard=20)
+    bad = set(range(4, 9))
+
+    def passes(units, isolated):
+        for unit in units:
+            rows = range(unit.offset, unit.offset + unit.rows)
+            found = bad & set(rows) if unit.shard == 1 else set()
+            if len(found) > 1:
+                yield Receipt(1, "a", lost="BlockHung: output.postprocess a:b, 3 rows running")
+            else:
+                yield run.receipt(unit, found)
+
+    progress = drive(run, passes, limits={"max_failed": 5})
+    assert (progress.done, progress.tally.failed, progress.engine_deaths) == (40, 5, 0)
+    check_whole(run)
+
+
 def test_units_are_isolated_so_many_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(driver_module, "ALONE", 3)
     run = small_run(tmp_path, rows=10, per_shard=1)

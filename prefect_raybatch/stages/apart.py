@@ -1,4 +1,4 @@
-"""A user's function in a process of its own, so that it can end or hang nobody else: both ends.
+"""A user's function in a process of its own (`child`), so that it can end or hang nobody else.
 
 The child says when a row begins. So whatever ends it between two rows (a thread that a function
 left behind, its own idling) is no row's fault, and what ends it in a row is that row's.
@@ -7,15 +7,11 @@ left behind, its own idling) is no row's fault, and what ends it in a row is tha
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,21 +20,17 @@ import weakref
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.functions import load_function
+from prefect_raybatch.stages.child import HEADER, RAISED, REFUSED
 
 START = 120.0  # seconds a child has at least to start and to import the function's module
-IDLE = 60.0  # seconds without a row after which a child ends by itself
 LOOK = 0.5  # seconds between looks whether the child lives
 STARTS = 3  # children in a row that may end before a row begins
-TEXT = 500  # characters of an error's message
-HEADER = struct.Struct("!Q")
-PR_SET_PDEATHSIG = 1
+HUNG = 3  # rows one after the other that may hang: what they wait for may be away for all of them
 BOOT = (  # as this process finds its modules, so does the child
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from prefect_raybatch.stages.apart import serve; "
+    "from prefect_raybatch.stages.child import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])"
 )
-READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 
 
 class FunctionDied(Exception):
@@ -51,6 +43,11 @@ class FunctionHung(Exception):
 
 class NoChild(RuntimeError):
     """No process for a user's function could be had: the node's fault, not a row's."""
+
+
+class BlockHung(NoChild):
+    """A user's function hung for `HUNG` rows one after the other: smaller blocks tell whether the
+    rows are to blame."""
 
 
 class _Ended(Exception):
@@ -66,25 +63,19 @@ def raised(kind: str, text: str) -> Exception:
     return type(kind, (Exception,), {})(text)
 
 
-def shown(error: BaseException) -> str:
-    """The beginning of an error's own text, whatever its class does when asked for it."""
-    try:
-        return str(error)[:TEXT]
-    except Exception:
-        return "its message cannot be shown"
-
-
 class Apart:
     """The function `name` of a job's `field`, callable with a row; each call is made in a child.
 
     `seconds` a row may take, None any. A row in which the child ends is given to another, until
     `deaths` have ended in it. Raises, for a row, `FunctionDied`, `FunctionHung` or what the
-    function raised; `ConfigError` where the function cannot be had, `NoChild` where no child can.
+    function raised; `ConfigError` where the function cannot be had, `NoChild` where no child can,
+    `BlockHung` after too many rows that hung.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
         self.name, self.field = name, field
         self.seconds, self.deaths = seconds, deaths
+        self._hung = 0  # of the last rows, one after the other
         self._alive()
 
     def _alive(self) -> Child:
@@ -105,18 +96,27 @@ class Apart:
                 kind, *rest = child.hear(self.seconds)
             except _Late:
                 child.close()
-                raise FunctionHung(
-                    f"{self.field} {self.name} had not returned after limits.function_seconds "
-                    f"{self.seconds:g} s; its process was killed"
-                ) from None
+                raise self._late() from None
             except _Ended:
                 ended = child.close()
                 continue
+            self._hung = 0
             if kind == RAISED:
                 raise raised(*rest)
             return rest[0]
+        self._hung = 0
         times = f", in each of {self.deaths} tries" if self.deaths > 1 else ""
         raise FunctionDied(f"{self.field} {self.name} ended its process ({ended}){times}")
+
+    def _late(self) -> Exception:
+        text = (
+            f"{self.field} {self.name} had not returned after limits.function_seconds "
+            f"{self.seconds:g} s; its process was killed"
+        )
+        self._hung += 1
+        return (
+            BlockHung(f"{text}, {HUNG} rows running") if self._hung == HUNG else FunctionHung(text)
+        )
 
     def _begun(self, data: bytes) -> Child:
         """The child that has begun with a row, which was sent as `data`."""
@@ -246,76 +246,3 @@ def _kill(process: subprocess.Popen[bytes], wire: socket.socket) -> None:
 # Children by function, kept for the next block: an import may take seconds. By thread, since a
 # child serves one caller; it ends with the thread, when idle, or with this process.
 _kept = threading.local()
-
-
-# --- the child ----------------------------------------------------------------------------------
-
-
-def serve(fd: int, parent: int, name: str, field: str) -> None:
-    """Calls the function for each row that comes over socket `fd`, until none comes any more."""
-    _end_with(parent)
-    faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    os.set_inheritable(fd, False)
-    wire = socket.socket(fileno=fd)
-    try:
-        function = load_function(name, field)
-    except ConfigError as error:
-        _send(wire, REFUSED, str(error))
-        return
-    _send(wire, READY)
-    with contextlib.suppress(OSError):
-        while (row := _next(wire)) is not None:
-            _send(wire, BEGUN)
-            wire.sendall(_call(function, row))
-    sys.stdout.flush()
-    os._exit(0)  # not held up by threads that a function has left
-
-
-def _end_with(parent: int) -> None:
-    """Has this process killed when its parent's thread ends, also in the middle of a row."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:  # Linux; elsewhere it ends once it looks for the next row
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _call(function: Any, row: Any) -> bytes:
-    """What to answer: what the function gave or raised."""
-    me = os.getpid()
-    try:
-        answer = _frame(GAVE, function(row))
-    except BaseException as error:
-        answer = _frame(RAISED, type(error).__name__, shown(error))
-    if os.getpid() != me:  # a copy of this process, made by the function
-        os._exit(0)
-    return answer
-
-
-def _next(wire: socket.socket) -> Any:
-    """The next row, None when there is none. Raises TimeoutError where it does not come."""
-    wire.settimeout(IDLE)
-    header = _exactly(wire, HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    data = _exactly(wire, size)
-    wire.settimeout(None)  # the parent may be stopped for a while
-    return pickle.loads(data)
-
-
-def _exactly(wire: socket.socket, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size and (part := wire.recv(min(size - len(data), 1 << 20))):
-        data += part
-    return data
-
-
-def _send(wire: socket.socket, *message: Any) -> None:
-    wire.sendall(_frame(*message))
-
-
-def _frame(*message: Any) -> bytes:
-    data = pickle.dumps(message)
-    return HEADER.pack(len(data)) + data
