@@ -7,12 +7,13 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from prefect_raybatch.job import BatchJob
 from prefect_raybatch.sizing import Capacity, Pool, choose_pool
 
 log = logging.getLogger(__name__)
+KNOCK = 2.0  # seconds a node has to take a connection
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,23 @@ def dashboard() -> str:
 
     url = str(worker.get_dashboard_url() or "")
     return url if not url or "://" in url else f"http://{url}"
+
+
+def nodes() -> set[str]:
+    """The ids of the nodes that live, of the cluster this process is connected to.
+
+    Each is knocked at: Ray takes up to half a minute to say that one is dead.
+    """
+    import ray
+
+    found = set()
+    for node in ray.nodes():
+        place = node["NodeManagerAddress"], node["NodeManagerPort"]
+        with suppress(OSError):
+            if node["Alive"]:
+                socket.create_connection(place, KNOCK).close()
+                found.add(node["NodeID"])
+    return found
 
 
 def actor_states(kind: str) -> dict[str, int]:

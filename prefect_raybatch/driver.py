@@ -35,6 +35,7 @@ from prefect_raybatch.tally import Tally
 log = logging.getLogger(__name__)
 
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
+ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
 STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
 LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
 RATE_WINDOW = 30  # commits the shown rate is taken over
@@ -112,7 +113,8 @@ class Driver:
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
         self._last = time.time()
-        self._lost: dict[int, str] = {}  # why a shard was lost, latest reason
+        self._lost: dict[int, str] = {}  # why a shard was lost in this pass, latest reason
+        self._warned: set[int] = set()
 
     def resume(self) -> Progress:
         """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
@@ -146,10 +148,13 @@ class Driver:
             few = strikes > 0 or len(units) <= self.suspects
             isolated = self.progress.passes > 0 and few
             before, known = self._held(), deaths.total()
-            self._pass(units, isolated)
-            units = self._missing(units)
+            turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
+            self._pass(turn, isolated)
+            units = self._missing(turn)
             if isolated:
                 units = self._after_isolation(units, deaths)
+            if later:
+                units += self._missing(later)
             # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
             works = before > held_at_start
             moved = self._held() > before or (works and deaths.total() > known)
@@ -172,6 +177,7 @@ class Driver:
 
     def _pass(self, units: Sequence[Unit], isolated: bool) -> None:
         self.progress.passes += 1
+        self._lost = {}  # what an earlier pass was told says nothing of a death in this one
         for receipt in self.run_pass(units, isolated):
             if receipt.lost is not None:
                 self._note_lost(receipt)
@@ -226,7 +232,8 @@ class Driver:
             raise _fatal(reason)
         if is_death(reason):
             self.progress.engine_deaths += 1
-        if receipt.shard not in self._lost:
+        if receipt.shard not in self._warned:
+            self._warned.add(receipt.shard)
             log.warning("shard %d was lost: %s", receipt.shard, reason)
         if reason[:LOSS] in self.progress.losses or len(self.progress.losses) < LOSSES:
             self.progress.losses[reason[:LOSS]] += 1
@@ -258,7 +265,7 @@ class Driver:
         rest: list[Unit] = []
         for unit in units:
             reason = self._lost.get(unit.shard, "EngineDied: no receipt came back")
-            if not is_death(reason):
+            if not (is_death(reason) or reason.startswith("BlockHung")):
                 rest.append(unit)  # the store's or the input's fault: cutting would not help
             elif unit.rows > 1:
                 rest += cut(unit)

@@ -733,8 +733,17 @@ class Limits(Group):
         ge=0,
         allow_inf_nan=False,
     )
-    max_failed: int | float | None = _field(
+    function_seconds: float = _field(
         10,
+        600.0,
+        title="Longest call of a function",
+        text="In seconds, of prompt.function or output.postprocess for a row; a row that takes "
+        "longer is ended and goes to quarantine. 0 (or null): any time.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    max_failed: int | float | None = _field(
+        11,
         None,
         title="Most failed rows, older form",
         text="A count (10) or, below 1 with a decimal point, a fraction of the planned rows, "
@@ -743,7 +752,7 @@ class Limits(Group):
         allow_inf_nan=False,
     )
 
-    @field_validator("hang_seconds", mode="before")
+    @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
     def _any_time(cls, value: Any) -> Any:
         # In Prefect's form a field that may be null, but is not by default, would be no plain one.

@@ -8,14 +8,16 @@ import logging
 import math
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch import cluster
 from prefect_raybatch import model as models
@@ -26,6 +28,7 @@ from prefect_raybatch.plan import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
+from prefect_raybatch.stages.calls import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
@@ -35,6 +38,10 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
+NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working on or had kept"
+# Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
+# engines, the driver runs alone what is missing.
+ONCE = {"max_retries": 0}
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
@@ -83,16 +90,25 @@ class Pipeline:
 
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
+        Where a node went, what is missing has one that says so, since nothing in it is to blame.
         """
+        missing = Counter(unit.shard for unit in units)
+        nodes, gone = cluster.nodes(), False
         try:
-            with _context() as context:
+            with _context() as (context, node_errors):
                 limit_in_flight(context, self.size.uncommitted)
                 self._running = self._dataset(units, isolated)
-                for batch in self._running.iter_batches(
-                    batch_size=None, batch_format="pyarrow", prefetch_batches=0
-                ):
-                    for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
-                        yield Receipt.from_json(text)
+                try:
+                    for receipt in _receipts(self._running):
+                        missing[receipt.shard] -= 1
+                        yield receipt
+                except ObjectLostError as error:
+                    log.warning("a receipt was lost with its node: %s", _first_line(error))
+                    gone = True
+            missing = +missing
+            if missing and (gone or node_errors or nodes - cluster.nodes()):
+                for shard in missing:
+                    yield Receipt(shard, self.attempt, lost=NODE_LOST)
         finally:
             self._running = None
             # Ray Data lets go of its actors and ends none; what Ray raised about one that died
@@ -101,17 +117,25 @@ class Pipeline:
             gc.collect()
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        limits = self.job.limits
+        calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = Prepare(
-            self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
+            self.job.prompt,
+            self.model,
+            self.job.engine.context,
+            self.job.sampling.max_tokens,
+            calls,
         )
+        finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
         prepared = (
-            ShardDatasource(self.reader, self._tasks(units))
-            .dataset(**_resources(self.job.cluster.prepare))
+            ShardDatasource(self.reader, self._tasks(units, isolated))
+            .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
         )
         if self.job.engine.stage == "ray.data.llm":
-            return self._ray_llm(prepared, spec, isolated, max(unit.rows for unit in units))
+            rows = max(unit.rows for unit in units)
+            return self._ray_llm(prepared, spec, isolated, rows, finish)
         return (
             prepared
             # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
@@ -122,10 +146,12 @@ class Pipeline:
                 compute=self._pool(isolated),
                 **_batches(),
                 **self._engine_resources(),
-            ).map_batches(self.finish, **_batches(), **_stage(self.job.cluster.finish))
+            ).map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
         )
 
-    def _ray_llm(self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int) -> Dataset:
+    def _ray_llm(
+        self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
+    ) -> Dataset:
         # Imported here: ray.data.llm takes seconds, and few jobs want it.
         from prefect_raybatch.stages.ray_llm import Gather, Spread, through
 
@@ -134,7 +160,7 @@ class Pipeline:
         )
         calls = 1 if isolated else self.size.concurrent
         answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
-        gather = Gather(self.finish, spec.sampling, self.size.length)
+        gather = Gather(finish, spec.sampling, self.size.length)
         return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
     def engines(self) -> dict[str, int]:
@@ -164,9 +190,12 @@ class Pipeline:
         failure = Failure("engine", kind or "EngineDied", message[:500])
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
-    def _tasks(self, units: Sequence[Unit]) -> list[Task]:
+    def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver goes in order; a later one, which may meet a live one, does not.
-        return self.reader.tasks(self._starts(units), shuffle_seed=self.shuffle)
+        starts, seed = self._starts(units), self.shuffle
+        if isolated:  # nobody beside a unit in any stage
+            return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
+        return self.reader.tasks(starts, shuffle_seed=seed)
 
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
@@ -205,30 +234,40 @@ def _is_committed(store: Store, shard: int) -> bool:
     return Ledger(store).is_committed(shard)
 
 
+def _receipts(dataset: Dataset) -> Iterator[Receipt]:
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
+            yield Receipt.from_json(text)
+
+
 @contextlib.contextmanager
-def _context() -> Iterator[DataContext]:
-    """Ray Data's settings for the block; the caller's own are put back."""
+def _context() -> Iterator[tuple[DataContext, list[str]]]:
+    """Ray Data's settings for the block; the caller's own are put back. The list takes up what in
+    the block was lost with a node."""
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
     context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    with DataContext.current(context), _short_errors(), warnings.catch_warnings():
+    lost: list[str] = []
+    with DataContext.current(context), _short_errors(lost), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
-        yield context
+        yield context, lost
 
 
 @contextlib.contextmanager
-def _short_errors() -> Iterator[None]:
+def _short_errors(node_errors: list[str]) -> Iterator[None]:
     """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
     handler that keeps records would keep their GPUs as well. Its first line says enough."""
 
     def short(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1]:
-            text = str(record.exc_info[1]).strip().partition("\n")[0]
-            record.msg = f"{record.msg} {type(record.exc_info[1]).__name__}: {text[:300]}"
+            text = _first_line(record.exc_info[1])
+            if _is_nodes(record.exc_info[1]):
+                node_errors.append(text)
+            record.msg = f"{record.msg} {text}"
             record.exc_info = None
         return True
 
@@ -239,15 +278,28 @@ def _short_errors() -> Iterator[None]:
         EXECUTOR_LOG.removeFilter(short)
 
 
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_nodes(error: BaseException) -> bool:
+    """Whether Ray says that a task or its input was lost with a node, not with its process."""
+    known = isinstance(error, (NodeDiedError, ObjectLostError))
+    return known or (isinstance(error, ActorDiedError) and "node has died" in str(error))
+
+
 def _batches() -> dict[str, Any]:
     return {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    given = {"num_cpus": stage.num_cpus, "memory": stage.memory, "concurrency": stage.concurrency}
-    return {name: value for name, value in given.items() if value is not None}
+    return {**_resources(stage), **_given(concurrency=stage.concurrency), **ONCE}
 
 
 def _resources(stage: Stage) -> dict[str, Any]:
-    given = {"num_cpus": stage.num_cpus, "memory": stage.memory}
-    return {name: value for name, value in given.items() if value is not None}
+    return _given(num_cpus=stage.num_cpus, memory=stage.memory)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

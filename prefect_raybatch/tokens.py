@@ -148,10 +148,14 @@ def measure(
     seconds: float = SECONDS,
 ) -> Tokens:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
+    from prefect_raybatch.stages.calls import Calls
     from prefect_raybatch.stages.prepare import Prepare
 
     pinned = models.with_tokenizer(model, job.engine)
-    prepare = Prepare(job.prompt, pinned, None)
+    limits = job.limits
+    # Apart: a function that ends its process would end the driver, here and at each new try.
+    calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+    prepare = Prepare(job.prompt, pinned, None, calls=calls)
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
@@ -173,9 +177,13 @@ def measure(
 def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table: pa.Table) -> None:
     import numpy as np
 
+    from prefect_raybatch.stages.apart import NoChild
     from prefect_raybatch.stages.blocks import Failure
 
-    requests, tokens = prepare.prompts(table)
+    try:
+        requests, tokens = prepare.prompts(table)
+    except NoChild as error:
+        raise ConfigError(f"no prompts of sampled rows: {error}") from None
     for i, (request, ids) in enumerate(zip(requests, tokens, strict=True)):
         if isinstance(ids, Failure):
             seen.failures.append(ids)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
-from prefect_raybatch.job import BatchJob
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from prefect_raybatch.job import BatchJob
 
 MODULES = "RAYBATCH_FUNCTION_MODULES"
 ENGINE_CODE = "RAYBATCH_ALLOW_ENGINE_CODE"

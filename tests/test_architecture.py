@@ -108,7 +108,18 @@ MAY_IMPORT = {
     },
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
     "stages.window": set(),
-    "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
+    "stages.child": {"errors", "functions"},
+    "stages.apart": {"errors", "stages.child"},
+    "stages.calls": {"functions", "stages.apart", "stages.child"},
+    "stages.prepare": {
+        "job",
+        "model",
+        "stages.apart",
+        "stages.blocks",
+        "stages.calls",
+        "storage",
+        *VALUES,
+    },
     "stages.figures": {"stages.blocks"},
     "stages.order": set(),
     "stages.engine": {
@@ -138,11 +149,12 @@ MAY_IMPORT = {
     },
     "stages.finish": {
         "trust",
-        "functions",
         "job",
         "model",
         "record_files",
+        "stages.apart",
         "stages.blocks",
+        "stages.calls",
         "stages.figures",
         "storage",
         *VALUES,
@@ -212,7 +224,9 @@ MAY_IMPORT["tokens"] = {
     "job",
     "model",
     "source",
+    "stages.apart",
     "stages.blocks",
+    "stages.calls",
     "stages.order",
     "stages.prepare",
     "stages.read",
@@ -221,7 +235,7 @@ MAY_IMPORT["tokens"] = {
 }
 STAGES = {
     f"stages.{name}"
-    for name in ("blocks", "read", "window", "prepare", "engine", "ray_llm", "finish")
+    for name in ("blocks", "calls", "read", "window", "prepare", "engine", "ray_llm", "finish")
 }
 MAY_IMPORT["pipeline"] = {
     "cluster",

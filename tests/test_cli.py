@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers.engines import FAILS, CrashingEngine, FakeEngine
+from helpers.engines import FAILS, CrashingEngine, FakeEngine, FineEngine
 from helpers.small import job_dict, receipts, small_run
 from test_memory import LLAMA_8B
 
@@ -168,6 +168,32 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert (row["error"], row["stage"]) == ("EngineDied", "engine")
     assert row["input"]["id"] == row["_row"] == CrashingEngine.AT
+    assert verify(open_store(run.uri)).ok
+
+
+def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(local_ray, tmp_path):
+    whats = ["fine"] * 24
+    whats[5], whats[13], whats[18] = "exit", "loop", "sys.exit"
+    pq.write_table(pa.table({"id": list(range(24)), "what": whats}), tmp_path / "whats.parquet")
+    value = yaml.safe_load(write_job(tmp_path).read_text())
+    value |= {
+        "source": {"uri": str(tmp_path / "whats.parquet"), "rows_per_shard": 4},
+        "prompt": {"template": "{what}"},
+        "output": {"uri": str(tmp_path / "out"), "postprocess": "helpers.functions:deadly"},
+        "limits": {"max_failed": 3, "function_seconds": 1},
+    }
+    job = BatchJob.from_dict(value)
+    run = runs.plan_run(job, "key", probe=False)
+    progress = runs.infer_run(job, run, engine=FineEngine)
+    report = runs.finalize_run(job, run, progress)
+    assert (report.good, report.failed, progress.passes) == (21, 3, 2)
+    rows = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    assert [(row["_row"], row["stage"], row["error"]) for row in rows] == [
+        (5, "postprocess", "FunctionDied"),
+        (13, "postprocess", "FunctionHung"),
+        (18, "postprocess", "SystemExit"),
+    ]
+    assert "2 tries" in rows[0]["message"] and "function_seconds 1 s" in rows[1]["message"]
     assert verify(open_store(run.uri)).ok
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -162,3 +163,27 @@ def test_gpus_of_several_nodes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cluster.capacity() == Capacity(
         176, 12, 3, "head:6379", (4, 8), ("H100", "L4"), cpus_a_gpu=4
     )
+
+
+def test_a_node_that_takes_no_connection_is_gone_before_ray_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        known = [
+            {
+                "NodeID": name,
+                "Alive": alive,
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": place.getsockname()[1],
+            }
+            for name, alive, place in (("a", True, one), ("b", True, two), ("c", False, one))
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: known)
+        assert cluster.nodes() == {"a", "b"}
+        two.close()
+        assert cluster.nodes() == {"a"}

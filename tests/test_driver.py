@@ -11,6 +11,7 @@ from helpers.small import Passes, SmallRun, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_raybatch import driver as driver_module
 from prefect_raybatch.driver import SPLIT, STRIKES, Driver, Progress, cut
 from prefect_raybatch.errors import (
     CorruptRun,
@@ -218,6 +219,65 @@ def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
     progress = drive(run, passes)
     assert sent == [(Unit(0, 0, 20),)] * STRIKES
     assert progress.engine_deaths == 0 and progress.done == 20
+
+
+def test_a_death_is_seen_whatever_the_pass_before_lost_the_shard_to(tmp_path):
+    """The process of a row ends without a word, once the store is back."""
+    run = small_run(tmp_path, rows=20, per_shard=5)
+    poisoned = Passes(run, poison={(1, 3)}, silent=True)
+
+    def passes(units, isolated):
+        if not isolated:
+            yield Receipt(1, "a", lost="StoreUnavailable: no answer")
+        yield from poisoned(units, isolated)
+
+    passes.quarantine = poisoned.quarantine
+    assert drive(run, passes).done == 20
+    assert poisoned.quarantined == [(Unit(1, 3, 1), "EngineDied: no receipt came back")]
+
+
+def test_what_was_lost_with_a_node_is_neither_cut_nor_blamed(tmp_path):
+    run = small_run(tmp_path, rows=4, per_shard=1)
+    calls: list[Any] = []
+
+    def passes(units, isolated):
+        calls.append((tuple(units), isolated))
+        for unit in units:
+            lost = len(calls) < STRIKES + 1 and unit.shard == 2
+            gone = Receipt(2, "a", lost="NodeLost: a node of the cluster went")
+            yield gone if lost else run.receipt(unit)
+
+    progress = drive(run, passes, limits={"engine_deaths": 1})
+    assert calls[1:] == [((run.whole(2),), True)] * STRIKES
+    assert (progress.done, progress.tally.failed) == (4, 0)
+
+
+def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
+    run = small_run(tmp_path, rows=40, per_shard=20)
+    bad = set(range(4, 9))
+
+    def passes(units, isolated):
+        for unit in units:
+            rows = range(unit.offset, unit.offset + unit.rows)
+            found = bad & set(rows) if unit.shard == 1 else set()
+            if len(found) > 1:
+                yield Receipt(1, "a", lost="BlockHung: output.postprocess a:b, 3 rows running")
+            else:
+                yield run.receipt(unit, found)
+
+    progress = drive(run, passes, limits={"max_failed": 5})
+    assert (progress.done, progress.tally.failed, progress.engine_deaths) == (40, 5, 0)
+    check_whole(run)
+
+
+def test_units_are_isolated_so_many_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver_module, "ALONE", 3)
+    run = small_run(tmp_path, rows=10, per_shard=1)
+    passes = Passes(run, poison={(0, 0), (5, 0)}, window=10)
+    progress = drive(run, passes, suspects=3)
+    assert progress.done == 10 and len(passes.quarantined) == 2
+    assert all(len(units) <= 3 for units, isolated in passes.calls if isolated)
+    check_whole(run)
 
 
 @settings(max_examples=25)

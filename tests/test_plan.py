@@ -207,6 +207,7 @@ CHANGED: dict[str, Any] = {
     "limits.fail_on_stall": True,
     "limits.deadline": "6h",
     "limits.hang_seconds": 30.0,
+    "limits.function_seconds": 30.0,
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,

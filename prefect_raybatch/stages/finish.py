@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
-from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Output
 from prefect_raybatch.record_files import put_record_if_absent, read_record
 from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
+from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     CACHED_TOKENS,
@@ -46,6 +46,7 @@ from prefect_raybatch.stages.blocks import (
     load_tokenizer,
     rows_of,
 )
+from prefect_raybatch.stages.calls import HERE, Calls
 from prefect_raybatch.stages.figures import told
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.trust import check_types
@@ -59,7 +60,8 @@ RECEIPT = "receipt"
 class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
-    `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n).
+    `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n);
+    `calls`: how the user's function is called.
     """
 
     output: Output
@@ -68,6 +70,7 @@ class Finish:
     attempt: str
     skip_special_tokens: bool = True
     answers: int = 1
+    calls: Calls = HERE
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -156,16 +159,16 @@ class Finish:
                 Failure(**e) if e else {self.output.column: t}
                 for e, t in zip(errors, texts, strict=True)
             ]
-        function = load_function(self.output.postprocess, "output.postprocess")
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
         kept = names if self.output.columns is None else self.output.columns
         taken = {POSITION, self.output.row_number, *kept}
         made = []
-        for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
-            answer = {self.output.column: t, "finish_reason": f}
-            made.append(Failure(**e) if e else _post(function, row, answer, taken))
+        with self.calls.function(self.output.postprocess, "output.postprocess") as function:
+            for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
+                answer = {self.output.column: t, "finish_reason": f}
+                made.append(Failure(**e) if e else _post(function, row, answer, taken))
         return made
 
     def _texts(self, table: pa.Table) -> list[Any]:
@@ -350,6 +353,8 @@ def _post(
                     "the input's out with output.columns",
                 )
         return made
+    except NoChild:  # not of the row
+        raise
     except Exception as error:
         return Failure.of("postprocess", error)
 

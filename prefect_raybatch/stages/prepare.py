@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import is_transient
-from prefect_raybatch.functions import load_function
 from prefect_raybatch.job import Prompt, template_fields
+from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,
@@ -32,6 +32,7 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
     timed,
 )
+from prefect_raybatch.stages.calls import HERE, Calls
 
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 
@@ -41,13 +42,15 @@ class Prepare:
     """The stage as a function of one block; made on the driver, run on any worker.
 
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
-    `max_tokens` is the room that a prompt which is cut leaves for its answer.
+    `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
+    user's function is called.
     """
 
     prompt: Prompt
     model: dict[str, Any]
     max_model_len: int | None
     max_tokens: int = 1
+    calls: Calls = HERE
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -109,9 +112,9 @@ class Prepare:
 
     def _requests(self, table: pa.Table) -> list[Request | Failure]:
         if self.prompt.function:
-            function = load_function(self.prompt.function, "prompt.function")
             rows = rows_of(table, input_columns(table))
-            made = [_guarded(_from_function, function, row) for row in rows]
+            with self.calls.function(self.prompt.function, "prompt.function") as function:
+                made = [_guarded(_from_function, function, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
@@ -201,6 +204,8 @@ def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
         return args[-1]
     try:
         return make(*args)
+    except NoChild:  # not of the row
+        raise
     except Exception as error:
         return Failure.of("prepare", error)
 

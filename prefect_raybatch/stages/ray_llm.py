@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 BLOCK, WHOLE, ROW = "block", "whole", "row"  # a block's id, the block as bytes, position in it
 RAY_ERROR = "__inference_error__"
 PASSES_BY = "nothing to infer"
-WIDTH = 0.25  # CPUs of the two row-wise steps around the engine
+# The two row-wise steps around the engine; with the retries of our own stages, since Ray makes one
+# task of two steps only where their settings are the same.
+AROUND = {"num_cpus": 0.25, "max_retries": 0}
 
 
 def through(
@@ -80,8 +82,8 @@ def through(
         config,
         preprocess=_asked,
         postprocess=_answer,
-        preprocess_map_kwargs={"num_cpus": WIDTH},
-        postprocess_map_kwargs={"num_cpus": WIDTH},
+        preprocess_map_kwargs=AROUND,
+        postprocess_map_kwargs=AROUND,
     )
     # As for our own stage: a task that died is for the driver, which runs its rows alone. In place,
     # since an assignment would work out the GPUs anew, without the bundle.

@@ -109,6 +109,12 @@ class Factory:
         return self.made[-1]
 
 
+class FineEngine(FakeEngine):
+    """Refuses no row."""
+
+    FAILS = -1
+
+
 class CrashingEngine(FakeEngine):
     """Ends its process, without a word, on the block that holds one row."""
 

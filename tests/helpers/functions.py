@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 Row = dict[str, Any]
@@ -103,3 +108,65 @@ def nulls(row: Row) -> Row:
 
 def raises_surrogate_after(row: Row) -> Row:
     raise ValueError(SURROGATE)
+
+
+# --- end or hang their process ------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """What a library written in Rust raises, say: no Exception."""
+
+
+def deadly(row: Row) -> Any:
+    """Does to its process what the row's `what` says, else answers."""
+    what = row["what"]
+    if row.get("not_in") == os.getpid():
+        raise RuntimeError("called in the process that must go on")
+    if what == "exit":
+        os._exit(3)
+    if what == "segfault":
+        ctypes.string_at(0)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "loop":
+        while True:
+            pass
+    if what == "hold":  # as an extension that never gives the interpreter back
+        ctypes.PyDLL(None).sleep(600)
+    if what == "closed":
+        os.closerange(3, 1000)
+        time.sleep(600)
+    if what == "forked" and os.fork() == 0:
+        return {"said": "answer of a copy"}
+    if what == "child":
+        copy = os.fork()
+        if copy == 0:
+            time.sleep(600)
+        os._exit(4)
+    if what == "later":  # ends the process once the answer is given
+        threading.Timer(0.1, os._exit, [5]).start()
+    if what == "once" and not os.path.exists(row["file"]):
+        open(row["file"], "x").close()
+        os._exit(3)
+    if what == "node stops":
+        from ray._raylet import raise_sys_exit_with_custom_error_message
+
+        raise_sys_exit_with_custom_error_message("The process receives a SIGTERM.", exit_code=1)
+    if what == "unpicklable":
+        return {"said": threading.Lock()}
+    if raised := RAISED.get(what):
+        raise raised
+    return {"said": what.upper()}
+
+
+RAISED: dict[str, BaseException] = {
+    "sys.exit": SystemExit("no good"),
+    "interrupt": KeyboardInterrupt(),
+    "generator": GeneratorExit("over"),
+    "panic": Panic("index out of bounds"),
+    "error": LookupError("not there"),
+}
+
+
+def deadly_ask(row: Row) -> str:
+    return str(deadly(row)["said"])

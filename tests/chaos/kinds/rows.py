@@ -19,11 +19,12 @@ def some(t: Trial, count: int | None = None) -> list[int]:
     return t.rng.sample(range(ROWS), count or t.rng.randint(1, 6))
 
 
-def go(t: Trial, failed: dict[int, str], **groups: Any) -> None:
+def go(t: Trial, failed: dict[int, str], faults: int = 0, **groups: Any) -> None:
     """Runs to the end, in half of the trials with the driver killed on the way."""
     t.quarantined = failed
-    t.setup(limits={"max_failed": len(failed)}, **groups)
-    t.fault(f"rows {sorted(failed) or 'none'} must fail", faults=0)
+    limits = {"max_failed": len(failed), **groups.pop("limits", {})}
+    t.setup(limits=limits, **groups)
+    t.fault(f"rows {sorted(failed) or 'none'} must fail", faults=faults)
     if t.rng.random() < 0.5:
         driver = t.start()
         if t.wait_commits(t.rng.randint(1, t.shards // 2), driver):
@@ -87,6 +88,22 @@ def poison_schema(t: Trial) -> None:
         t.rows[i]["note"] = "type"
     output = {**_shaped(t), "schema": {"response": "string"}}
     go(t, dict.fromkeys(bad, "SchemaError"), output=output)
+
+
+@kind("poison: a function ends or hangs its process")
+def poison_deadly(t: Trial) -> None:
+    """In the prompt or after the answer; those behind must wait for the next pass, and no more."""
+    t.rows = [{**row, "note": "fine"} for row in inputs.rows(ROWS, t.engine)]
+    bad = some(t, 2)
+    failed = dict(zip(bad, ("FunctionDied", "FunctionHung"), strict=True))
+    for i, note in zip(bad, ("exit", "loop"), strict=True):
+        t.rows[i]["note"] = note
+    limits = {"function_seconds": 1}
+    if t.rng.random() < 0.5:
+        prompt = {"template": None, "function": "chaos.functions:ask"}
+        go(t, failed, len(failed), limits=limits, prompt=prompt)
+    else:
+        go(t, failed, len(failed), limits=limits, output=_shaped(t))
 
 
 def _noted(t: Trial, note: str) -> list[int]:

@@ -1,0 +1,286 @@
+"""User functions that end or hang their process: the row fails, and nothing else does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import with_answers
+from helpers.small import MODEL, make_job, receipts, small_run
+
+from prefect_raybatch import tokens
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import BatchJob, Output, Prompt
+from prefect_raybatch.pipeline import Pipeline
+from prefect_raybatch.records import Unit
+from prefect_raybatch.stages import apart
+from prefect_raybatch.stages.apart import Apart, FunctionDied, FunctionHung, NoChild
+from prefect_raybatch.stages.blocks import ERROR, LOST, tag
+from prefect_raybatch.stages.calls import HERE, Calls
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.storage import open_store
+
+DEADLY = "helpers.functions:deadly"
+APART = Calls(seconds=1.0, apart=True)
+
+
+def block(whats: list[str]) -> pa.Table:
+    table = pa.table({"id": list(range(len(whats))), "what": whats})
+    return tag(table, Unit(0, 0, len(whats)))
+
+
+def prepared(whats: list[str], calls: Calls) -> list[str | None]:
+    """The class that each row failed with in prepare."""
+    prompt = Prompt(function="helpers.functions:deadly_ask")
+    made = Prepare(prompt, dict(MODEL), None, calls=calls)(block(whats))
+    return [error and error["kind"] for error in made[ERROR].to_pylist()]
+
+
+def finished(folder: Path, whats: list[str], calls: Calls) -> tuple[list[Any], list[Any]]:
+    """What was said to the good rows, and (row, class, message) of the failed ones."""
+    store = open_store(str(folder))
+    stage = Finish(Output(uri="out", postprocess=DEADLY), dict(MODEL), store, "a", calls=calls)
+    answered = with_answers(block(whats), [None] * len(whats), ["answer"] * len(whats))
+    (receipt,) = receipts(stage(answered))
+    assert receipt.lost is None
+    tables = {p.kind: pq.read_table(folder / "_raybatch/pieces" / p.path) for p in receipt.pieces}
+    bad = tables["quarantine"].to_pylist() if "quarantine" in tables else []
+    assert {row["stage"] for row in bad} <= {"postprocess"}
+    good = tables["data"]["said"].to_pylist()
+    return good, [(row["input"]["id"], row["error"], row["message"]) for row in bad]
+
+
+# --- in the stage's own process -----------------------------------------------------------------
+
+
+def test_what_is_raised_and_no_exception_fails_its_row(tmp_path: Path) -> None:
+    whats = ["fine", "sys.exit", "generator", "panic", "fine"]
+    kinds = ["SystemExit", "GeneratorExit", "Panic"]
+    assert prepared(whats, HERE) == [None, *kinds, None]
+    good, bad = finished(tmp_path, whats, HERE)
+    assert good == ["FINE"] * 2 and [kind for _, kind, _ in bad] == kinds
+    assert bad[0][2] == "no good"
+
+
+def test_ctrl_c_is_nobodys_row() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        prepared(["interrupt"], HERE)
+
+
+def test_a_node_that_stops_its_workers_fails_no_row() -> None:
+    """Ray raises SystemExit at a SIGTERM, wherever the worker is."""
+    with pytest.raises(SystemExit):
+        prepared(["node stops"], HERE)
+
+
+@pytest.mark.parametrize("what", ["loop", "hold"])
+def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
+    """Also where it never gives the interpreter back."""
+    code = (
+        "from prefect_raybatch.stages.calls import Calls\n"
+        f"with Calls(0.2).function({DEADLY!r}, 'f') as function:\n"
+        "    function({'what': 'fine'})\n"
+        f"    function({{'what': {what!r}}})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert b"Timeout" in done.stderr and b"in deadly" in done.stderr
+
+
+def test_an_import_that_does_not_end_ends_the_process() -> None:
+    code = (
+        "from prefect_raybatch.stages import calls\n"
+        "calls.START = 0.2\n"
+        "with calls.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 1 and b"hangs_when_imported.py" in done.stderr
+
+
+def test_no_alarm_is_left_behind() -> None:
+    code = (
+        "import time\n"
+        "from prefect_raybatch.stages.calls import Calls\n"
+        f"with Calls(0.1).function({DEADLY!r}, 'f') as function:\n"
+        "    function({'what': 'fine'})\n"
+        "time.sleep(1.5)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 0
+
+
+# --- in a process of its own --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("exit", FunctionDied, "exit code 3"),
+        ("segfault", FunctionDied, "killed by SIGSEGV"),
+        ("kill", FunctionDied, "killed by SIGKILL"),
+        ("child", FunctionDied, "exit code 4"),  # what it has started holds its connection
+        ("closed", FunctionDied, "it closed its connection"),
+        ("loop", FunctionHung, "limits.function_seconds 1 s"),
+        ("hold", FunctionHung, "limits.function_seconds 1 s"),
+    ],
+)
+def test_a_row_ends_its_child_and_the_next_has_another(what: str, kind: Any, said: str) -> None:
+    function = Apart(DEADLY, "output.postprocess", 1.0)
+    with pytest.raises(kind) as caught:
+        function({"what": what})
+    assert str(caught.value).startswith(f"output.postprocess {DEADLY}") and said in str(
+        caught.value
+    )
+    assert function({"what": "fine"}) == {"said": "FINE"}
+
+
+def test_what_is_raised_comes_back_by_name_from_the_same_child() -> None:
+    function = Apart(DEADLY, "f", 5.0)
+    child = function._alive()
+    for what, kind, text in (
+        ("error", "LookupError", "not there"),
+        ("sys.exit", "SystemExit", "no good"),
+        ("interrupt", "KeyboardInterrupt", ""),
+        ("generator", "GeneratorExit", "over"),
+        ("panic", "Panic", "index out of bounds"),
+        ("unpicklable", "TypeError", "cannot pickle '_thread.lock' object"),
+    ):
+        with pytest.raises(Exception) as caught:
+            function({"what": what})
+        assert (type(caught.value).__name__, str(caught.value)) == (kind, text)
+    assert function({"what": "forked"}) == {"said": "FORKED"}  # and no answer of the copy
+    assert function({"what": "fine" * 1_000_000}) == {"said": "FINE" * 1_000_000}
+    assert function._alive() is child
+
+
+def test_an_end_between_two_rows_is_no_rows_fault() -> None:
+    function = Apart(DEADLY, "f", 5.0, deaths=1)
+    assert function({"what": "later"}) == {"said": "LATER"}
+    time.sleep(0.5)
+    assert function({"what": "fine"}) == {"said": "FINE"}
+
+
+def test_a_row_has_as_many_tries_as_the_limit_says(tmp_path: Path) -> None:
+    row = {"what": "once", "file": str(tmp_path / "tried")}
+    assert Apart(DEADLY, "f", 5.0, deaths=2)(row) == {"said": "ONCE"}
+    with pytest.raises(FunctionDied, match=r"exit code 3\), in each of 2 tries"):
+        Apart(DEADLY, "f", 5.0, deaths=2)({"what": "exit"})
+
+
+def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> None:
+    """What a function waits for may be away: at ten minutes a row a shard would take weeks."""
+    calls = Calls(seconds=0.2, apart=True)
+    assert prepared(["loop", "loop", "fine", "loop", "loop"], calls)[2] is None
+    stage = Prepare(Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls)
+    (reason,) = stage(block(["loop"] * 3 + ["fine"] * 9))[LOST].to_pylist()
+    assert reason.startswith("BlockHung: prompt.function") and "3 rows running" in reason
+
+
+def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
+    with pytest.raises(ConfigError, match=r"f: helpers\.functions has no function 'nowhere'"):
+        Apart("helpers.functions:nowhere", "f", None)
+    with pytest.raises(NoChild, match=r"ended as its module was imported \(exit code 7\)"):
+        Apart("helpers.ends_when_imported:function", "f", None)
+
+
+def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from prefect_raybatch.stages.apart import Apart\n"
+        f"function = Apart({DEADLY!r}, 'f', None)\n"
+        "print(function._alive()._process.pid, flush=True)\n"
+        "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
+        "function({'what': 'loop'})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert gone(int(done.stdout), 10)
+
+
+def test_a_child_ends_when_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = apart.Child(DEADLY, "f", None)
+    pid = child._process.pid
+    assert psutil.pid_exists(pid)
+    del child
+    gc.collect()
+    assert gone(pid, 5)
+
+
+def gone(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_stages_put_the_failure_to_the_row(tmp_path: Path) -> None:
+    assert prepared(["fine", "exit", "loop", "interrupt", "fine"], APART) == [
+        None,
+        "FunctionDied",
+        "FunctionHung",
+        "KeyboardInterrupt",
+        None,
+    ]
+    good, bad = finished(tmp_path, ["fine", "exit", "loop", "fine"], APART)
+    assert good == ["FINE"] * 2
+    assert [row[:2] for row in bad] == [(1, "FunctionDied"), (2, "FunctionHung")]
+    assert bad[0][2] == f"output.postprocess {DEADLY} ended its process (exit code 3)"
+
+
+def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt(function="helpers.ends_when_imported:function")
+    stage = Prepare(prompt, dict(MODEL), None, calls=APART)
+    (reason,) = stage(block(["fine", "fine"]))[LOST].to_pylist()
+    assert reason.startswith("NoChild: prompt.function helpers.ends_when_imported:function")
+
+
+def test_a_sample_of_prompts_does_not_end_the_driver() -> None:
+    rows = [{"what": what, "not_in": os.getpid()} for what in ("fine", "exit", "fine")]
+    job = make_job(prompt={"function": "helpers.functions:deadly_ask"})
+    found = tokens.measure(job, MODEL, [("in.parquet", 0, pa.Table.from_pylist(rows))])
+    assert (found.rows, found.failed) == (2, 1)
+
+
+def test_a_sample_whose_function_hangs_for_each_row_says_so() -> None:
+    limits = {"function_seconds": 0.2}
+    job = make_job(prompt={"function": "helpers.functions:deadly_ask"}, limits=limits)
+    table = pa.table({"what": ["loop"] * 4})
+    with pytest.raises(
+        ConfigError, match=r"prompt\.function helpers\.functions:deadly_ask had not"
+    ):
+        tokens.measure(job, MODEL, [("in.parquet", 0, table)])
+
+
+@pytest.mark.parametrize("never", [0, None])
+def test_the_limit_can_be_taken_away(never: float | None) -> None:
+    job = make_job(limits={"function_seconds": never})
+    assert job.limits.function_seconds == 0
+    assert BatchJob.from_dict(job.to_dict()).limits.function_seconds == 0
+
+
+def test_a_unit_that_is_isolated_is_alone_in_its_read_task_too(tmp_path: Path) -> None:
+    run = small_run(tmp_path, rows=300, per_shard=1)
+    size: Any = None
+    pipeline = Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
+    units = [run.whole(shard) for shard in range(300)]
+    assert [len(task.units) for task in pipeline._tasks(units, True)] == [1] * 300
+    assert len(pipeline._tasks(units, False)) < 300
