@@ -51,6 +51,12 @@ class InsufficientResources(RayBatchError):
     """The cluster can never give what the job asks for; the message says what is short."""
 
 
+class ClusterUnavailable(InsufficientResources):
+    """No Ray cluster answers at the address: a head that is down or restarting, or a wrong one."""
+
+    transient = True
+
+
 class EngineStartError(RayBatchError):
     """The inference engine did not start: a model that does not load, an argument vLLM refuses."""
 
@@ -84,7 +90,7 @@ class JobLost(RayBatchError):
 
 
 class JobStopped(RayBatchError):
-    """Somebody stopped the Ray job of a run; what is committed is kept."""
+    """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
 
 
 def is_transient(error: BaseException) -> bool:

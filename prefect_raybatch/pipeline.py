@@ -35,6 +35,7 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
+_BUILDING = threading.Lock()
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
@@ -85,9 +86,8 @@ class Pipeline:
         Units whose task died with its process have no receipt: the caller sees what is missing.
         """
         try:
-            with _context() as context:
-                limit_in_flight(context, self.size.uncommitted)
-                self._running = self._dataset(units, isolated)
+            with _short_errors():
+                self._running = self._built(units, isolated)
                 for batch in self._running.iter_batches(
                     batch_size=None, batch_format="pyarrow", prefetch_batches=0
                 ):
@@ -99,6 +99,12 @@ class Pipeline:
             # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
             # next pass waits for it.
             gc.collect()
+
+    def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        """The pass as a dataset; it keeps the settings that it was built under."""
+        with _context() as context:
+            limit_in_flight(context, self.size.uncommitted)
+            return self._dataset(units, isolated)
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         prepare = Prepare(
@@ -207,14 +213,23 @@ def _is_committed(store: Store, shard: int) -> bool:
 
 @contextlib.contextmanager
 def _context() -> Iterator[DataContext]:
-    """Ray Data's settings for the block; the caller's own are put back."""
+    """Ray Data's settings for the block; the caller's own are put back.
+
+    Ray Data and Python keep them for the whole process: of two runs that put back what they found
+    out of turn, one would build with the other's, and leave them to the caller.
+    """
+    with _BUILDING:
+        yield from _settings()
+
+
+def _settings() -> Iterator[DataContext]:
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
     context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    with DataContext.current(context), _short_errors(), warnings.catch_warnings():
+    with DataContext.current(context), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
         yield context

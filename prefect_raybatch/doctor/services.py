@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 from prefect_raybatch import cluster
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.reach import silent
 
 ANSWER = 5.0  # seconds for one request
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
@@ -96,8 +96,8 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         yield _local(patient.job)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
-    if trouble := _closed(address):
-        yield failed("cluster", trouble, remedy)
+    if trouble := silent(address):
+        yield failed("cluster", f"nobody answers at {address}: {trouble}", remedy)
         return
     found = _join(job)
     if "error" in found:
@@ -129,18 +129,6 @@ def _local(job: BatchJob | None) -> Finding:
 def _cpus_needed(job: BatchJob) -> float:
     have = cluster.Capacity(0, 0, 1, "this machine")
     return cluster.needs(job, cluster.pool_for(job, have)).cpus
-
-
-def _closed(address: str) -> str:
-    """What is wrong with host:port of a cluster; empty where somebody listens, or for `auto`."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return ""
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER).close()
-    except OSError as error:
-        return f"nobody listens at {address}: {error}"
-    return ""
 
 
 def _join(job: BatchJob) -> dict[str, Any]:
