@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,7 +23,9 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=call, name="raybatch-bounded", daemon=True)
+    # With the caller's contextvars: Prefect keeps its settings in one.
+    run = copy_context().run
+    thread = threading.Thread(target=run, args=(call,), name="raybatch-bounded", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from prefect_raybatch.sharing import Shared, User
 from prefect_raybatch.sizing import Capacity, Pool, choose_pool
 
 log = logging.getLogger(__name__)
+
+LEVEL_LINE = b"Set ray log level from environment variable"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class _Ray:
         if not address:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
         try:
-            with _sigterm_kept():
+            with _sigterm_kept(), _quiet_start(not address):
                 ray.init(address=address or "local", **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise InsufficientResources(
@@ -128,6 +131,30 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _quiet_start(local: bool) -> Iterator[None]:
+    """Leaves out the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it
+    would tear the progress bar of a terminal, and knows no setting that silences it. All else that
+    is written meanwhile comes after the block. A start elsewhere may take minutes and is let be."""
+    if not (local and os.isatty(2)):
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as caught:
+        terminal = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            caught.seek(0)
+            for line in caught:
+                if LEVEL_LINE not in line:
+                    os.write(2, line)
 
 
 def local_cpus(job: BatchJob) -> int:

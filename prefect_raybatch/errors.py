@@ -57,6 +57,12 @@ class ClusterUnavailable(InsufficientResources):
     transient = True
 
 
+class PrefectUnavailable(RayBatchError):
+    """Prefect's API does not answer at its URL: a server that is down, or a wrong URL."""
+
+    transient = True
+
+
 class EngineStartError(RayBatchError):
     """The inference engine did not start: a model that does not load, an argument vLLM refuses."""
 

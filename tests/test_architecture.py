@@ -154,6 +154,7 @@ MAY_IMPORT = {
     "job_records": {"job", "plan", "storage", *VALUES},
 }
 MAY_IMPORT["doctor"] = {
+    "bounded",
     "cluster",
     "functions",
     "job",

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import input_rows, make_job
+import yaml
+from helpers.small import input_rows, job_dict, make_job
 
 from prefect_raybatch import bounded, cli, cluster, reach, runs
 from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
@@ -117,9 +119,6 @@ def test_ray_is_not_asked_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_ends_with_a_line_before_prefect_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import yaml
-    from helpers.small import job_dict
-
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cli, "_run_flow", lambda *_: pytest.fail("a flow was started"))
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
@@ -138,9 +137,50 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("blocks", [{}, {"credentials_block": "s3-credentials/keys"}])
+def test_a_prefect_server_that_is_away_is_one_line(
+    blocks: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
+    job = job_dict(
+        source={"uri": str(tmp_path / "in.parquet"), **blocks},
+        engine={"model": "demo"},
+        output={"uri": str(tmp_path / "out")},
+    )
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    url = f"http://{closed_address()}/api"
+    began = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(SystemExit) as ended:
+        cli.main(["run", str(tmp_path / "job.yaml"), "--run-key", "k"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 75 and f"no Prefect API answers at {url}" in said
+    assert "prefect server start" in said and "--no-prefect" in said
+    assert "Traceback" not in said and time.monotonic() - began < 60  # Prefect's import included
+    assert not (tmp_path / "out").exists()
+
+
+def test_reconciling_needs_an_api_that_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url = f"http://{closed_address()}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(SystemExit) as ended:
+        cli.main(["reconcile", "http://127.0.0.1:1"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 75 and f"no Prefect API answers at {url}" in said
+
+
 def test_a_call_without_a_limit_is_cut_off() -> None:
     assert bounded.within(5, lambda: 7) == 7
     assert bounded.within(5, lambda: None) is None
+    setting: ContextVar[str] = ContextVar("setting", default="none")
+    setting.set("the caller's")
+    assert bounded.within(5, setting.get) == "the caller's"
     with pytest.raises(ZeroDivisionError):
         bounded.within(5, lambda: 1 // 0)
     gate = threading.Event()

@@ -16,11 +16,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prefect_raybatch import cluster
+from prefect_raybatch.bounded import within
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.reach import silent
 
 ANSWER = 5.0  # seconds for one request
+API = 4.0  # the same for Prefect's API, the client's own tries included
+START = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
 # In a process of its own: joining a cluster can hang, and ends the process when versions differ.
 JOIN = """
@@ -61,18 +65,42 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
         return
     from prefect.client.orchestration import get_client
 
-    start = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
+    if trouble := _api_trouble():
+        yield failed("Prefect API", f"{_bare(url)} does not answer: {trouble}"[:300], START)
+        return
     with get_client(sync_client=True, httpx_settings={"timeout": ANSWER}) as client:
-        if error := client.api_healthcheck():
-            text = f"{_bare(url)} does not answer: {type(error).__name__}: {error}"[:300]
-            yield failed("Prefect API", text, start)
-            return
         there = str(client.api_version())
     text = f"{_bare(url)}, server {there}, client {here}"
     if there.split(".")[:2] != here.split(".")[:2]:
         yield warned("Prefect API", text, "install the same minor version on both sides")
     else:
         yield passed("Prefect API", text)
+
+
+def check_api() -> None:
+    """Raises `PrefectUnavailable` within 5 s when Prefect's API is set and does not answer: a flow
+    would end there with a long traceback."""
+    url = _api_url()
+    if url is not None and (trouble := _api_trouble()):
+        raise PrefectUnavailable(
+            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START}, or leave Prefect "
+            "out with --no-prefect"
+        )
+
+
+def _api_trouble() -> str:
+    """Why Prefect's API does not answer; "" where it does."""
+    from prefect.client.orchestration import get_client
+
+    def ask() -> Exception | None:
+        with get_client(sync_client=True, httpx_settings={"timeout": API}) as client:
+            return client.api_healthcheck()
+
+    try:
+        error: Exception | None = within(API, ask)
+    except TimeoutError as late:
+        error = late
+    return f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
 
 
 def _api_url() -> str | None:
