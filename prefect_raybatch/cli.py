@@ -385,8 +385,10 @@ def reconcile(
     as_json: Json = False,
 ) -> None:
     """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished."""
+    from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow_runs import reconcile_jobs
 
+    check_api()
     actions = reconcile_jobs(job_server, dry_run)
     if as_json:
         _print_json({"actions": [asdict(action) for action in actions], "dry_run": dry_run})
@@ -508,8 +510,10 @@ def _with_keys(job: BatchJob) -> BatchJob:
     them itself, since Prefect keeps a flow's parameters in clear."""
     if not (job.source.credentials_block or job.output.credentials_block):
         return job
+    from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.tasks import with_blocks
 
+    check_api()
     return with_blocks(job)
 
 
@@ -521,6 +525,9 @@ def _run_flow(name: str, arguments: tuple[Any, ...], show: _Show) -> Any:
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     show.say("starting Prefect")
     from prefect_raybatch import flow, tasks
+    from prefect_raybatch.doctor.services import check_api
+
+    check_api()
 
     tasks.OBSERVERS.append(show)
     try:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,10 +21,14 @@ from typing import Any
 from prefect_raybatch.cards import card
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.reach import check_reachable
+from prefect_raybatch.sharing import Shared, User
 from prefect_raybatch.sizing import Capacity, Pool, choose_pool
 
 log = logging.getLogger(__name__)
 KNOCK = 2.0  # seconds a node has to take a connection
+
+LEVEL_LINE = b"Set ray log level from environment variable"
 
 
 @dataclass(frozen=True)
@@ -51,38 +56,71 @@ def address_of(job: BatchJob) -> str | None:
     return job.cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
-@contextmanager
-def connected(job: BatchJob) -> Iterator[Capacity]:
-    """A connection to the job's cluster for the block; stops only what it started itself.
+class _Ray:
+    """Ray as `sharing` asks for it."""
 
-    Raises `InsufficientResources` with the address when no cluster answers.
-    """
-    import ray
+    def joined(self) -> bool:
+        ray = sys.modules.get("ray")
+        return ray is not None and bool(ray.is_initialized())
 
-    if ray.is_initialized():  # inside somebody's pipeline: theirs to stop
-        yield capacity()
-        return
-    import ray.data  # sets the levels of its loggers, so that ours must come after it
+    def start(self, address: str | None, cpus: int) -> None:
+        if address:
+            check_reachable(address)
+        import ray
+        import ray.data  # sets the levels of its loggers, so that ours must come after it
 
-    address = address_of(job)
-    logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-    # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-    if not address:
-        quiet |= {"num_cpus": local_cpus(job), "include_dashboard": False}
-    try:
-        with _sigterm_kept():
-            ray.init(address=address or "local", **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InsufficientResources(
-            f"no Ray cluster answers at {address or 'this machine'}: {error}"
-        ) from None
-    try:
-        yield capacity()
-    finally:
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
+        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if not address:
+            quiet |= {"num_cpus": cpus, "include_dashboard": False}
+        try:
+            with _sigterm_kept(), _quiet_start(not address):
+                ray.init(address=address or "local", **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InsufficientResources(
+                f"no Ray cluster answers at {address or 'this machine'}: {error}"
+            ) from None
+
+    def end(self) -> None:
+        import ray
+
         ray.shutdown()
+
+    def free(self) -> dict[str, float]:
+        import ray
+
+        return dict(ray.available_resources())
+
+
+SHARED = Shared(_Ray())
+
+
+@contextmanager
+def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
+    """A connection to the job's cluster for the block, shared by all runs of this process; the last
+    one out stops it, and only what was started here.
+
+    Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
+    of this process are in another cluster.
+    """
+    with SHARED.joined(user or User(job.name), address_of(job), local_cpus(job)):
+        yield capacity()
+
+
+@contextmanager
+def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> Iterator[None]:
+    """The run's turn on the cluster, for the block: all that it takes, beside the other runs of
+    this process, or all there is without a pool. A local cluster and one elsewhere are the same."""
+    most = {"CPU": have.cpus, "GPU": have.gpus}
+    takes = dict(most)
+    if pool is not None:  # as many engines as it may come to, or they would starve the others
+        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job)
+        takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
+    with SHARED.admitted(user, takes, most):
+        yield
 
 
 @contextmanager
@@ -95,6 +133,30 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _quiet_start(local: bool) -> Iterator[None]:
+    """Leaves out the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it
+    would tear the progress bar of a terminal, and knows no setting that silences it. All else that
+    is written meanwhile comes after the block. A start elsewhere may take minutes and is let be."""
+    if not (local and os.isatty(2)):
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as caught:
+        terminal = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            caught.seek(0)
+            for line in caught:
+                if LEVEL_LINE not in line:
+                    os.write(2, line)
 
 
 def local_cpus(job: BatchJob) -> int:
@@ -129,9 +191,9 @@ def glance(job: BatchJob) -> Capacity | None:
     this machine where the run starts one itself; None for one that is elsewhere."""
     if job.cluster.job_server:
         return None
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return capacity()
+    with SHARED.visited() as there:
+        if there:
+            return capacity()
     if address_of(job):
         return None
     cards, _ = gpus_here()

@@ -57,6 +57,18 @@ class InsufficientResources(RayBatchError):
     """The cluster can never give what the job asks for; the message says what is short."""
 
 
+class ClusterUnavailable(InsufficientResources):
+    """No Ray cluster answers at the address: a head that is down or restarting, or a wrong one."""
+
+    transient = True
+
+
+class PrefectUnavailable(RayBatchError):
+    """Prefect's API does not answer at its URL: a server that is down, or a wrong URL."""
+
+    transient = True
+
+
 class EngineStartError(RayBatchError):
     """The inference engine did not start (a model that does not load, an argument vLLM refuses), or
     started and died whatever it was asked."""
@@ -91,7 +103,7 @@ class JobLost(RayBatchError):
 
 
 class JobStopped(RayBatchError):
-    """Somebody stopped the Ray job of a run; what is committed is kept."""
+    """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
 
 
 def is_transient(error: BaseException) -> bool:

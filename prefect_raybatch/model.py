@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch import demo
+from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import Engine
 from prefect_raybatch.records import digest, dump
 from prefect_raybatch.storage import Store, is_remote, open_store
 
+log = logging.getLogger(__name__)
+
 DEMO = "demo"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 MAX_CONFIG_BYTES = 4 << 20
+HUB = 3.0  # seconds for an answer of Hugging Face
 SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
@@ -134,8 +139,13 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
     if HF_HUB_OFFLINE:
         return config, None
     try:
-        info = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True)
-    except OSError:
+        info = within(
+            HUB,
+            lambda: HfApi().model_info(name, revision=revision, timeout=HUB, files_metadata=True),
+        )
+    except Exception as error:
+        if not _is_network(error):
+            raise
         return config, None  # the sizes then follow from the config
     return config, _weight_bytes({f.rfilename: f.size or 0 for f in info.siblings or ()})
 
@@ -170,33 +180,50 @@ def _remote(source: str) -> str:
 
 def _hub_commit(name: str, revision: str | None) -> str | None:
     """The commit `revision` means; offline, the one in the local cache."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    trouble = "HF_HUB_OFFLINE is set"
     if not HF_HUB_OFFLINE:
         try:
-            return HfApi().model_info(name, revision=revision, timeout=20).sha
-        except HfHubHTTPError as error:
-            status = getattr(error.response, "status_code", None)
-            if status in (401, 403, 404):
+            # Cut off, because a look-up of the hub's name knows no limit.
+            return within(HUB, lambda: HfApi().model_info(name, revision=revision, timeout=HUB).sha)
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, HfHubHTTPError) and status in (401, 403, 404):
                 raise ConfigError(
                     f"engine.model: Hugging Face answers {status} for {name!r}"
                     f"{f' at revision {revision!r}' if revision else ''}; check the name, the "
                     "revision and HF_TOKEN"
                 ) from None
-        except OSError:
-            pass  # no network: the cache decides below
-    from huggingface_hub import hf_hub_download
-
+            if not _is_network(error):
+                raise
+            trouble = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     try:
         cached = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, OSError):
         raise ConfigError(
-            f"engine.model: {name!r} cannot be reached at Hugging Face and is not in the local "
-            "cache; check the network, or give a local folder or an s3:// one"
+            f"engine.model: {name!r} cannot be reached at Hugging Face ({trouble}) and is not in "
+            "the local cache; check the network, or give a local folder or an s3:// one"
         ) from None
-    return Path(cached).parent.name
+    commit = Path(cached).parent.name
+    if not HF_HUB_OFFLINE:
+        log.warning(
+            "engine.model: Hugging Face cannot be reached (%s); %s is taken from the local cache, "
+            "at revision %s",
+            trouble,
+            name,
+            commit,
+        )
+    return commit
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether it says that nobody answers. The hub's HTTP client raises errors of its own, which
+    are no OSErrors, and is another library from version to version."""
+    own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
+    return isinstance(error, OSError) or "TransportError" in own
 
 
 def _fetch(source: str, identity: str) -> str:

@@ -64,6 +64,7 @@ class Monitor:
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
+        self._held = ""  # why the run does not work yet
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
         self._asked = self._written = float("-inf")
@@ -77,6 +78,11 @@ class Monitor:
             started, ended, _ = progress.tally.ends[-1]
             self._longest = max(self._longest, ended - started)
         self.observe(progress)
+
+    def held(self, why: str) -> None:
+        """The run waits for its turn, and `why`; "" when it goes on. Meanwhile nothing stalls."""
+        self._held = why
+        self._beats.nudge()
 
     def __enter__(self) -> Monitor:
         with ExitStack() as stack:
@@ -99,7 +105,7 @@ class Monitor:
         counts, watch = self._now(), self._watch
         if self._ended:
             phase = ENDED
-        elif watch.alarms:
+        elif watch.alarms or self._held:
             phase = WAITING
         else:
             phase = STARTING if watch.starting else INFERRING
@@ -109,10 +115,11 @@ class Monitor:
             "alarms": watch.alarms,
             "dashboard": self.dashboard,
         }
+        about = self._about if watch.alarms else self._held
         if counts is None:
-            return Beat(time.time(), rows=self.plan.rows, shards=self.plan.shards, **more)
+            rows, shards = self.plan.rows, self.plan.shards
+            return Beat(time.time(), rows=rows, shards=shards, about=about, **more)
         quiet = round(self.clock() - watch.since, 1) if watch.alarms else 0.0
-        about = self._about if watch.alarms else ""
         return Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
 
     def _now(self) -> Counts | None:
@@ -130,7 +137,9 @@ class Monitor:
             self._asked = now
             self._states = self.engines()
         counts, latest = self._now(), self.counts
-        if counts is not None and latest is not None and not self._ended:
+        if self._held:
+            self._watch = StallWatch(self.limits, now)
+        elif counts is not None and latest is not None and not self._ended:
             found = self._watch.look(now, latest, counts.passes, self._longest)
             if isinstance(found, Stall):
                 self._stalled(found, counts)

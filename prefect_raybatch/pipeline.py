@@ -42,6 +42,7 @@ NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working 
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
+_BUILDING = threading.Lock()
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
@@ -95,9 +96,9 @@ class Pipeline:
         missing = Counter(unit.shard for unit in units)
         nodes, gone = cluster.nodes(), False
         try:
-            with _context() as (context, node_errors):
-                limit_in_flight(context, self.size.uncommitted)
-                self._running = self._dataset(units, isolated)
+            node_errors: list[str] = []
+            with _short_errors(node_errors):
+                self._running = self._built(units, isolated)
                 try:
                     for receipt in _receipts(self._running):
                         missing[receipt.shard] -= 1
@@ -115,6 +116,12 @@ class Pipeline:
             # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
             # next pass waits for it.
             gc.collect()
+
+    def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        """The pass as a dataset; it keeps the settings that it was built under."""
+        with _context() as context:
+            limit_in_flight(context, self.size.uncommitted)
+            return self._dataset(units, isolated)
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         limits = self.job.limits
@@ -241,34 +248,45 @@ def _receipts(dataset: Dataset) -> Iterator[Receipt]:
 
 
 @contextlib.contextmanager
-def _context() -> Iterator[tuple[DataContext, list[str]]]:
-    """Ray Data's settings for the block; the caller's own are put back. The list takes up what in
-    the block was lost with a node."""
+def _context() -> Iterator[DataContext]:
+    """Ray Data's settings for the block; the caller's own are put back.
+
+    Ray Data and Python keep them for the whole process: of two runs that put back what they found
+    out of turn, one would build with the other's, and leave them to the caller.
+    """
+    with _BUILDING:
+        yield from _settings()
+
+
+def _settings() -> Iterator[DataContext]:
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
     context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     context.execution_options.verbose_progress = False
-    lost: list[str] = []
-    with DataContext.current(context), _short_errors(lost), warnings.catch_warnings():
+    with DataContext.current(context), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
-        yield context, lost
+        yield context
 
 
 @contextlib.contextmanager
 def _short_errors(node_errors: list[str]) -> Iterator[None]:
     """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
-    handler that keeps records would keep their GPUs as well. Its first line says enough."""
+    handler that keeps records would keep their GPUs as well. Its first line says enough.
+
+    `node_errors` takes up what was lost with a node. Runs of one process hear of each other's: the
+    one whose filter comes first notes on the record what it takes away from the others."""
 
     def short(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1]:
             text = _first_line(record.exc_info[1])
-            if _is_nodes(record.exc_info[1]):
-                node_errors.append(text)
+            record.lost_with_node = text if _is_nodes(record.exc_info[1]) else ""
             record.msg = f"{record.msg} {text}"
             record.exc_info = None
+        if text := getattr(record, "lost_with_node", ""):
+            node_errors.append(text)
         return True
 
     EXECUTOR_LOG.addFilter(short)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -199,13 +200,16 @@ def precheck(job: BatchJob, store: Store) -> None:
 
     Looks at the plan of the run directory where there is one, else at a sample of the input.
     """
-    from prefect_raybatch import source
+    from prefect_raybatch import cluster, source
+    from prefect_raybatch.reach import check_reachable
 
     check_places(job)
     check_trust(job)
     check_schema_names(job)
     model = model_identity(job)
     planning.fingerprint(job, model)
+    if job.cluster.job_server is None and (address := cluster.address_of(job)):
+        check_reachable(address)
     plan = Ledger(store).load_plan()
     if plan is not None:
         _check_same(plan, job, model, store.uri)
@@ -369,6 +373,7 @@ def infer_run(
     """
     from prefect_raybatch.driver import Driver
     from prefect_raybatch.monitor import Monitor
+    from prefect_raybatch.sharing import User
     from prefect_raybatch.stall import interruptible
 
     check_trust(job)
@@ -379,9 +384,12 @@ def infer_run(
     attempt = uuid.uuid4().hex
     lazy = _LazyPipeline()
     monitor = Monitor(attempt, plan, store, job.limits, observe, lazy.engines)
+    user = User(job.name, monitor.held)
     run_pass: Any = lazy
-    if job.limits.fail_on_stall:
-        run_pass = interruptible(lazy, lambda: monitor.failure, lazy.stop)
+    # A signal is raised in the main thread; a run in another one must be told.
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if job.limits.fail_on_stall or in_thread:
+        run_pass = interruptible(lazy, lambda: monitor.failure, lazy.stop, user.halted)
     driver = Driver(plan, shards, ledger, job.limits, run_pass, lazy.quarantine, monitor)
     progress = driver.resume()
     if driver.done.all():
@@ -393,7 +401,9 @@ def infer_run(
     from prefect_raybatch.pipeline import Pipeline
 
     ledger.note_attempt(attempt, _whoami(plan))
-    with monitor, cluster.connected(job) as capacity:
+    with ExitStack() as stack:
+        stack.enter_context(monitor)
+        capacity = stack.enter_context(cluster.connected(job, user))
         monitor.dashboard = cluster.dashboard()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
@@ -401,6 +411,7 @@ def infer_run(
         cluster.check_fit(job, capacity, size.pool)
         for warning in size.warnings:
             log.warning(warning)
+        stack.enter_context(cluster.admitted(job, capacity, size.pool, user))
         lazy.pipeline = Pipeline(
             job,
             plan,

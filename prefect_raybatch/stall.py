@@ -9,7 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.errors import EngineFailure
+from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.heartbeat import Counts
 from prefect_raybatch.job import Limits
 from prefect_raybatch.records import Receipt, Unit
@@ -18,6 +18,7 @@ LEAST = 60.0  # seconds: shorter pauses are nobody's business
 INTERVALS = 10  # mean times between commits without one
 LONGEST = 3  # times the slowest shard: engines that began together also end together
 LOOK = 1.0  # seconds between looks whether a stalled run is to fail
+STOP = 5.0  # seconds for a pass that was given up to end
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,13 @@ _END = object()
 
 
 def interruptible(
-    run_pass: RunPass, failure: Callable[[], EngineFailure | None], stop: Callable[[], None]
+    run_pass: RunPass,
+    failure: Callable[[], EngineFailure | None],
+    stop: Callable[[], None],
+    halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> RunPass:
-    """The pass, from which `failure()` can be raised while it waits for a receipt.
+    """The pass, from which `failure()` can be raised while it waits for a receipt, and `halted()`
+    at any time.
 
     Ray cannot be interrupted from outside, so the pass runs in a thread of its own; `stop` is
     called when it is given up, and must make it end.
@@ -118,10 +123,14 @@ def interruptible(
             give(end)
 
         context = copy_context().run  # log lines from there belong to the same flow run
-        threading.Thread(target=context, args=(pump,), name="raybatch-pass", daemon=True).start()
+        thread = threading.Thread(target=context, args=(pump,), name="raybatch-pass", daemon=True)
+        thread.start()
         ended = False
         try:
             while True:
+                over_now = halted()
+                if over_now is not None:
+                    raise over_now
                 try:
                     item = receipts.get(timeout=LOOK)
                 except queue.Empty:
@@ -139,5 +148,6 @@ def interruptible(
             over.set()
             if not ended:
                 stop()
+                thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
 
     return passing

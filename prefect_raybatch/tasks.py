@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -165,21 +166,43 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         return tune.settings(found)
 
 
-@contextmanager
-def logs_in_page() -> Iterator[None]:
-    """Sends this package's own log lines to the Prefect page for the block."""
-    if any(isinstance(handler, APILogHandler) for handler in OURS.handlers):
-        yield
-        return
-    handler = APILogHandler()
-    level = OURS.level
-    OURS.addHandler(handler)
-    OURS.setLevel(level or logging.INFO)  # else the root's, which is WARNING
-    try:
-        yield
-    finally:
-        OURS.setLevel(level)
-        OURS.removeHandler(handler)
+class _PageLogs:
+    """Sends this package's own log lines to the Prefect page while tasks of this process are in
+    it: two at once must neither show each line twice nor take the page from each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = self._level = 0
+        self._handler: logging.Handler | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if any(isinstance(handler, APILogHandler) for handler in OURS.handlers):
+                return
+            self._handler, self._level = APILogHandler(), OURS.level
+            OURS.addHandler(self._handler)
+            OURS.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside or self._handler is None:
+                return
+            OURS.setLevel(self._level)
+            OURS.removeHandler(self._handler)
+            self._handler = None
+
+
+logs_in_page = _PageLogs()
 
 
 def with_blocks(job: BatchJob) -> BatchJob:

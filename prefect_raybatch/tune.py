@@ -86,6 +86,7 @@ def tune(
     in tests. Raises `ConfigError` when nothing worked, and what planning raises.
     """
     from prefect_raybatch import cluster
+    from prefect_raybatch.sharing import User
 
     ends = time.monotonic() + 60 * minutes
     rows = runs.dry_run(job).rows
@@ -93,7 +94,12 @@ def tune(
     run = runs.plan_run(*sampled)
     store = open_store(run.uri, job.output.options or None)
     try:
-        with cluster.connected(job) as have:
+        user = User(f"tuning of {job.name}")
+        # The whole cluster: beside another run a trial would measure that one as well.
+        with (
+            cluster.connected(job, user) as have,
+            cluster.admitted(job, have, None, user),
+        ):
             bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
             starts = bench.starts()
             trials = list(search(starts, _axes(job, have), bench, ends, observe))

@@ -145,6 +145,26 @@ def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(
     assert cluster.glance(make_job()) is None
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_rays_line_about_its_log_level_stays_out_of_a_terminal(
+    terminal: bool, cards: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = b"[2026-11-21 I 7 7] logging.cc:303: Set ray log level from environment variable X to 3"
+
+    def init(**_: Any) -> None:
+        os.write(2, line + b"\nanother line\n")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
+    monkeypatch.setattr(os, "isatty", lambda fd: terminal)
+    with cluster.connected(make_job()):
+        os.write(2, b"after it\n")
+    said = capfd.readouterr().err
+    assert ("logging.cc" in said) is not terminal
+    assert said.endswith("another line\nafter it\n")
+
+
 def test_gpus_of_several_nodes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
         {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}},

@@ -335,11 +335,17 @@ def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> Non
     assert one(services.check_cluster).mark == "fail"
 
 
-def test_an_address_where_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "JOIN", "import sys; sys.exit('Version mismatch: Ray 2.9')")
+def test_an_address_where_something_else_listens() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         address = f"127.0.0.1:{server.server_address[1]}"
         got = one(services.check_cluster, make_job(cluster={"address": address}))
+    assert got.mark == "fail" and "does not answer as a Ray head" in got.found
+
+
+def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "JOIN", "import sys; sys.exit('Version mismatch: Ray 2.9')")
+    monkeypatch.setattr(services, "silent", lambda address: "")
+    got = one(services.check_cluster, make_job(cluster={"address": "head:6379"}))
     assert got.mark == "fail" and "Version mismatch" in got.found
 
 

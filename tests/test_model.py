@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,74 @@ def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     with pytest.raises(ConfigError, match="no network"):
         models.read_config({"source": "owner/name", "revision": "main"})
+
+
+# --- a hub without a network --------------------------------------------------------------------
+
+LOOKUP = """
+import logging, time
+from huggingface_hub import HfApi, hf_hub_download
+from prefect_raybatch import model as models
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import Engine
+logging.basicConfig(format="%(message)s")
+began = time.monotonic()
+try:
+    found = models.resolve(Engine(model="owner/name"))
+    print(found["revision"])
+    print(models.read_config(found)[0]["model_type"])
+except ConfigError as error:
+    print(error)
+print(time.monotonic() - began)
+"""
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Somebody who takes connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(20)
+        yield listening.getsockname()[1]
+
+
+def look_up(home: Path, port: int) -> tuple[list[str], str, float]:
+    kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    env = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    env.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKUP], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, seconds = done.stdout.splitlines()
+    return lines, done.stderr, float(seconds)
+
+
+def cached(home: Path) -> None:
+    repo = home / "hub/models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text(COMMIT)
+    (repo / f"snapshots/{COMMIT}").mkdir(parents=True)
+    (repo / f"snapshots/{COMMIT}/config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_cached_model_serves_where_the_hub_cannot_be_reached(
+    tmp_path: Path, silent_port: int, closed: bool
+) -> None:
+    cached(tmp_path)
+    lines, said, seconds = look_up(tmp_path, 1 if closed else silent_port)
+    assert lines == [COMMIT, "llama"]
+    assert "owner/name is taken from the local cache" in said and COMMIT in said
+    assert "Traceback" not in said and len(said.splitlines()) == 1
+    assert seconds < 10  # two questions
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_model_that_is_nowhere_is_one_line_within_seconds(
+    tmp_path: Path, silent_port: int, closed: bool
+) -> None:
+    (line,), said, seconds = look_up(tmp_path, 1 if closed else silent_port)
+    assert "'owner/name' cannot be reached at Hugging Face" in line and "check the network" in line
+    assert not said and seconds < 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prefect_raybatch import cluster
+from prefect_raybatch.bounded import within
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.reach import silent
 
 ANSWER = 5.0  # seconds for one request
+API = 4.0  # the same for Prefect's API, the client's own tries included
+START = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
 # In a process of its own: joining a cluster can hang, and ends the process when versions differ.
 JOIN = """
@@ -61,18 +65,42 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
         return
     from prefect.client.orchestration import get_client
 
-    start = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
+    if trouble := _api_trouble():
+        yield failed("Prefect API", f"{_bare(url)} does not answer: {trouble}"[:300], START)
+        return
     with get_client(sync_client=True, httpx_settings={"timeout": ANSWER}) as client:
-        if error := client.api_healthcheck():
-            text = f"{_bare(url)} does not answer: {type(error).__name__}: {error}"[:300]
-            yield failed("Prefect API", text, start)
-            return
         there = str(client.api_version())
     text = f"{_bare(url)}, server {there}, client {here}"
     if there.split(".")[:2] != here.split(".")[:2]:
         yield warned("Prefect API", text, "install the same minor version on both sides")
     else:
         yield passed("Prefect API", text)
+
+
+def check_api() -> None:
+    """Raises `PrefectUnavailable` within 5 s when Prefect's API is set and does not answer: a flow
+    would end there with a long traceback."""
+    url = _api_url()
+    if url is not None and (trouble := _api_trouble()):
+        raise PrefectUnavailable(
+            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START}, or leave Prefect "
+            "out with --no-prefect"
+        )
+
+
+def _api_trouble() -> str:
+    """Why Prefect's API does not answer; "" where it does."""
+    from prefect.client.orchestration import get_client
+
+    def ask() -> Exception | None:
+        with get_client(sync_client=True, httpx_settings={"timeout": API}) as client:
+            return client.api_healthcheck()
+
+    try:
+        error: Exception | None = within(API, ask)
+    except TimeoutError as late:
+        error = late
+    return f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
 
 
 def _api_url() -> str | None:
@@ -96,8 +124,8 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         yield _local(patient.job)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
-    if trouble := _closed(address):
-        yield failed("cluster", trouble, remedy)
+    if trouble := silent(address):
+        yield failed("cluster", f"nobody answers at {address}: {trouble}", remedy)
         return
     found = _join(job)
     if "error" in found:
@@ -129,18 +157,6 @@ def _local(job: BatchJob | None) -> Finding:
 def _cpus_needed(job: BatchJob) -> float:
     have = cluster.Capacity(0, 0, 1, "this machine")
     return cluster.needs(job, cluster.pool_for(job, have)).cpus
-
-
-def _closed(address: str) -> str:
-    """What is wrong with host:port of a cluster; empty where somebody listens, or for `auto`."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return ""
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER).close()
-    except OSError as error:
-        return f"nobody listens at {address}: {error}"
-    return ""
 
 
 def _join(job: BatchJob) -> dict[str, Any]:

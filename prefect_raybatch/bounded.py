@@ -1,0 +1,36 @@
+"""Calls that may hang without a limit of their own, such as the look-up of a name in a network that
+is away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns or raises; `TimeoutError` when that takes longer, and `work`, which
+    nothing can end, is left behind in a thread that holds up no exit."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # raised below, in the caller's thread
+            errors.append(error)
+
+    # With the caller's contextvars: Prefect keeps its settings in one.
+    run = copy_context().run
+    thread = threading.Thread(target=run, args=(call,), name="raybatch-bounded", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    result: T = found[0]
+    return result

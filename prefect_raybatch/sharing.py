@@ -1,0 +1,333 @@
+"""One Ray cluster for all runs of this process: who uses it, whose turn it is, who ends it.
+
+A process can be in one Ray cluster only, and `ray.init` and `ray.shutdown` know nothing of each
+other's callers. So runs are counted here, and those that do not fit beside each other take turns.
+Starting, ending and asking are handed in: the turns can be tested without Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prefect_raybatch.errors import ConfigError, JobStopped
+
+log = logging.getLogger(__name__)
+
+LOOK = 1.0  # seconds between looks while one waits
+LET_GO = 60.0  # seconds that actors of an earlier run may take to let go of their resources
+BESIDE = 10.0  # the same where other runs work: their tasks take what is free, and give it back
+LEAST = 1e-6  # resources are sums of fractions
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+class Cluster(Protocol):
+    """What is asked of Ray."""
+
+    def joined(self) -> bool:
+        """Whether this process is in a cluster."""
+
+    def start(self, address: str | None, cpus: int) -> None:
+        """Joins the cluster at `address`; without one starts one here."""
+
+    def end(self) -> None:
+        """Leaves the cluster, and ends one that was started here."""
+
+    def free(self) -> Mapping[str, float]:
+        """What nobody holds, by Ray's names of resources."""
+
+
+@dataclass(eq=False)
+class User:
+    """A run that uses the cluster. `waits` is told why it waits, and "" when it no longer does;
+    it must be quick. `stopped` is set when the process is to end."""
+
+    name: str
+    waits: Callable[[str], None] = lambda text: None
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def halted(self) -> JobStopped | None:
+        """The error to end with, once this run was stopped."""
+        if not self.stopped.is_set():
+            return None
+        return JobStopped(
+            f"{self.name} was stopped with its process; what is committed is kept and the same "
+            "command again continues"
+        )
+
+
+class Shared:
+    """The cluster of this process and the runs that use it. First come first served, at the door
+    and for the claims: nobody overtakes, so that a large run is not put off for ever."""
+
+    def __init__(
+        self,
+        ray: Cluster,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.ray, self.clock, self.sleep = ray, clock, sleep
+        self._changed = threading.Condition()
+        self._users: list[User] = []
+        self._door: list[User] = []  # those who want to become users, in the order they came
+        self._turns: list[User] = []  # users who want their needs, in the order they asked
+        self._claims: dict[User, Mapping[str, float]] = {}
+        self._busy = False  # somebody starts or ends the cluster, without the lock
+        self._ours = False  # whether we end it
+        self._address: str | None = None
+        self._cpus = 0
+        self._worked = False  # whether a run has had its turn on it, so that actors may linger
+        self._watcher: threading.Thread | None = None
+
+    @contextmanager
+    def joined(self, user: User, address: str | None, cpus: int) -> Iterator[None]:
+        """The process is in the cluster for the block: at `address`, else one that was started
+        here with `cpus` CPUs at least. The last one out ends it, unless it was there before us.
+
+        Raises `ConfigError` while runs are in a cluster at another address, and within another
+        such block: that run would wait for itself.
+        """
+        self._enter(user, address, cpus)
+        token = _inside.set(True)
+        try:
+            yield
+        except BaseException as error:
+            if _ends_process(error) and threading.current_thread() is threading.main_thread():
+                self.stop_all(but=user)
+            raise
+        finally:
+            _inside.reset(token)
+            self._leave(user)
+
+    @contextmanager
+    def admitted(
+        self, user: User, needs: Mapping[str, float], total: Mapping[str, float]
+    ) -> Iterator[None]:
+        """All of `needs` for the block, after waiting until they fit into `total` beside those of
+        the other runs. Whoever is alone always gets its turn."""
+
+        def ready() -> bool:
+            return self._turns[0] is user and (not self._claims or not self._short(needs, total))
+
+        with self._changed:
+            self._turns.append(user)
+            try:
+                self._wait(user, ready, lambda: self._why(user, needs, total))
+                self._claims[user] = needs
+            finally:
+                self._turns.remove(user)
+                self._changed.notify_all()
+        try:
+            self._until_free(user, needs)
+            yield
+        finally:
+            with self._changed:
+                del self._claims[user]
+                self._worked = True
+                self._changed.notify_all()
+
+    @contextmanager
+    def visited(self) -> Iterator[bool]:
+        """Whether the process is in a cluster; for the block it is not ended by us."""
+        guest = User("a look at the cluster")
+        with self._changed:
+            there = not self._busy and self.ray.joined()
+            counted = there and bool(self._users)
+            if counted:
+                self._users.append(guest)
+        try:
+            yield there
+        finally:
+            if counted:
+                self._leave(guest)
+
+    def stop_all(self, but: User | None = None) -> None:
+        """Ends every other run of the process: those that wait, and the passes of the others."""
+        with self._changed:
+            for user in (*self._users, *self._door):
+                if user is not but:
+                    user.stopped.set()
+            self._changed.notify_all()
+
+    # --- the door ---------------------------------------------------------------------------
+
+    def _enter(self, user: User, address: str | None, cpus: int) -> None:
+        if _inside.get():
+            raise ConfigError(
+                f"{user.name} was started within another run, which would wait for it while it "
+                "waits for that run's resources; start it after the run, or in a flow of its own"
+            )
+
+        def ready() -> bool:
+            if self._busy or self._door[0] is not user:
+                return False
+            return not self._users or not self._ours or address is not None or cpus <= self._cpus
+
+        def why() -> str:
+            if self._busy or not self._users or self._door[0] is not user:
+                return ""
+            return (
+                f"{user.name} takes {cpus} CPUs, more than the local cluster has ({self._cpus}): "
+                f"it waits until {self._names()} has ended, and starts a larger one"
+            )
+
+        with self._changed:
+            self._check(address)
+            self._door.append(user)
+            self._watch()
+            try:
+                self._wait(user, ready, why)
+                self._check(address)
+                start = not self.ray.joined()
+                if start:
+                    self._start(address, cpus)
+                elif not self._users:  # somebody's own, who also ends it
+                    self._ours, self._worked = False, False
+                self._users.append(user)
+            finally:
+                self._door.remove(user)
+                self._changed.notify_all()
+
+    def _check(self, address: str | None) -> None:
+        if self._users and self._ours and address != self._address:
+            raise ConfigError(
+                f"cluster.address: {address or 'a local cluster'} while {self._names()} of this "
+                f"process is in {self._address or 'a local one'}: a process can be in one Ray "
+                "cluster only; give both the same address, or run them in processes of their own"
+            )
+
+    def _start(self, address: str | None, cpus: int) -> None:
+        with self._unlocked():
+            try:
+                self.ray.start(address, cpus)
+            except BaseException:
+                if self.ray.joined():  # a signal that came late: nobody else would end it
+                    self.ray.end()
+                raise
+        self._ours, self._address, self._cpus, self._worked = True, address, cpus, False
+
+    def _leave(self, user: User) -> None:
+        with self._changed:
+            self._users.remove(user)
+            try:
+                if not self._users and self._ours:
+                    self._ours = False
+                    with self._unlocked():
+                        self.ray.end()
+            finally:
+                self._changed.notify_all()
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Lets the others look meanwhile, and neither start nor end anything: Ray takes seconds."""
+        self._busy = True
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+            self._busy = False
+
+    # --- turns ------------------------------------------------------------------------------
+
+    def _wait(self, user: User, ready: Callable[[], bool], why: Callable[[], str]) -> None:
+        said = ""
+        try:
+            while True:
+                if error := user.halted():
+                    raise error
+                if ready():
+                    return
+                if not said and (said := why()):
+                    log.info("%s", said)
+                    user.waits(said)
+                self._changed.wait(LOOK)
+        finally:
+            if said:
+                user.waits("")
+
+    def _short(self, needs: Mapping[str, float], total: Mapping[str, float]) -> bool:
+        taken = self._claims.values()
+        return any(
+            sum(claim.get(name, 0.0) for claim in taken) + need > total.get(name, 0.0) + LEAST
+            for name, need in needs.items()
+        )
+
+    def _why(self, user: User, needs: Mapping[str, float], total: Mapping[str, float]) -> str:
+        told = ", ".join(
+            f"{need:g} of {total.get(name, 0.0):g} {name}s" for name, need in needs.items() if need
+        )
+        ahead = [other.name for other in self._turns[: self._turns.index(user)]]
+        behind = f", after {', '.join(ahead)}" if ahead else ""
+        working = ", ".join(other.name for other in self._claims)
+        return (
+            f"{user.name} needs {told} and does not fit beside {working or 'the others'}: it "
+            f"waits until there is room{behind}"
+        )
+
+    def _until_free(self, user: User, needs: Mapping[str, float]) -> None:
+        """Waits until Ray says that the needs are free: actors of a run that has ended let go of
+        their resources some time after it."""
+        with self._changed:
+            if not self._worked:
+                return
+            until = self.clock() + (BESIDE if len(self._claims) > 1 else LET_GO)
+        while not user.stopped.is_set():
+            free = self.ray.free()
+            if all(free.get(name, 0.0) + LEAST >= need for name, need in needs.items()):
+                return
+            if self.clock() > until:
+                log.debug("%s starts though Ray says that only %s are free", user.name, dict(free))
+                return
+            self.sleep(0.1)
+
+    def _names(self) -> str:
+        return ", ".join(user.name for user in self._users)
+
+    # --- the end of the process -------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Looks after the main thread, where signals arrive, for a run in another thread: whoever
+        waits for its threads there (Prefect's task runner, an executor) would never tell them."""
+        if threading.current_thread() is threading.main_thread() or self._watcher is not None:
+            return
+        self._watcher = threading.Thread(target=self._watching, name="raybatch-watch", daemon=True)
+        self._watcher.start()
+
+    def _watching(self) -> None:
+        seen: BaseException | None = None
+        while True:
+            time.sleep(LOOK)
+            with self._changed:
+                if not self._users and not self._door:
+                    self._watcher = None
+                    return
+            error = _ending()
+            if error is not None and error is seen:  # not one that is caught in a moment
+                log.warning("the process is told to end (%s): its runs stop", type(error).__name__)
+                self.stop_all()
+                seen = None
+            else:
+                seen = error
+
+
+def _ends_process(error: BaseException) -> bool:
+    """Whether it is what a signal raises; Prefect's own is known by its name alone."""
+    ends = isinstance(error, (KeyboardInterrupt, SystemExit))
+    return ends or type(error).__name__ == "TerminationSignal"
+
+
+def _ending() -> BaseException | None:
+    """What the main thread is ending with just now."""
+    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    if isinstance(found, tuple):  # Python 3.11
+        found = found[1]
+    return found if isinstance(found, BaseException) and _ends_process(found) else None

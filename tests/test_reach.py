@@ -1,0 +1,205 @@
+"""Addresses where no Ray cluster answers: a word within seconds, where Ray waits for minutes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.small import input_rows, job_dict, make_job
+
+from prefect_raybatch import bounded, cli, cluster, reach, runs
+from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
+from prefect_raybatch.sharing import User
+
+# What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
+SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00"
+GCS = SETTINGS + b"\x00\x00\x01\x01\x04\x00\x00\x00\x01\x88"
+PROXY = SETTINGS + b"\x00\x00\x01\x01\x05\x00\x00\x00\x01\x8d"
+
+
+@contextmanager
+def answering(*parts: bytes) -> Iterator[str]:
+    """The address of somebody who answers each connection with these bytes, then waits."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            kept = []
+            while True:
+                try:
+                    line, _ = listening.accept()
+                    kept.append(line)
+                    for part in parts:
+                        line.sendall(part)
+                        time.sleep(0.05)
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def closed_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_head_that_answers_is_reached() -> None:
+    with answering(GCS) as address:
+        reach.check_reachable(address)
+    with answering(GCS[:7], GCS[7:20], GCS[20:]) as address:
+        reach.check_reachable(address)
+
+
+@pytest.mark.parametrize("parts", [(), (PROXY,), (b"HTTP/1.1 400 Bad Request\r\n\r\n",)])
+def test_somebody_who_listens_is_no_head(parts: tuple[bytes, ...]) -> None:
+    began = time.monotonic()
+    with (
+        answering(*parts) as address,
+        pytest.raises(ClusterUnavailable, match="does not answer as a Ray head") as found,
+    ):
+        reach.check_reachable(address)
+    assert address in str(found.value) and time.monotonic() - began < 5
+
+
+def test_where_nobody_listens_is_one_line_that_names_the_address() -> None:
+    address = closed_address()
+    with pytest.raises(ClusterUnavailable) as found:
+        reach.check_reachable(address)
+    text = str(found.value)
+    assert text.startswith(f"no Ray cluster answers at {address}: Connection refused; start it")
+    assert "\n" not in text and found.value.transient
+
+
+def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "WHOLE", 0.1)
+    gate = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: gate.wait(10))
+    with pytest.raises(ClusterUnavailable, match=r"head:6379: no answer within 0\.1 s"):
+        reach.check_reachable("head:6379")
+    gate.set()
+
+
+def test_auto_where_no_cluster_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> str:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", none)
+    with pytest.raises(ClusterUnavailable, match="at auto: none was started on this machine"):
+        reach.check_reachable("auto")
+    address = closed_address()
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda _: address)
+    with pytest.raises(ClusterUnavailable, match=f"at auto: {address}: Connection refused"):
+        reach.check_reachable("auto")
+
+
+def test_ray_is_not_asked_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ray would wait for minutes")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", never)
+    job = make_job(cluster={"address": closed_address()})
+    with (
+        pytest.raises(InsufficientResources, match="Connection refused"),
+        cluster.connected(job, User("nightly")),
+    ):
+        pass
+
+
+def test_a_run_ends_with_a_line_before_prefect_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "_run_flow", lambda *_: pytest.fail("a flow was started"))
+    pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
+    address = closed_address()
+    job = job_dict(
+        source={"uri": str(tmp_path / "in.parquet")},
+        engine={"model": "demo"},
+        cluster={"address": address},
+        output={"uri": str(tmp_path / "out")},
+    )
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", str(tmp_path / "job.yaml"), "--run-key", "k"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 75 and address in said and "ClusterUnavailable" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("blocks", [{}, {"credentials_block": "s3-credentials/keys"}])
+def test_a_prefect_server_that_is_away_is_one_line(
+    blocks: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
+    job = job_dict(
+        source={"uri": str(tmp_path / "in.parquet"), **blocks},
+        engine={"model": "demo"},
+        output={"uri": str(tmp_path / "out")},
+    )
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    url = f"http://{closed_address()}/api"
+    began = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(SystemExit) as ended:
+        cli.main(["run", str(tmp_path / "job.yaml"), "--run-key", "k"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 75 and f"no Prefect API answers at {url}" in said
+    assert "prefect server start" in said and "--no-prefect" in said
+    assert "Traceback" not in said and time.monotonic() - began < 60  # Prefect's import included
+    assert not (tmp_path / "out").exists()
+
+
+def test_reconciling_needs_an_api_that_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url = f"http://{closed_address()}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(SystemExit) as ended:
+        cli.main(["reconcile", "http://127.0.0.1:1"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 75 and f"no Prefect API answers at {url}" in said
+
+
+def test_a_call_without_a_limit_is_cut_off() -> None:
+    assert bounded.within(5, lambda: 7) == 7
+    assert bounded.within(5, lambda: None) is None
+    setting: ContextVar[str] = ContextVar("setting", default="none")
+    setting.set("the caller's")
+    assert bounded.within(5, setting.get) == "the caller's"
+    with pytest.raises(ZeroDivisionError):
+        bounded.within(5, lambda: 1 // 0)
+    gate = threading.Event()
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        bounded.within(0.05, lambda: gate.wait(10))
+    gate.set()
+
+
+def test_a_job_server_is_not_taken_for_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect_raybatch.storage import open_store
+
+    monkeypatch.setenv("RAY_ADDRESS", closed_address())  # the job server's own word is asked later
+    pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet")},
+        engine={"model": "demo"},
+        cluster={"job_server": "http://head:8265"},
+        output={"uri": str(tmp_path / "out")},
+    )
+    runs.precheck(job, open_store(str(tmp_path / "out/k")))
