@@ -221,6 +221,27 @@ def test_the_first_shard_fixes_the_schema_and_the_second_adopts_it(tmp_path):
     assert {r[1] for r in reasons(tmp_path, second).values()} == {"SchemaError"}
 
 
+def test_postprocess_may_return_the_same_dict_for_every_row(tmp_path):
+    output: dict[str, Any] = {"postprocess": "helpers.functions:reuses_dict", "columns": []}
+    receipt = one(tmp_path, block(Unit(0, 0, 3)), **output)
+    assert piece(tmp_path, receipt)["id"].to_pylist() == [0, 1, 2]
+
+
+def test_values_that_postprocess_changes_later_stay_as_they_were(tmp_path):
+    output: dict[str, Any] = {"postprocess": "helpers.functions:reuses_result", "columns": []}
+    receipt = one(tmp_path, block(Unit(0, 0, 3)), **output)
+    assert piece(tmp_path, receipt).drop_columns(["__rb_pos"]).to_pylist() == [
+        {
+            "id": i,
+            "tags": [f"answer {i}"],
+            "deep": {"list": [{"at": i}]},
+            "raw": b"%d" % i,
+            "vector": [i, i],
+        }
+        for i in range(3)
+    ]
+
+
 def test_a_column_of_nulls_is_text(tmp_path):
     receipt = one(tmp_path, block(Unit(0, 0, 2)), postprocess="helpers.functions:nulls")
     assert piece(tmp_path, receipt).schema.field("value").type == pa.string()

@@ -143,6 +143,25 @@ def test_each_row_a_function_spoils_fails_alone_with_its_reason():
         failed(row, kind, said)
 
 
+def test_a_function_may_return_the_same_object_for_every_row():
+    companies = ["a", "bb", "ccc"]
+    rows = run({"function": "helpers.functions:reuses"}, {"Company": companies})
+    for row, company in zip(rows, companies, strict=True):
+        assert f"about {company}<" in text(row)
+        own = json.loads(row[PARAMS])
+        assert own == {"max_tokens": len(company), "bad_words": [company]}
+
+
+def test_parts_of_messages_that_a_function_changes_later_stay_as_they_were(monkeypatch):
+    plain = Touchy("", "")
+    plain.chat_template = None
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: plain)
+    companies = ["a", "bb", "ccc"]
+    rows = run({"function": "helpers.functions:reuses_parts"}, {"Company": companies})
+    for row, company in zip(rows, companies, strict=True):
+        assert f"about {company}'" in text(row)
+
+
 @pytest.mark.parametrize("name", ["raises_surrogate", "raises_unprintable"])
 def test_an_error_whose_text_cannot_be_kept_still_fails_only_its_row(name):
     rows = run({"function": f"helpers.functions:{name}"}, {"Company": ["a", "b"]})

@@ -40,6 +40,7 @@ from prefect_raybatch.stages.blocks import (
     TIMES,
     TRUNCATED,
     Failure,
+    copied,
     input_columns,
     is_lost,
     load_tokenizer,
@@ -333,7 +334,7 @@ def _post(
     if isinstance(row, Failure):
         return row
     try:
-        made = function({**row, **answer})
+        made = copied(function({**row, **answer}))
         if made is not None and not isinstance(made, dict):
             raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
         for name in made or ():

@@ -25,6 +25,7 @@ from prefect_raybatch.stages.blocks import (
     TOKENS,
     TRUNCATED,
     Failure,
+    copied,
     input_columns,
     load_tokenizer,
     lost_all,
@@ -178,8 +179,9 @@ def _sampling(value: Any) -> dict[str, Any] | None:
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
-    json.dumps(value)  # it travels as JSON: what cannot fails its row here
-    return value
+    # It travels as JSON: what cannot fails its row here, and the function may change it later.
+    made: dict[str, Any] | None = json.loads(json.dumps(value))
+    return made
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -193,7 +195,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message["content"], (str, list)):  # a template would print anything
             kind = type(message["content"]).__name__
             raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
-    return [dict(m) for m in value]
+    return [copied(m) for m in value]
 
 
 def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
