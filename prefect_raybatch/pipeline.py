@@ -102,7 +102,11 @@ class Pipeline:
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         prepare = Prepare(
-            self.job.prompt, self.model, self.job.engine.context, self.job.sampling.max_tokens
+            self.job.prompt,
+            self.model,
+            self.job.engine.context,
+            self.job.sampling.max_tokens,
+            self.job.sampling.given(),
         )
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done)
         prepared = (

@@ -14,7 +14,7 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
-from prefect_raybatch.job import RESERVED, BatchJob, template_fields
+from prefect_raybatch.job import RESERVED, UNWRITTEN, BatchJob, template_fields
 from prefect_raybatch.records import QUARANTINE, InputFile, Plan, Shard, digest, dump
 from prefect_raybatch.shard_sizes import choose_rows_per_shard
 from prefect_raybatch.sizing import expected_engines
@@ -270,6 +270,11 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
     import difflib
 
+    for name in UNWRITTEN:
+        if (job.sampling.model_extra or {}).get(name):
+            raise ConfigError(
+                f"sampling.{name} is not supported: only the answer's text is written; remove it"
+            )
     names = list(schema.names)
 
     def known(name: str, field: str) -> None:

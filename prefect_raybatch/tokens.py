@@ -151,7 +151,7 @@ def measure(
     from prefect_raybatch.stages.prepare import Prepare
 
     pinned = models.with_tokenizer(model, job.engine)
-    prepare = Prepare(job.prompt, pinned, None)
+    prepare = Prepare(job.prompt, pinned, None, sampling=job.sampling.given())
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()

@@ -80,7 +80,16 @@ MAY_IMPORT = {
     "stages.stepper": {"stages.hang", "stages.reaper"},
     "stages.read": {"job", "stages.blocks", "storage", *VALUES},
     "stages.window": set(),
-    "stages.prepare": {"functions", "job", "model", "stages.blocks", "storage", *VALUES},
+    "stages.row_sampling": {"job", "vllm_fields"},
+    "stages.prepare": {
+        "functions",
+        "job",
+        "model",
+        "stages.blocks",
+        "stages.row_sampling",
+        "storage",
+        *VALUES,
+    },
     "stages.figures": {"stages.blocks"},
     "stages.order": set(),
     "stages.engine": {

@@ -405,6 +405,13 @@ def test_columns_that_do_not_fit_the_input_are_named(groups, said):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["logprob_token_ids", "flat_logprobs"])
+def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name):
+    job = make_job(sampling={name: [5]})  # a run that began with it is read and continued
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} is not supported"):
+        check_against_schema(job, SCHEMA)
+
+
 @pytest.mark.parametrize(
     "output",
     [

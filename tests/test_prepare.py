@@ -162,6 +162,73 @@ def test_parts_of_messages_that_a_function_changes_later_stay_as_they_were(monke
         assert f"about {company}'" in text(row)
 
 
+def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
+    """A row that brings these sampling fields, in a job with those."""
+    table = tag(pa.table({"Sampling": [json.dumps(given)]}), Unit(0, 0, 1))
+    prompt = Prompt(function="helpers.functions:own_sampling")
+    (row,) = Prepare(prompt, dict(MODEL), None, sampling=sampling)(table).to_pylist()
+    return {name: row[name] for name in (TOKENS, PARAMS, ERROR)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 3}, ["sampling.n", "3", "the job's 1", "set sampling.n in the job"]),
+        ({"logprobs": 1}, ["logprobs", "only the answer's text is written", "leave it out"]),
+        ({"logprobs": 0}, ["logprobs"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs"]),
+        ({"logprob_token_ids": [5]}, ["logprob_token_ids"]),
+        ({"flat_logprobs": True}, ["flat_logprobs"]),
+        ({"output_kind": 2}, ["output_kind"]),
+        ({"detokenize": True}, ["detokenize"]),
+        ({"stream_interval": 4}, ["stream_interval"]),
+        ({"routed_experts_prompt_start": 4}, ["routed_experts_prompt_start"]),
+        ({"best_of": 4}, ["unknown field 'best_of'"]),
+        ({"temprature": 1}, ["unknown field 'temprature'", "did you mean 'temperature'"]),
+        ({"skip_special_tokens": False}, ["skip_special_tokens", "for all rows"]),
+        ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens"]),
+        ({"temperature": None}, ["sampling.temperature is null", "the job's 0.5"]),
+        ({"max_tokens": None}, ["sampling.max_tokens is null", "the job's 7"]),
+        ({"max_tokens": 2.5}, ["sampling.max_tokens", "2.5", "whole number"]),
+        ({"max_tokens": 0}, ["sampling.max_tokens"]),
+        ({"max_tokens": True}, ["sampling.max_tokens"]),
+        ({"choice": "yes"}, ["sampling.choice", "list"]),
+        ({"choice": []}, ["sampling.choice"]),
+        (
+            {"choice": ["a"], "structured_outputs": {"regex": "a"}},
+            ["choice and structured_outputs exclude each other", "null"],
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sampling_of_a_row_that_cannot_be_honoured_fails_that_row(given, said):
+    failed(own(given, temperature=0.5, max_tokens=7), "ValueError", *said)
+
+
+@pytest.mark.parametrize(
+    ("given", "job"),
+    [
+        ({"n": 2}, {"n": 2}),
+        ({"n": 1}, {}),
+        ({"temperature": 0.7, "max_tokens": 3, "seed": 4, "stop": ["x"]}, {"temperature": 0.0}),
+        ({"logprobs": None, "flat_logprobs": False}, {}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+        ({"top_p": None}, {"temperature": 0.0}),
+        ({"choice": None, "structured_outputs": {"regex": "a"}}, {"choice": ["a", "b"]}),
+        ({"choice": ["a"]}, {"choice": ["a", "b"]}),
+        ({"stop": None, "seed": None}, {"stop": ["x"], "seed": 3}),
+    ],
+)
+def test_sampling_of_a_row_that_is_honoured_travels_with_it(given, job):
+    row = own(given, **job)
+    assert row[ERROR] is None and json.loads(row[PARAMS]) == given
+
+
+def test_a_rows_structured_outputs_need_the_jobs_choice_taken_back():
+    row = own({"structured_outputs": {"regex": "a"}}, choice=["a"])
+    failed(row, "ValueError", "choice: null")
+
+
 @pytest.mark.parametrize("name", ["raises_surrogate", "raises_unprintable"])
 def test_an_error_whose_text_cannot_be_kept_still_fails_only_its_row(name):
     rows = run({"function": f"helpers.functions:{name}"}, {"Company": ["a", "b"]})

@@ -9,7 +9,7 @@ import json
 import string
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -33,6 +33,7 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
     timed,
 )
+from prefect_raybatch.stages.row_sampling import check_own
 
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 
@@ -42,13 +43,15 @@ class Prepare:
     """The stage as a function of one block; made on the driver, run on any worker.
 
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
-    `max_tokens` is the room that a prompt which is cut leaves for its answer.
+    `max_tokens` is the room that a prompt which is cut leaves for its answer, `sampling` the job's
+    fields that are set, which a row's own are checked against.
     """
 
     prompt: Prompt
     model: dict[str, Any]
     max_model_len: int | None
     max_tokens: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -112,7 +115,7 @@ class Prepare:
         if self.prompt.function:
             function = load_function(self.prompt.function, "prompt.function")
             rows = rows_of(table, input_columns(table))
-            made = [_guarded(_from_function, function, row) for row in rows]
+            made = [_guarded(_from_function, function, self.sampling, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
@@ -162,7 +165,9 @@ class _Filler:
         return Request([*self.system, {"role": "user", "content": "".join(text)}])
 
 
-def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Request:
+def _from_function(
+    function: Callable[[dict[str, Any]], Any], sampling: dict[str, Any], row: dict[str, Any]
+) -> Request:
     made = function(row)
     if isinstance(made, str):
         return Request([{"role": "user", "content": made}])
@@ -170,17 +175,19 @@ def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return Request(_messages(made["messages"]), _sampling(made.get("sampling")))
+        return Request(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
     return Request(_messages(made))
 
 
-def _sampling(value: Any) -> dict[str, Any] | None:
+def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
     # It travels as JSON: what cannot fails its row here, and the function may change it later.
     made: dict[str, Any] | None = json.loads(json.dumps(value))
+    if made:
+        check_own(made, job)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,14 @@ def raises_surrogate(row: Row) -> str:
 
 def raises_unprintable(row: Row) -> str:
     raise Unprintable
+
+
+def own_sampling(row: Row) -> Row:
+    """The row's own sampling fields stand in it, as JSON."""
+    return {
+        "messages": [{"role": "user", "content": "x"}],
+        "sampling": json.loads(row["Sampling"]),
+    }
 
 
 PART: Row = {"type": "text", "text": ""}
