@@ -199,6 +199,11 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
     _print_failures(found.failures)
+    if found.stopped is not None:
+        out.print("[red]stopped[/]: ", end="")
+        out.print(found.stopped.line(), markup=False)
+        for line in found.stopped.lines():
+            out.print(f"  {line}", markup=False)
 
 
 @app.command()
@@ -555,9 +560,10 @@ def _line(progress: Any) -> str:
     if not progress.recent:
         done = f"{progress.done:,} of {progress.rows:,} rows done before; " if progress.done else ""
         return f"{done}starting engines"
+    failed = progress.tally.failed + progress.held_back
     return (
         f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "
-        f"{duration(progress.seconds_left)} left, {progress.tally.failed:,} failed"
+        f"{duration(progress.seconds_left)} left, {failed:,} failed"
     )
 
 

@@ -95,8 +95,9 @@ class Page(Listener):
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
+        told = (beat.done, beat.phase, beat.held_back)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
-            ("line", LOG_EVERY, (beat.done, beat.phase), lambda: self.log.info(line(beat))),
+            ("line", LOG_EVERY, told, lambda: self.log.info(line(beat))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
@@ -153,7 +154,12 @@ class Page(Listener):
         if beat is not None:
             names = ("phase", "engines", "alarms", "quiet", "about", "dashboard")
             more = {name: getattr(beat, name) for name in names}
-            counts = replace(counts, passes=beat.passes, engine_deaths=beat.engine_deaths)
+            counts = replace(
+                counts,
+                passes=beat.passes,
+                engine_deaths=beat.engine_deaths,
+                held_back=max(counts.held_back, beat.held_back),
+            )
         return Beat.of(counts, time.time(), **more)
 
     def _is_due(self, what: str, every: float, now: float, value: Any) -> bool:
@@ -187,7 +193,7 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         "rows": f"{beat.done:,} of {beat.rows:,}",
-        "failed": f"{beat.failed:,}",
+        "failed": _failed(beat),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
         "rows/s": f"{beat.rate:,.1f}",
         "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
@@ -205,7 +211,13 @@ def line(beat: Beat) -> str:
     pace = beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
-    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {beat.failed:,} failed"
+    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {_failed(beat)} failed"
+
+
+def _failed(beat: Beat) -> str:
+    if not beat.held_back:
+        return f"{beat.failed:,}"
+    return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} of them not committed)"
 
 
 def artifact_key(run_key: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch import model as models
@@ -33,12 +34,14 @@ from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
+from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, contains, is_remote, join, open_store, split_glob
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
 from prefect_raybatch.trust import check_trust
 
 if TYPE_CHECKING:
+    import numpy as np
     import ray.data
 
     from prefect_raybatch.driver import Progress
@@ -83,7 +86,8 @@ class DryRun:
 @dataclass(frozen=True)
 class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
-    the heartbeats of attempts that have not said that they ended, newest first."""
+    the heartbeats of attempts that have not said that they ended, newest first; `stopped` says why
+    the latest attempt stopped, where it was the error budget."""
 
     run: str
     run_key: str
@@ -102,6 +106,7 @@ class Status:
     failures: dict[str, int]
     attempts: tuple[dict[str, Any], ...]
     beats: tuple[dict[str, Any], ...]
+    stopped: Stop | None = None
 
 
 # --- where a run is -----------------------------------------------------------------------------
@@ -367,7 +372,9 @@ def infer_run(
     from prefect_raybatch import cluster
     from prefect_raybatch.pipeline import Pipeline
 
-    ledger.note_attempt(attempt, _whoami(plan))
+    whoami = _whoami(plan)
+    driver.on_stop = partial(_note_stop, ledger, attempt, whoami)
+    ledger.note_attempt(attempt, whoami)
     with monitor, cluster.connected(job) as capacity:
         monitor.dashboard = cluster.dashboard()
         if monitor.dashboard:
@@ -391,6 +398,13 @@ def infer_run(
         )
         driver.suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run()
+
+
+def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
+    try:
+        ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
+    except RayBatchError as error:  # the run ends with what it ends with
+        log.warning("the failed rows are not noted in the run directory: %s", error)
 
 
 class _LazyPipeline:
@@ -557,11 +571,13 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     final = load_report(store) if ledger.finished() is not None else None
     if final is not None and final.charts.cells:
         return final
-    tally = Tally()
-    for commit in ledger.commits(plan, ledger.listing(plan)):
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
         tally.add(commit)
     if final is None:
         state, notes = ("unfinished" if tally.shards else "planned"), _of_whom(plan)
+        stop = _stop_of(_attempts(store), listing.done)
+        notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         return reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=_dashboard(store)
         )
@@ -575,8 +591,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
-    tally = Tally()
-    for commit in ledger.commits(plan, ledger.listing(plan)):
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
         tally.add(commit)
     finished = ledger.finished() is not None
     rate = 0.0 if finished else tally.recent_rate()
@@ -600,6 +616,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         failures=tally.failures,
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
+        stopped=_stop_of(attempts, listing.done),
     )
 
 
@@ -611,6 +628,14 @@ def _attempts(store: Store) -> list[dict[str, Any]]:
         name = info.path.rpartition("/")[2].removesuffix(".json")
         found.append({"attempt": name, **load(store.read(info.path, 1 << 20), info.path)})
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
+    """Why the latest attempt stopped, unless the shard it held back is committed meanwhile."""
+    stop = Stop.from_note(attempts[-1]) if attempts else None
+    if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
+        return None
+    return None if done[stop.shard] else stop
 
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:

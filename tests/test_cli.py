@@ -22,8 +22,8 @@ from test_memory import LLAMA_8B
 from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver import Progress
-from prefect_raybatch.errors import IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.job import BatchJob, Limits
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run, Status
 from prefect_raybatch.storage import open_store
@@ -104,6 +104,26 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
         return code, out, err
 
     return run
+
+
+def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    more, job = job, job.model_copy(update={"limits": Limits(max_failed=0)})
+    run = runs.plan_run(job, "key")
+    seen: list[Progress] = []
+    with pytest.raises(ErrorBudgetExceeded, match="row 13: engine: ValueError: refused"):
+        runs.infer_run(job, run, seen.append, engine=FakeEngine)
+    assert seen[-1].held_back == 1
+    stopped = runs.status(run.uri).stopped
+    assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
+    code, out, _ = call("status", run.uri)
+    assert code == 0 and "1 of 40 rows failed, where 0 may" in out
+    assert "row 13: engine: ValueError: refused" in out
+    assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
+    assert "1 of 40 rows failed" in call("report", run.uri)[1]
+    # An attempt that goes on takes its place.
+    runs.infer_run(more, run, engine=FakeEngine)
+    assert runs.status(run.uri).stopped is None
 
 
 # --- the run itself -----------------------------------------------------------------------------

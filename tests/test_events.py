@@ -314,6 +314,17 @@ def test_the_report_shows_its_plots_on_the_server(server, monkeypatch):
     assert picture(made["raybatch-night-8-plots"].data).count("<svg ") == 5
 
 
+def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
+    beat = Beat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
+    assert page.line(beat).endswith("8 (7 of them not committed) failed")
+    assert {"": "failed", "now": "8 (7 of them not committed)"} in page.live_rows(beat)
+    # Also of a driver elsewhere, whose commits are all that is seen from here.
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown._counts = counts()
+    shown.hear(beat)
+    assert shown._now(1.0).held_back == 7
+
+
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = Page(make_job(), run)
