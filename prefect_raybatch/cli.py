@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prefect_raybatch import runs
-from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
 
@@ -740,7 +740,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def exit_status(error: RayBatchError) -> int:
-    if isinstance(error, (ConfigError, PlanMismatch)):
+    if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch)):
         return 2
     return 75 if error.transient else 1
 

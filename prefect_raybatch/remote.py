@@ -17,12 +17,13 @@ from types import FrameType
 
 from prefect_raybatch import runs
 from prefect_raybatch.driver import Progress
-from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.job_logs import MarkedLines
 from prefect_raybatch.job_records import JobRecords, Outcome
 from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.runs import Run
 from prefect_raybatch.storage import open_store
 
@@ -36,9 +37,7 @@ SUPERSEDED = 3
 def work(uri: str, number: int) -> int:
     """Works on the run until it is whole; returns the exit status."""
     ledger = Ledger(open_store(uri, _output(uri).output.options or None))
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri}: there is no plan, so there is nothing to do")
+    plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
     record = records.read(number)
     job = _with_keys(BatchJob.from_dict(record.job, f"job {number}"))

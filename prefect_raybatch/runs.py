@@ -29,7 +29,8 @@ from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, check_run_key
-from prefect_raybatch.ledger import PLAN, Ledger
+from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
@@ -565,9 +566,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     and for one of an earlier version, what the commits say now."""
     store = open_store(uri, options)
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    plan = need_plan(ledger)
     final = load_report(store) if ledger.finished() is not None else None
     if final is not None and final.charts.cells:
         return final
@@ -588,9 +587,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     """Reads a run directory, also while it runs and from another machine."""
     store = open_store(uri, options)
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    plan = need_plan(ledger)
     tally, listing = Tally(), ledger.listing(plan)
     for commit in ledger.commits(plan, listing):
         tally.add(commit)

@@ -13,6 +13,7 @@ from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import FOLDERS, check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
@@ -52,11 +53,10 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Checks a run directory; raises `CorruptRun` only when it holds no readable plan."""
+    """Checks a run directory; raises `NoSuchRun` where there is no plan, and `CorruptRun` only when
+    that is not readable."""
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
+    plan = need_plan(ledger)
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     summary = ledger.finished()
     found = Verdict(store.uri, summary is not None, plan.rows, shards=plan.shards)

@@ -258,8 +258,8 @@ def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
 def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path, call, command):
     for folder in (tmp_path, tmp_path / "nowhere"):
         code, out, err = call(command, folder)
-        assert code == 1 and out == ""
-        assert err.startswith("CorruptRun: ") and "no run directory" in err
+        assert code == 2 and out == ""
+        assert err.startswith("NoSuchRun: ") and "there is no run there" in err
     assert not (tmp_path / "nowhere").exists()
 
 

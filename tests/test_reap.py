@@ -16,7 +16,7 @@ from helpers.small import SmallRun, small_run
 from s3server import start_s3
 
 from prefect_raybatch import runs
-from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job import seconds_of
 from prefect_raybatch.ledger import Ledger, commit_path
 from prefect_raybatch.reap import Reaped, reap
@@ -104,7 +104,7 @@ def test_a_finished_run_keeps_its_result(tmp_path, compact):
 def test_no_run_directory_is_touched_that_is_none(tmp_path):
     (tmp_path / "_probe-1").mkdir()
     (tmp_path / "_probe-1/x").write_bytes(b"")
-    with pytest.raises(CorruptRun, match="is no run directory"):
+    with pytest.raises(NoSuchRun, match="there is no run there"):
         reap(open_store(str(tmp_path)), NOW)
     assert (tmp_path / "_probe-1/x").exists()
 

@@ -634,7 +634,7 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     code, _, err = call("retry-failed", tmp_path / "half")
     assert code == 2 and "finish it first" in err
     code, _, err = call("retry-failed", tmp_path / "none")
-    assert code == 1 and "no run directory" in err
+    assert code == 2 and "there is no run there" in err and "beside it are runs: good, half" in err
     code, _, err = call("retry-failed", uri, "--set", "source.limit=3")
     assert code == 2 and "source.limit cannot be set for a retry" in err
     code, _, err = call("retry-failed", uri, "--job", tmp_path / "no.yaml")
