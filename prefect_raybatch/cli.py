@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
+from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
 
@@ -512,13 +514,15 @@ def _shown(quiet: bool) -> Iterator[_Show]:
         show.close()
 
 
-class _Show:
+class _Show(Listener):
     """Progress in the terminal: a bar there, a line every few seconds elsewhere."""
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
         self.bar: Any = None
         self.printed = 0.0
+        self.phase, self.progress = STARTING, None
+        self._lock = threading.RLock()  # beats come from a thread of their own
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -527,14 +531,24 @@ class _Show:
     def begin(self, uri: str) -> None:
         self.say(f"run {uri}")
 
+    def hear(self, beat: Beat) -> None:
+        with self._lock:
+            fresh, self.phase = beat.phase != self.phase, beat.phase
+            waits = self.progress is not None and not self.progress.recent
+            if fresh and waits and self.phase != ENDED:
+                self.printed = 0.0
+                self(self.progress)
+
     def __call__(self, progress: Any) -> None:
         if self.quiet:
             return
-        if err.is_terminal:
-            self._bar(progress)
-        elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
-            self.printed = time.time()
-            self.say(_line(progress))
+        with self._lock:
+            self.progress = progress
+            if err.is_terminal:
+                self._bar(progress)
+            elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
+                self.printed = time.time()
+                self.say(_line(progress, self.phase))
 
     def _bar(self, progress: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -548,7 +562,7 @@ class _Show:
             )
             self.bar.add_task("rows", total=progress.rows, note="")
             self.bar.start()
-        self.bar.update(0, completed=progress.done, note=_line(progress))
+        self.bar.update(0, completed=progress.done, note=_line(progress, self.phase))
 
     def close(self) -> None:
         if self.bar is not None:
@@ -556,10 +570,10 @@ class _Show:
             self.bar = None
 
 
-def _line(progress: Any) -> str:
+def _line(progress: Any, phase: str) -> str:
     if not progress.recent:
         done = f"{progress.done:,} of {progress.rows:,} rows done before; " if progress.done else ""
-        return f"{done}starting engines"
+        return f"{done}{phase}"
     failed = progress.tally.failed + progress.held_back
     return (
         f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "

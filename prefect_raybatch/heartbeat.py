@@ -26,6 +26,7 @@ EVERY = 10.0  # seconds between two records of an attempt
 SILENT = 60.0  # seconds without one after which an attempt is shown as silent
 MAX_BYTES = 1 << 16
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
+UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
 WORDS = ("phase", "about", "dashboard")  # fields that hold text
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN = 10.0  # seconds that a thread may take to end: whoever cancels waits for it

@@ -80,6 +80,9 @@ class Page(Listener):
         self._counts, self._progress = Counts.of(progress), progress
 
     def hear(self, beat: Beat) -> None:
+        for observer in OBSERVERS:
+            if isinstance(observer, Listener):
+                observer.hear(beat)
         self._beat, self._heard = beat, self.clock()
 
     def tick(self) -> None:

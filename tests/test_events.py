@@ -27,7 +27,7 @@ from test_html_report import full
 from test_records import COMMIT
 from test_tasks import report
 
-from prefect_raybatch import assets, events, page, runs, tasks
+from prefect_raybatch import assets, cli, events, page, runs, tasks
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.events import LiveEvents, RunEvents
@@ -312,6 +312,19 @@ def test_the_report_shows_its_plots_on_the_server(server, monkeypatch):
     assert len(images) == 4 and all(picture(uri).startswith("<svg") for uri in images)
     assert "| sequences running (mean an engine) | 200.0 |" in text
     assert picture(made["raybatch-night-8-plots"].data).count("<svg ") == 5
+
+
+def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
+    show = cli._Show(quiet=False)
+    monkeypatch.setattr(page, "OBSERVERS", [show, lambda progress: None])
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False))
+    shown.hear(Beat(0.0, phase=INFERRING))
+    shown(Progress(100, 10))
+    assert capsys.readouterr().err == "inferring\n"
+    shown.hear(Beat(0.0, phase=INFERRING))
+    assert capsys.readouterr().err == ""
+    shown.hear(Beat(0.0, phase=WAITING))  # said though nothing was committed
+    assert capsys.readouterr().err == "waiting\n"
 
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
