@@ -158,13 +158,34 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
 def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
+    most = 2 * job.sampling.max_tokens
+    if job.output.on_cut_off == "fail":
+        failed = sum(n for key, n in report.failures.items() if "|AnswerCutOff|" in key)
+        return failed_answers(report, failed, most) if failed else None
+    formed = report.tokens.get("cut_off_structured", 0.0)
+    if formed and job.output.on_cut_off == "auto":
+        return Advice(
+            "answers of a given form are not whole",
+            f"{formed:,.0f} of {report.good:,} answers had to be JSON, one of a choice or the like "
+            f"and ended at sampling.max_tokens {job.sampling.max_tokens}; they count as good",
+            f"sampling.max_tokens: {most}; and output.on_cut_off: fail, which sends such rows to "
+            "quarantine (keep: they are wanted)",
+        )
     if not report.good or number < CUT_OFF * report.good:
         return None
-    most = job.sampling.max_tokens
     return Advice(
         "answers are cut off",
-        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens {most}",
-        f"sampling.max_tokens: {2 * most}" if most else "a higher sampling.max_tokens",
+        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens "
+        f"{job.sampling.max_tokens}",
+        f"sampling.max_tokens: {most}",
+    )
+
+
+def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
+    return Advice(
+        "answers are cut off",
+        f"{failed:,} of {report.rows:,} rows failed with AnswerCutOff",
+        f"raybatch retry-failed --error AnswerCutOff --set sampling.max_tokens={most}",
     )
 
 

@@ -596,6 +596,14 @@ class Output(Group):
     credentials_block: str | None = _field(
         10, None, title="Credentials block", text="Prefect block with the keys, type-slug/name."
     )
+    on_cut_off: Literal["auto", "keep", "fail"] = _field(
+        11,
+        "auto",
+        title="Answer cut off at max_tokens",
+        text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
+        "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
+        "a form (choice, JSON, ...) and is not whole.",
+    )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
@@ -831,6 +839,11 @@ class BatchJob(Group):
         ):
             raise ValueError(
                 "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
+            )
+        if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
+            raise ValueError(
+                "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
+                "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
 

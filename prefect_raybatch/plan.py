@@ -47,6 +47,7 @@ FINGERPRINTED = {
     "output.postprocess": "other results; its module's source counts",
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
+    "output.on_cut_off": "decides which rows are good; counts where it is fail",
 }
 FREE = {
     "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
@@ -128,6 +129,8 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
+    if job.output.on_cut_off == "fail":
+        parts["output.on_cut_off"] = "fail"
     if job.engine.max_model_len == "auto":
         parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     if job.prompt.function:

@@ -16,6 +16,7 @@ COUNTED = (  # by row or token, summed over the commits; 0 where a run is of bef
     "cached_tokens",
     "output_tokens",
     "cut_off",
+    "cut_off_structured",
     "deduplicated",
     "truncated",
 )
@@ -115,7 +116,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
             f"{tokens.get('prompt_tokens', 0):,.0f} / {tokens.get('output_tokens', 0):,.0f}",
         ),
         ("From the prefix cache", cached_share(tokens)),
-        ("Answers cut off at max_tokens", f"{tokens.get('cut_off', 0):,.0f}"),
+        ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
@@ -124,6 +125,12 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def _cut_off(tokens: Mapping[str, float]) -> str:
+    number, formed = tokens.get("cut_off", 0), tokens.get("cut_off_structured", 0)
+    rest = f", of which {formed:,.0f} had to have a given form and are not whole" if formed else ""
+    return f"{number:,.0f}{rest}"
 
 
 def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -124,6 +124,7 @@ MAY_IMPORT = {
         "stages.blocks",
         "stages.figures",
         "storage",
+        "words",
         *VALUES,
     },
     "row_sums": {*VALUES},

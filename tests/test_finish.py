@@ -18,6 +18,8 @@ from prefect_raybatch.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     ERROR_TYPE,
+    FINISH,
+    FORMED,
     MERGED,
     TEXTS,
     TRUNCATED,
@@ -166,6 +168,45 @@ def test_several_answers_a_row_are_a_list(tmp_path):
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
     made = piece(tmp_path, one(tmp_path, table, answers=2))
     assert made["response"].to_pylist() == [["a", "b"], ["c", "d"]]
+
+
+def cut(rows: int, at: Any, formed: Any = None) -> pa.Table:
+    """A block whose answers at these positions ended at max_tokens; `formed` had to have a form."""
+    table = block(Unit(0, 0, rows))
+    reasons = pa.array(["length" if i in at else "stop" for i in range(rows)])
+    table = table.set_column(table.column_names.index(FINISH), FINISH, reasons)
+    if formed is not None:
+        table = table.append_column(FORMED, pa.array([i in formed for i in range(rows)]))
+    return table
+
+
+@pytest.mark.parametrize("way", ["auto", "keep"])
+def test_a_cut_off_answer_is_kept_unless_the_job_says_otherwise(tmp_path, way):
+    receipt = one(tmp_path, cut(4, {1, 2}, formed={0, 2}), on_cut_off=way)
+    assert receipt.good == ((0, 4),)
+    assert (receipt.stats["cut_off"], receipt.stats["cut_off_structured"]) == (2, 1)
+    assert "cut_off_structured" not in one(tmp_path, cut(4, {1})).stats
+
+
+@pytest.mark.parametrize("post", [None, "helpers.functions:skip_odd"])
+def test_a_job_may_fail_cut_off_answers_and_keeps_their_text(tmp_path, post):
+    receipt = one(tmp_path, cut(4, {1, 2}), on_cut_off="fail", postprocess=post)
+    assert receipt.failed == ((1, 3),)
+    found = reasons(tmp_path, receipt)
+    for i in (1, 2):
+        stage, kind, message = found[i]
+        assert (stage, kind) == ("engine", "AnswerCutOff")
+        assert "sampling.max_tokens" in message and "output.on_cut_off: keep" in message
+        assert message.endswith(f"After 1 token it was: answer {i}")
+    assert list(receipt.failures.values()) == [2]  # one cause, whatever the texts are
+
+
+def test_of_several_answers_all_are_kept_where_one_is_cut_off(tmp_path):
+    texts = pa.array([["a", "b"], ["c", "d"]], pa.list_(pa.string()))
+    table = cut(2, {1})
+    table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
+    receipt = one(tmp_path, table, answers=2, on_cut_off="fail")
+    assert reasons(tmp_path, receipt)[1][2].endswith('it was: ["c", "d"]')
 
 
 # --- postprocess --------------------------------------------------------------------------------

@@ -180,6 +180,7 @@ CHANGED: dict[str, Any] = {
     "output.postprocess": "helpers.functions:shout",
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
+    "output.on_cut_off": "fail",
     "output.compact": False,
     "output.file_mb": 1,
     "output.options": {"anon": True},
@@ -247,6 +248,12 @@ def test_a_field_changes_the_fingerprint_as_its_table_says(path):
     else:  # an extra field of sampling or engine
         free = path.startswith("engine.") and name in FREE_ENGINE_ARGUMENTS
     assert (before == after) is free
+
+
+def test_only_a_job_that_fails_cut_off_answers_is_another_job_by_it():
+    plain = fingerprint(job_with(), MODEL)
+    assert fingerprint(job_with(**{"output.on_cut_off": "keep"}), MODEL) == plain
+    assert "output.on_cut_off" not in plain[1]
 
 
 def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_order():

@@ -16,6 +16,7 @@ from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.blocks import (
     ERROR,
     FATAL,
+    FORMED,
     LOST,
     PARAMS,
     POSITION,
@@ -222,6 +223,23 @@ def test_sampling_of_a_row_that_cannot_be_honoured_fails_that_row(given, said):
 def test_sampling_of_a_row_that_is_honoured_travels_with_it(given, job):
     row = own(given, **job)
     assert row[ERROR] is None and json.loads(row[PARAMS]) == given
+
+
+def formed(prompt: dict[str, Any], columns: Any, **sampling: Any) -> list[bool] | None:
+    table = tag(pa.table(columns), Unit(0, 0, len(next(iter(columns.values())))))
+    made = Prepare(Prompt(**prompt), dict(MODEL), None, sampling=sampling)(table)
+    return made[FORMED].to_pylist() if FORMED in made.column_names else None
+
+
+def test_answers_that_must_have_a_form_are_known():
+    given = [{}, {"choice": ["a"]}, {"structured_outputs": {"json": {"type": "object"}}}]
+    columns = {"Sampling": [json.dumps(own) for own in given]}
+    function = {"function": "helpers.functions:own_sampling"}
+    assert formed(function, columns) == [False, True, True]
+    columns = {"Sampling": ["{}", '{"choice": null}']}
+    assert formed(function, columns, choice=["a", "b"]) == [True, False]
+    assert formed({"template": "{A}"}, {"A": ["x", None]}, choice=["a"]) == [True, True]
+    assert formed({"template": "{A}"}, {"A": ["x"]}) is None
 
 
 def test_a_rows_structured_outputs_need_the_jobs_choice_taken_back():

@@ -33,6 +33,7 @@ TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])

@@ -21,6 +21,7 @@ from prefect_raybatch.job import Prompt, template_fields
 from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,
+    FORMED,
     PARAMS,
     TOKENS,
     TRUNCATED,
@@ -33,7 +34,7 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
     timed,
 )
-from prefect_raybatch.stages.row_sampling import check_own
+from prefect_raybatch.stages.row_sampling import check_own, has_form
 
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 
@@ -83,6 +84,10 @@ class Prepare:
             pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
         )
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        if self.prompt.function or has_form(self.sampling):
+            own = [r.sampling if isinstance(r, Request) else None for r in requests]
+            form = [has_form(self.sampling, given) for given in own]
+            table = table.append_column(FORMED, pa.array(form, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 

@@ -48,6 +48,12 @@ def check_own(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     _check_form(own, job)
 
 
+def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bool:
+    """Whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
+    both = {**job, **(own or {})}
+    return bool(both.get("choice") or both.get("structured_outputs"))
+
+
 def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     """How many answers a row has, how long they are and how they become text."""
     usual = job.get("n") or 1
