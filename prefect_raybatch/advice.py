@@ -141,7 +141,7 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
     if engine.busiest < UNEVEN:
         return None
     engines = _engines(report)
-    shards = report.shards / engines
+    shards = sum(worker.shards for worker in report.workers) / engines
     most, least = report.workers[0], report.workers[-1]
     evidence = (
         f"engine {most.name} did {most.rows:,} rows, {engine.busiest:.2f} times the mean, "
@@ -215,8 +215,9 @@ RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
 
 
 def _engines(report: RunReport) -> int:
-    """Engines that had a part in it; one that died and its successor count as two."""
-    return max(1, sum(node.engines for node in report.nodes) or len(report.workers))
+    """Engines of the attempt that did most rows; one that died and its successor count as two."""
+    known = report.engines or sum(node.engines for node in report.nodes)
+    return max(1, known or len(report.workers))
 
 
 def _long_enough(report: RunReport, full: int) -> bool:

@@ -61,6 +61,8 @@ def build(
         figures=tally.whole.figures(),
         workers=tally.workers(),
         nodes=tally.nodes(),
+        engines=tally.engines,
+        other_engines=len(tally.by_engine) - tally.engines,
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
@@ -170,7 +172,7 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         for name in ("prompt_tokens", "output_tokens")
     ]
     rows = {
-        "engines": f"{len(report.workers)}" if report.workers else DASH,
+        "engines": _engines(report) if report.workers else DASH,
         "tokens/s in / out": " / ".join(rates),
         "sequences running (mean an engine)": number(known.get("running"), 1),
         "sequences that may run (max_num_seqs)": number(known.get("sequences"), 0),
@@ -181,6 +183,11 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
     }
     return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def _engines(report: RunReport) -> str:
+    more = f" ({report.other_engines:,} more in other attempts)" if report.other_engines else ""
+    return f"{report.engines or len(report.workers):,}{more}"
 
 
 def node_table(report: RunReport) -> list[dict[str, str]]:
