@@ -12,6 +12,7 @@ from collections.abc import Callable
 from prefect_raybatch.job import BatchJob, seconds_of
 from prefect_raybatch.records import Advice, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, sequences_seen
+from prefect_raybatch.words import counted
 
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
@@ -47,7 +48,9 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     times = sum(number for _, number in found)
     return Advice(
         "engines ran out of memory",
-        f"{times} shards were lost with it and done again, the last one said: {found[-1][0]}",
+        f"{counted(times, 'shard')} {'was' if times == 1 else 'were'} lost with it and done again, "
+        "the last one said: "
+        f"{found[-1][0]}",
         change,
     )
 
@@ -64,8 +67,9 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
     return Advice(
         "the deadline was missed",
         f"{report.seconds:,.0f} s of work where limits.deadline {job.limits.deadline} allows "
-        f"{allowed:,.0f} s, with {engines} engines at {report.rows_per_s / engines:,.1f} rows/s",
-        f"{need} engines instead of {engines} (engine.replicas in proportion)",
+        f"{allowed:,.0f} s, with {counted(engines, 'engine')} at "
+        f"{report.rows_per_s / engines:,.1f} rows/s",
+        f"{counted(need, 'engine')} instead of {engines} (engine.replicas in proportion)",
     )
 
 
@@ -144,7 +148,7 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
     shards = sum(worker.shards for worker in report.workers) / engines
     most, least = report.workers[0], report.workers[-1]
     evidence = (
-        f"engine {most.name} did {most.rows:,} rows, {engine.busiest:.2f} times the mean, "
+        f"engine {most.name} did {counted(most.rows, 'row')}, {engine.busiest:.2f} times the mean, "
         f"{least.name} {least.rows:,}; {shards:.1f} shards an engine"
     )
     if shards >= 16:  # smaller shards would not help: the nodes differ
@@ -184,7 +188,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
 def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
     return Advice(
         "answers are cut off",
-        f"{failed:,} of {report.rows:,} rows failed with AnswerCutOff",
+        f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
         f"raybatch retry-failed --error AnswerCutOff --set sampling.max_tokens={most}",
     )
 

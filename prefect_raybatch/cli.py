@@ -28,6 +28,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
+from prefect_raybatch.words import counted
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",
@@ -238,7 +239,8 @@ def _heard(beat: dict[str, Any]) -> str:
     place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
     if beat["age"] > SILENT:
         return f"{place}, silent since; it may be dead"
-    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {alive(beat['engines'])} engines"
+    engines = counted(alive(beat["engines"]), "engine")
+    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {engines}"
     return f"{text}; {beat['about']}" if beat["about"] else text
 
 
@@ -300,7 +302,8 @@ def verify(
             out.print(f"  {fault}", markup=False)
     if found.orphans and not as_json:
         size = found.orphan_bytes / 2**20
-        out.print(f"{found.orphans:,} pieces that no commit names ({size:,.1f} MiB), such as")
+        pieces = counted(found.orphans, "piece")
+        out.print(f"{pieces} that no commit names ({size:,.1f} MiB), such as")
         for name in found.orphan_names[:3]:
             out.print(f"  {name}", markup=False)
         out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
@@ -350,7 +353,7 @@ def reap(
     if not found.files:
         out.print(f"nothing older than {older_than} to remove")
     if found.kept:
-        out.print(f"kept {found.kept:,} pieces that a live driver may still commit")
+        out.print(f"kept {counted(found.kept, 'piece')} that a live driver may still commit")
 
 
 @app.command()
@@ -396,8 +399,9 @@ def _show_chain(found: Any) -> None:
     out.print(table)
     if found.ok:
         out.print(
-            f"[green]proved[/]: {found.rows:,} rows of {len(found.runs)} runs = {found.data:,} in "
-            f"data/ + {found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+            f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
+            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine/ + "
+            f"{found.skipped:,} left out, each once"
         )
         return
     out.print(f"[red]not proved[/]: {escape(found.run)}")
@@ -572,11 +576,11 @@ class _Show(Listener):
 
 def _line(progress: Any, phase: str) -> str:
     if not progress.recent:
-        done = f"{progress.done:,} of {progress.rows:,} rows done before; " if progress.done else ""
-        return f"{done}{phase}"
+        done = f"{progress.done:,} of {counted(progress.rows, 'row')} done before; "
+        return f"{done if progress.done else ''}{phase}"
     failed = progress.tally.failed + progress.held_back
     return (
-        f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "
+        f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s, "
         f"{duration(progress.seconds_left)} left, {failed:,} failed"
     )
 
@@ -597,24 +601,26 @@ def _show_findings(found: Sequence[Any]) -> None:
 def _show_plan(found: runs.DryRun) -> None:
     size, have = found.sizing, found.have
     table = _grid()
-    table.add_row("input", f"{found.rows:,} rows in {found.files:,} {found.format} files")
+    files = counted(found.files, f"{found.format} file")
+    table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
     table.add_row("columns", escape(", ".join(found.columns)))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
-    table.add_row("shards", f"{size.shards:,} of {size.rows_per_shard:,} rows")
-    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.pool.engines} engines)")
+    table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
+    engines = counted(size.pool.engines, "engine")
+    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({engines})")
     table.add_row(
         "saturation",
-        f"{size.rows_per_shard:,} rows * {size.concurrent} at once "
-        f"{'>=' if size.saturated else '<'} {size.max_num_seqs} sequences",
+        f"{counted(size.rows_per_shard, 'row')} * {size.concurrent} at once "
+        f"{'>=' if size.saturated else '<'} {counted(size.max_num_seqs, 'sequence')}",
     )
-    table.add_row("needs", f"{found.needs['cpus']:g} CPUs, {found.needs['gpus']:g} GPUs")
+    needs = (counted(found.needs[f"{kind.lower()}s"], kind) for kind in ("CPU", "GPU"))
+    table.add_row("needs", ", ".join(needs))
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
-    gpus = f"{have['gpus']:g} GPUs {kinds}" if have["gpus"] else "no GPU"
+    gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     asked = "assumed, as it cannot be asked" if have["assumed"] else f"at {have['address']}"
-    table.add_row(
-        "cluster", escape(f"{have['cpus']:g} CPUs, {gpus}, {have['nodes']} nodes, {asked}")
-    )
+    cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
+    table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
     table.add_row("run directory", escape(found.run))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
@@ -722,7 +728,8 @@ def _show_sample(report: Any, columns: list[str]) -> None:
 def _print_failures(failures: dict[str, int]) -> None:
     for row in failure_table(failures)[:5]:
         out.print(
-            f"  {row['rows']} rows failed in {row['stage']}: {row['error']}: {row['message']}",
+            f"  {row['rows']} {'row' if row['rows'] == '1' else 'rows'} failed in {row['stage']}: "
+            f"{row['error']}: {row['message']}",
             markup=False,
         )
 

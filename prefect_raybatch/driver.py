@@ -33,7 +33,7 @@ from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts, count
 from prefect_raybatch.stops import Stop, sample
 from prefect_raybatch.tally import Tally
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import are, counted
 
 log = logging.getLogger(__name__)
 
@@ -162,14 +162,15 @@ class Driver:
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), "no receipt came back")
                 raise EngineFailure(
-                    f"nothing got through in {strikes} passes; {len(units)} units of work are "
-                    f"left. Last reason: {reason}"
+                    f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
+                    f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
+                    f"reason: {reason}"
                 )
             if units:
                 log.warning(
-                    "%d of %d shards are missing after pass %d; they run again",
+                    "%d of %s not done after pass %d, to run again",
                     len({u.shard for u in units}),
-                    self.plan.shards,
+                    counted(self.plan.shards, "shard"),
                     self.progress.passes,
                 )
         self.folder.flush()
@@ -229,7 +230,7 @@ class Driver:
             f"{failed:,} of {counted(self.plan.rows, 'row')} failed, more than limits.max_failed "
             f"{self.limits.max_failed} ({counted(allowed, 'row')}) allows. Commonest:\n"
             + "\n".join(lines)
-            + f"\n{done:,} of {shards} {'is' if done == 1 else 'are'} committed and kept; mend the "
+            + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
             "cause or raise the limit and run the same command again."
         )
 

@@ -34,6 +34,7 @@ from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
 from prefect_raybatch.shard_sizes import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
 
 LOOK = 1.0  # seconds between looks of the page's thread
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
@@ -201,7 +202,7 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
         "rows/s": f"{beat.rate:,.1f}",
         "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
         "time left": duration(beat.seconds_left),
-        "engines alive": f"{alive(beat.engines)} ({beat.engine_deaths} deaths)",
+        "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
         **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
     }
@@ -214,7 +215,8 @@ def line(beat: Beat) -> str:
     pace = beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
-    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {_failed(beat)} failed"
+    rows = counted(beat.rows, "row")
+    return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 
 
 def _failed(beat: Beat) -> str:

@@ -26,6 +26,7 @@ from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.missing import need_plan
 from prefect_raybatch.runs import Run
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import are, counted
 
 log = logging.getLogger("prefect_raybatch.remote")
 
@@ -61,7 +62,7 @@ def work(uri: str, number: int) -> int:
     finally:
         over.set()
     records.end(number, Outcome(None, "", progress.engine_deaths, progress.passes))
-    log.info("all %d shards are committed", plan.shards)
+    log.info("all %s %s committed", counted(plan.shards, "shard"), are(plan.shards))
     return 0
 
 
@@ -116,7 +117,9 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if time.time() - self.printed >= LINE_EVERY:
             self.printed = time.time()
-            print(f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s")
+            print(
+                f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s"
+            )
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.verify_files import check_folder, recorded
+from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
 
@@ -72,11 +73,12 @@ def verify(store: Store) -> Verdict:
         if found.faults and ledger.finished() is not None:  # it ended, and tidied up, meanwhile
             return verify(store)
         missing = plan.shards - found.committed_shards
-        found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
+        share = f"{missing} of {counted(plan.shards, 'shard')} {are(missing)}"
+        found.faults.append(f"not finished: {share} not committed")
         return found
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
-        _fault(found, f"commits of {missing} of {plan.shards} shards are missing")
+        _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
     if compact:
         row_number, parts = str(summary.get("row_number", "_row")), recorded(summary)
         for kind in FOLDERS:
@@ -195,7 +197,7 @@ def _prove(spans: Iterable[Span], numbers: RowNumbers, found: Verdict) -> None:
     if reached < rows:
         _fault(found, f"{numbers.name(reached, rows)} are missing")
     elif reached > rows:
-        _fault(found, f"{last}: row {reached - 1} is beyond the planned {rows} rows")
+        _fault(found, f"{last}: row {reached - 1} is beyond the planned {counted(rows, 'row')}")
 
 
 def _to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -214,7 +214,7 @@ def test_status_in_words_and_as_json(made, call):
     assert code == 0 and err == ""
     for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
         assert word in out
-    assert "1 rows failed in engine: ValueError: refused" in out
+    assert "1 row failed in engine: ValueError: refused" in out
     code, out, _ = call("status", run.uri, "--json")
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
@@ -275,7 +275,7 @@ def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
     path = write_job(tmp_path)
     code, out, _ = call("plan", path)
     assert code == 0
-    for word in ("40 rows in 1 parquet files", "id, Company", "4 of 10 rows", "demo"):
+    for word in ("40 rows in 1 parquet file", "id, Company", "4 of 10 rows", "demo"):
         assert word in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
 
@@ -327,7 +327,7 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     path = write_job(tmp_path, engine={"accelerator_type": "H100"}, sampling={"max_tokens": 500})
     code, out, _ = call("plan", path, "--set", "cluster.job_server=http://head:8265")
     assert code == 0  # nobody asks a job server
-    assert "128 CPUs, 8 GPUs H100, 1 nodes, assumed, as it cannot be asked" in out
+    assert "128 CPUs, 8 GPUs H100, 1 node, assumed, as it cannot be asked" in out
 
     def nobody(**_: Any) -> None:
         raise ConnectionError("refused")
@@ -466,7 +466,8 @@ def test_each_error_has_its_exit_status(call, monkeypatch, kind):
 
     monkeypatch.setattr(runs, "status", fails)
     code, out, err = call("status", "anywhere")
-    wanted = 2 if kind.__name__ in ("ConfigError", "PlanMismatch") else 75 if kind.transient else 1
+    wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch")
+    wanted = 2 if wrong else 75 if kind.transient else 1
     assert code == wanted == exit_status(kind(""))
     assert err == f"{kind.__name__}: what is wrong [/and] why\n" and out == ""
 

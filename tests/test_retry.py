@@ -342,8 +342,8 @@ def test_another_selection_or_job_takes_only_what_is_free(tmp_path):
     found = chain(run.store.uri)
     assert not found.ok
     assert found.faults == [
-        "key.r1: not finished: 1 of 1 shards are not committed",
-        "key.r2: not finished: 1 of 1 shards are not committed",
+        "key.r1: not finished: 1 of 1 shard is not committed",
+        "key.r2: not finished: 1 of 1 shard is not committed",
     ]
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from prefect_raybatch import cluster
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
@@ -105,7 +106,8 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
         return
     have = cluster.Capacity(**found["have"])
-    text = f"{address}: {have.nodes} nodes, {have.cpus:g} CPUs, {have.gpus:g} GPUs"
+    kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
+    text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
     if patient.job:
         cluster.check_fit(patient.job, have)
@@ -113,7 +115,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
 
 def _local(job: BatchJob | None) -> Finding:
     cpus = os.cpu_count() or 1
-    text = f"none named: a local one with {cpus} CPUs is started for each run"
+    text = f"none named: a local one with {counted(cpus, 'CPU')} is started for each run"
     if job is None:
         return passed("cluster", text)
     if (need := _cpus_needed(job)) > cpus:

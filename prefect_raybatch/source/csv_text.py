@@ -16,6 +16,7 @@ from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.streams import Raw, not_utf8, one_line, open_bytes
+from prefect_raybatch.words import counted
 
 
 def csv_tables(
@@ -69,9 +70,10 @@ def _explain_csv(file: File, delimiter: str, error: Exception, ragged: list[Any]
         row = ragged[0]
         line, found = _find_ragged(file, delimiter, row.expected_columns)
         return (
-            f"{file.uri}, line {line or row.number}: {found or row.actual_columns} columns where "
-            f"the header has {row.expected_columns}; put values that hold {delimiter!r} in double "
-            "quotes, or mend the line"
+            f"{file.uri}, line {line or row.number}: "
+            f"{counted(found or row.actual_columns, 'column')} where the header has "
+            f"{row.expected_columns}; put values that hold {delimiter!r} in double quotes, or mend "
+            "the line"
         )
     if isinstance(error, UnicodeDecodeError) or "UTF8" in text:
         return not_utf8(file)
