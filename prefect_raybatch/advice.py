@@ -12,6 +12,7 @@ from collections.abc import Callable
 from prefect_raybatch.job import BatchJob, seconds_of
 from prefect_raybatch.records import Advice, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, sequences_seen
+from prefect_raybatch.words import counted
 
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
@@ -47,7 +48,9 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     times = sum(number for _, number in found)
     return Advice(
         "engines ran out of memory",
-        f"{times} shards were lost with it and done again, the last one said: {found[-1][0]}",
+        f"{counted(times, 'shard')} {'was' if times == 1 else 'were'} lost with it and done again, "
+        "the last one said: "
+        f"{found[-1][0]}",
         change,
     )
 
@@ -64,8 +67,9 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
     return Advice(
         "the deadline was missed",
         f"{report.seconds:,.0f} s of work where limits.deadline {job.limits.deadline} allows "
-        f"{allowed:,.0f} s, with {engines} engines at {report.rows_per_s / engines:,.1f} rows/s",
-        f"{need} engines instead of {engines} (engine.replicas in proportion)",
+        f"{allowed:,.0f} s, with {counted(engines, 'engine')} at "
+        f"{report.rows_per_s / engines:,.1f} rows/s",
+        f"{counted(need, 'engine')} instead of {engines} (engine.replicas in proportion)",
     )
 
 
@@ -141,10 +145,10 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
     if engine.busiest < UNEVEN:
         return None
     engines = _engines(report)
-    shards = report.shards / engines
+    shards = sum(worker.shards for worker in report.workers) / engines
     most, least = report.workers[0], report.workers[-1]
     evidence = (
-        f"engine {most.name} did {most.rows:,} rows, {engine.busiest:.2f} times the mean, "
+        f"engine {most.name} did {counted(most.rows, 'row')}, {engine.busiest:.2f} times the mean, "
         f"{least.name} {least.rows:,}; {shards:.1f} shards an engine"
     )
     if shards >= 16:  # smaller shards would not help: the nodes differ
@@ -158,13 +162,34 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
 def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
+    most = 2 * job.sampling.max_tokens
+    if job.output.on_cut_off == "fail":
+        failed = sum(n for key, n in report.failures.items() if "|AnswerCutOff|" in key)
+        return failed_answers(report, failed, most) if failed else None
+    formed = report.tokens.get("cut_off_structured", 0.0)
+    if formed and job.output.on_cut_off == "auto":
+        return Advice(
+            "answers of a given form are not whole",
+            f"{formed:,.0f} of {report.good:,} answers had to be JSON, one of a choice or the like "
+            f"and ended at sampling.max_tokens {job.sampling.max_tokens}; they count as good",
+            f"sampling.max_tokens: {most}; and output.on_cut_off: fail, which sends such rows to "
+            "quarantine (keep: they are wanted)",
+        )
     if not report.good or number < CUT_OFF * report.good:
         return None
-    most = job.sampling.max_tokens
     return Advice(
         "answers are cut off",
-        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens {most}",
-        f"sampling.max_tokens: {2 * most}" if most else "a higher sampling.max_tokens",
+        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens "
+        f"{job.sampling.max_tokens}",
+        f"sampling.max_tokens: {most}",
+    )
+
+
+def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
+    return Advice(
+        "answers are cut off",
+        f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
+        f"raybatch retry-failed --error AnswerCutOff --set sampling.max_tokens={most}",
     )
 
 
@@ -194,8 +219,9 @@ RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
 
 
 def _engines(report: RunReport) -> int:
-    """Engines that had a part in it; one that died and its successor count as two."""
-    return max(1, sum(node.engines for node in report.nodes) or len(report.workers))
+    """Engines of the attempt that did most rows; one that died and its successor count as two."""
+    known = report.engines or sum(node.engines for node in report.nodes)
+    return max(1, known or len(report.workers))
 
 
 def _long_enough(report: RunReport, full: int) -> bool:

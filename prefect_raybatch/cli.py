@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from prefect_raybatch import runs
-from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
+from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
+from prefect_raybatch.words import counted
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",
@@ -229,6 +232,11 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     out.print(table)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    if found.stopped is not None:
+        out.print("[red]stopped[/]: ", end="")
+        out.print(found.stopped.line(), markup=False)
+        for line in found.stopped.lines():
+            out.print(f"  {line}", markup=False)
 
 
 @app.command()
@@ -261,7 +269,8 @@ def _heard(beat: dict[str, Any]) -> str:
     place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
     if beat["age"] > SILENT:
         return f"{place}, silent since; it may be dead"
-    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {alive(beat['engines'])} engines"
+    engines = counted(alive(beat["engines"]), "engine")
+    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {engines}"
     return f"{text}; {beat['about']}" if beat["about"] else text
 
 
@@ -325,7 +334,8 @@ def verify(
         _print_strays(found.strays)
     if found.orphans and not as_json:
         size = found.orphan_bytes / 2**20
-        out.print(f"{found.orphans:,} pieces that no commit names ({size:,.1f} MiB), such as")
+        pieces = counted(found.orphans, "piece")
+        out.print(f"{pieces} that no commit names ({size:,.1f} MiB), such as")
         for name in found.orphan_names[:3]:
             out.print(f"  {name}", markup=False)
         out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
@@ -375,7 +385,7 @@ def reap(
     if not found.files:
         out.print(f"nothing older than {older_than} to remove")
     if found.kept:
-        out.print(f"kept {found.kept:,} pieces that a live driver may still commit")
+        out.print(f"kept {counted(found.kept, 'piece')} that a live driver may still commit")
 
 
 @app.command()
@@ -423,8 +433,9 @@ def _show_chain(found: Any) -> None:
     out.print(table)
     if found.ok:
         out.print(
-            f"[green]proved[/]: {found.rows:,} rows of {len(found.runs)} runs = {found.data:,} in "
-            f"data/ + {found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+            f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
+            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine/ + "
+            f"{found.skipped:,} left out, each once"
         )
         return
     out.print(f"[red]not proved[/]: {escape(found.run)}")
@@ -546,13 +557,15 @@ def _shown(quiet: bool) -> Iterator[_Show]:
         show.close()
 
 
-class _Show:
+class _Show(Listener):
     """Progress in the terminal: a bar there, a line every few seconds elsewhere."""
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
         self.bar: Any = None
         self.printed = 0.0
+        self.phase, self.progress = STARTING, None
+        self._lock = threading.RLock()  # beats come from a thread of their own
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -561,14 +574,24 @@ class _Show:
     def begin(self, uri: str) -> None:
         self.say(f"run {uri}")
 
+    def hear(self, beat: Beat) -> None:
+        with self._lock:
+            fresh, self.phase = beat.phase != self.phase, beat.phase
+            waits = self.progress is not None and not self.progress.recent
+            if fresh and waits and self.phase != ENDED:
+                self.printed = 0.0
+                self(self.progress)
+
     def __call__(self, progress: Any) -> None:
         if self.quiet:
             return
-        if err.is_terminal:
-            self._bar(progress)
-        elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
-            self.printed = time.time()
-            self.say(_line(progress))
+        with self._lock:
+            self.progress = progress
+            if err.is_terminal:
+                self._bar(progress)
+            elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
+                self.printed = time.time()
+                self.say(_line(progress, self.phase))
 
     def _bar(self, progress: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -582,7 +605,7 @@ class _Show:
             )
             self.bar.add_task("rows", total=progress.rows, note="")
             self.bar.start()
-        self.bar.update(0, completed=progress.done, note=_line(progress))
+        self.bar.update(0, completed=progress.done, note=_line(progress, self.phase))
 
     def close(self) -> None:
         if self.bar is not None:
@@ -590,13 +613,14 @@ class _Show:
             self.bar = None
 
 
-def _line(progress: Any) -> str:
+def _line(progress: Any, phase: str) -> str:
     if not progress.recent:
-        done = f"{progress.done:,} of {progress.rows:,} rows done before; " if progress.done else ""
-        return f"{done}starting engines"
+        done = f"{progress.done:,} of {counted(progress.rows, 'row')} done before; "
+        return f"{done if progress.done else ''}{phase}"
+    failed = progress.tally.failed + progress.held_back
     return (
-        f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s, "
-        f"{duration(progress.seconds_left)} left, {progress.tally.failed:,} failed"
+        f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s, "
+        f"{duration(progress.seconds_left)} left, {failed:,} failed"
     )
 
 
@@ -616,24 +640,26 @@ def _show_findings(found: Sequence[Any]) -> None:
 def _show_plan(found: runs.DryRun) -> None:
     size, have = found.sizing, found.have
     table = _grid()
-    table.add_row("input", f"{found.rows:,} rows in {found.files:,} {found.format} files")
+    files = counted(found.files, f"{found.format} file")
+    table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
     table.add_row("columns", escape(", ".join(found.columns)))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
-    table.add_row("shards", f"{size.shards:,} of {size.rows_per_shard:,} rows")
-    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({size.pool.engines} engines)")
+    table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
+    engines = counted(size.pool.engines, "engine")
+    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({engines})")
     table.add_row(
         "saturation",
-        f"{size.rows_per_shard:,} rows * {size.concurrent} at once "
-        f"{'>=' if size.saturated else '<'} {size.max_num_seqs} sequences",
+        f"{counted(size.rows_per_shard, 'row')} * {size.concurrent} at once "
+        f"{'>=' if size.saturated else '<'} {counted(size.max_num_seqs, 'sequence')}",
     )
-    table.add_row("needs", f"{found.needs['cpus']:g} CPUs, {found.needs['gpus']:g} GPUs")
+    needs = (counted(found.needs[f"{kind.lower()}s"], kind) for kind in ("CPU", "GPU"))
+    table.add_row("needs", ", ".join(needs))
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
-    gpus = f"{have['gpus']:g} GPUs {kinds}" if have["gpus"] else "no GPU"
+    gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     asked = "assumed, as it cannot be asked" if have["assumed"] else f"at {have['address']}"
-    table.add_row(
-        "cluster", escape(f"{have['cpus']:g} CPUs, {gpus}, {have['nodes']} nodes, {asked}")
-    )
+    cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
+    table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
     table.add_row("run directory", escape(found.run))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
@@ -748,7 +774,8 @@ def _print_strays(strays: Sequence[str]) -> None:
 def _print_failures(failures: dict[str, int]) -> None:
     for row in failure_table(failures)[:5]:
         out.print(
-            f"  {row['rows']} rows failed in {row['stage']}: {row['error']}: {row['message']}",
+            f"  {row['rows']} {'row' if row['rows'] == '1' else 'rows'} failed in {row['stage']}: "
+            f"{row['error']}: {row['message']}",
             markup=False,
         )
 
@@ -793,7 +820,7 @@ class _Told(logging.Handler):
 
 
 def exit_status(error: RayBatchError) -> int:
-    if isinstance(error, (ConfigError, PlanMismatch)):
+    if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch)):
         return 2
     return 75 if error.transient else 1
 

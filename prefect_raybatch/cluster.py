@@ -24,6 +24,7 @@ from prefect_raybatch.job import BatchJob
 from prefect_raybatch.reach import check_reachable
 from prefect_raybatch.sharing import Shared, User
 from prefect_raybatch.sizing import Capacity, Pool, choose_pool
+from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 KNOCK = 2.0  # seconds a node has to take a connection
@@ -305,15 +306,16 @@ def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
     short = []
     parallel = f"tensor_parallel_size {engine.tensor_parallel_size} * pipeline_parallel_size "
     parallel += f"{engine.pipeline_parallel_size}"
+    replicas = counted(pool.replicas[0], "replica")
     slots = sum(int(gpus // engine.gpus_per_replica) for gpus in have.gpus_by_node)
     if want.gpus > have.gpus:
         short.append(
-            f"{want.gpus:g} GPUs ({pool.replicas[0]} replicas * {parallel}) of {have.gpus:g}; "
+            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}) of {have.gpus:g}; "
             "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
     elif want.gpus and slots < pool.replicas[0]:
         short.append(
-            f"{engine.gpus_per_replica} GPUs on one node for each of {pool.replicas[0]} replicas "
+            f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
             f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
             "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size"
         )

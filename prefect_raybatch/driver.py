@@ -10,7 +10,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +31,9 @@ from prefect_raybatch.job import Limits
 from prefect_raybatch.ledger import Coverage, Ledger
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts, count
+from prefect_raybatch.stops import Stop, sample
 from prefect_raybatch.tally import Tally
+from prefect_raybatch.words import are, counted
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,11 @@ class RunPass(Protocol):
 
 @dataclass
 class Progress:
-    """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second."""
+    """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second.
+
+    `held_back` counts failed rows of the shard that crossed the error budget: it is not committed,
+    so they are not in the tally.
+    """
 
     rows: int
     shards: int
@@ -59,6 +66,7 @@ class Progress:
     resumed_rows: int = 0
     began: float = field(default_factory=time.time)
     engine_deaths: int = 0
+    held_back: int = 0
     losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
@@ -90,8 +98,8 @@ class Driver:
     """Drives one attempt at a run to its end.
 
     `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
-    its receipt. `observe` is called after each commit. `suspects`: units that engines can have in
-    flight together.
+    its receipt. `observe` is called after each commit, and once more when the error budget is
+    crossed, of which `on_stop` is told. `suspects`: units that engines can have in flight together.
     """
 
     def __init__(
@@ -104,10 +112,11 @@ class Driver:
         quarantine: Callable[[Unit, str], Receipt],
         observe: Callable[[Progress], None] = lambda progress: None,
         suspects: int = 64,
+        on_stop: Callable[[Stop], None] = lambda stop: None,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
-        self.observe, self.suspects = observe, suspects
+        self.observe, self.suspects, self.on_stop = observe, suspects, on_stop
         self.coverage = Coverage(shards)
         self.folder = Folder(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
@@ -129,7 +138,7 @@ class Driver:
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
-        self._check_budget(0, {})
+        self._check_budget([])
         return self.progress
 
     def run(self) -> Progress:
@@ -162,14 +171,15 @@ class Driver:
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), "no receipt came back")
                 raise EngineFailure(
-                    f"nothing got through in {strikes} passes; {len(units)} units of work are "
-                    f"left. Last reason: {reason}"
+                    f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
+                    f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
+                    f"reason: {reason}"
                 )
             if units:
                 log.warning(
-                    "%d of %d shards are missing after pass %d; they run again",
+                    "%d of %s not done after pass %d, to run again",
                     len({u.shard for u in units}),
-                    self.plan.shards,
+                    counted(self.plan.shards, "shard"),
                     self.progress.passes,
                 )
         self.folder.flush()
@@ -192,8 +202,7 @@ class Driver:
             self._commit(receipt.shard, whole)
 
     def _commit(self, shard: int, receipts: list[Receipt]) -> None:
-        failed = sum(count(r.failed) for r in receipts)
-        self._check_budget(failed, add_counts(*(r.failures for r in receipts)))
+        self._check_budget(receipts)
         commit = self.ledger.commit(self.plan, self.shards[shard].rows, receipts)
         if commit is None:  # another driver won; its record holds
             commit = self.ledger.read_commit(self.plan, shard)
@@ -210,21 +219,42 @@ class Driver:
         self._last = now
         self.observe(self.progress)
 
-    def _check_budget(self, more: int, failures: dict[str, float]) -> None:
-        """The shard that would cross the limit is not committed, so raising the limit and running
-        again continues from there."""
+    def _check_budget(self, receipts: Sequence[Receipt]) -> None:
+        """The shard (of these `receipts`) that would cross the limit is not committed, so raising
+        the limit and running again continues from there."""
+        more = sum(count(r.failed) for r in receipts)
         allowed = self.limits.allowed(self.plan.rows)
         failed = self.progress.tally.failed + more
         if failed <= allowed:
             return
-        common = Counter(add_counts(self.progress.tally.failures, failures)).most_common(COMMON)
-        lines = "\n".join("  {:,.0f} rows: {}".format(n, k.replace("|", ": ")) for k, n in common)
+        stop = Stop(failed, more, allowed, self.plan.rows)
+        if receipts:
+            stop = self._stopped(stop, receipts)
+        failures = add_counts(self.progress.tally.failures, *(r.failures for r in receipts))
+        common = Counter(failures).most_common(COMMON)
+        lines = [f"  {counted(n, 'row')}: {k.replace('|', ': ')}" for k, n in common]
+        lines += ["Such as:"] if stop.sample else []
+        lines += [f"  {line}" for line in stop.lines()]
+        done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
-            f"{failed:,} of {self.plan.rows:,} rows failed, more than "
-            f"{self.limits.said(self.plan.rows)}. Commonest:\n{lines}\n"
-            f"{self.progress.tally.shards} of {self.plan.shards} shards are committed and kept; "
-            "mend the cause or raise the limit and run the same command again."
+            f"{failed:,} of {counted(self.plan.rows, 'row')} failed, more than "
+            f"{self.limits.said(self.plan.rows)}. Commonest:\n"
+            + "\n".join(lines)
+            + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
+            "cause or raise the limit and run the same command again."
         )
+
+    def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
+        """Tells everybody of the failed rows that no commit will tell of."""
+        shard = receipts[0].shard
+        pieces = [piece for receipt in receipts for piece in receipt.pieces]
+        numbers = partial(self.ledger.numbers, self.plan)
+        found = sample(self.ledger.store, pieces, self.shards[shard].start, numbers)
+        stop = replace(stop, shard=shard, sample=found)
+        self.progress.held_back = stop.held_back
+        self.observe(self.progress)
+        self.on_stop(stop)
+        return stop
 
     def _note_lost(self, receipt: Receipt) -> None:
         reason = receipt.lost or ""

@@ -33,6 +33,10 @@ class CorruptRun(RayBatchError):
     """A record or a piece in the run directory contradicts the plan; `raybatch verify` names it."""
 
 
+class NoSuchRun(RayBatchError):
+    """There is no run at the place that was named; the message says which runs are near."""
+
+
 class UnsafeStore(RayBatchError):
     """The output store does not honour put-if-absent, so exactly-once cannot be kept on it."""
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import check_run_key
-from prefect_raybatch.ledger import PLAN, Ledger
+from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.missing import no_run
 from prefect_raybatch.records import Plan
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.success import Success
@@ -63,12 +64,12 @@ def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, s
 def load_family(root: Store, key: str) -> Family:
     """The family of run `key` below `root`, as it is now.
 
-    Raises `CorruptRun` when the run or one it descends from is not there or not readable; of
-    other runs that is told in `strays`.
+    Raises `NoSuchRun` when the run is not there, `CorruptRun` when it is not readable or one that
+    it descends from is not there; of other runs that is told in `strays`.
     """
     member = _member(root, key)
     if member is None:
-        raise CorruptRun(f"{root.uri}/{key} holds no {PLAN}, so it is no run directory")
+        raise no_run(root.sub(key))
     first = _first(root, member)
     family = Family(root, first.key, {first.key: first}, "")
     highest = 0

@@ -8,6 +8,7 @@ from prefect_raybatch.job import BatchJob
 from prefect_raybatch.memory import Model, gib
 from prefect_raybatch.misfit import usable
 from prefect_raybatch.sizing import BATCHED, Capacity, Sizing
+from prefect_raybatch.words import counted
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def _engine_figures(
 ) -> list[Figure]:
     engine, pool, arguments = job.engine, size.pool, size.arguments
     gpu = pool.device == "gpu"
-    where = f"the cluster has {have.gpus:g} GPUs"
+    where = f"the cluster has {counted(have.gpus, 'GPU')}"
     found = [
         Figure("device", pool.device, "engine.device" if engine.device != "auto" else where),
         Figure("replicas", _span(pool.replicas), pool.replicas_why),
@@ -92,6 +93,7 @@ def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
     engine, calls = job.engine, size.concurrent
     rule = f"ceil({size.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
     taken = size.pool.fewest * engine.num_cpus
+    engines = counted(size.pool.engines, "engine")
     free = max(0.0, have.cpus - taken)
     found = [
         Figure("batch_size", str(engine.batch_size), "engine.batch_size: least rows a shard"),
@@ -104,7 +106,7 @@ def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
         Figure(
             "uncommitted shards",
             str(size.uncommitted),
-            f"2 * {size.pool.engines} engines * {calls + 1}, at most: what a crash costs",
+            f"2 * {engines} * {calls + 1}, at most: what a crash costs",
         ),
     ]
     for name in ("prepare", "finish"):

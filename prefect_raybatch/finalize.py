@@ -35,6 +35,7 @@ from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.trust import check_types
+from prefect_raybatch.words import are, counted
 
 POSITION = "__rb_pos"
 MANIFEST = "_raybatch/manifest.json"
@@ -68,8 +69,8 @@ def finalize(
     if not listing.done.all():
         missing = np.flatnonzero(~listing.done)
         raise IncompleteRun(
-            f"{len(missing)} of {plan.shards} shards are not committed (first: "
-            f"{missing[0]}); run the same command again"
+            f"{len(missing)} of {counted(plan.shards, 'shard')} {are(len(missing))} not "
+            f"committed (first: {missing[0]}); run the same command again"
         )
     tally = Tally()
 

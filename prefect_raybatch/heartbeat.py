@@ -26,6 +26,7 @@ HEARTBEATS = "_raybatch/heartbeats"
 EVERY = 10.0  # seconds between two records of an attempt
 SILENT = 60.0  # seconds without one after which an attempt is shown as silent
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
+UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
 WORDS = ("phase", "about", "dashboard")  # fields that hold text
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
@@ -36,7 +37,8 @@ class Counts:
     """What other threads may know of a `Progress`, taken in the driver's thread after a commit.
 
     `at` and `window_start` are seconds since 1970; `commits` and `window_rows` are of the window
-    that the rate is taken over, and empty before the first commit of this attempt.
+    that the rate is taken over, and empty before the first commit of this attempt. `held_back`
+    counts failed rows of the shard that crossed the error budget and is not committed.
     """
 
     at: float
@@ -53,6 +55,7 @@ class Counts:
     commits: int
     window_rows: int
     window_start: float
+    held_back: int = 0
 
     @classmethod
     def of(cls, progress: Progress, now: float | None = None) -> Counts:
@@ -72,6 +75,7 @@ class Counts:
             commits=len(recent),
             window_rows=sum(rows for _, rows in recent),
             window_start=recent[0][0] if recent else 0.0,
+            held_back=progress.held_back,
         )
 
     def rate(self, now: float) -> float:
@@ -84,7 +88,8 @@ class Beat:
     """What a heartbeat record says. Rates are a second, times are seconds; `at` and `last_commit`
     since 1970. `engines` counts the engine actors by Ray's state. `alarms` counts the warnings of
     the present stall and `quiet` is how long it lasts, both 0 while commits flow. `dashboard` is
-    the URL of Ray's, "" where there is none."""
+    the URL of Ray's, "" where there is none. `held_back` counts failed rows beside the `failed`
+    ones that are committed: of the shard that crossed the error budget."""
 
     at: float
     phase: str = STARTING
@@ -106,6 +111,7 @@ class Beat:
     quiet: float = 0.0
     about: str = ""
     dashboard: str = ""
+    held_back: int = 0
 
     @classmethod
     def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
@@ -126,6 +132,7 @@ class Beat:
             seconds_left=round(left / rate, 1) if rate else None,
             passes=counts.passes,
             engine_deaths=counts.engine_deaths,
+            held_back=counts.held_back,
             last_commit=round(counts.at, 3) if counts.commits else None,
             **more,
         )

@@ -15,6 +15,7 @@ from prefect_raybatch import plots
 from prefect_raybatch import report as reports
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.svg import clean
+from prefect_raybatch.words import are, counted
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 URL = re.compile(r"https?://[^\s\"'<>]+\Z")
@@ -82,11 +83,11 @@ def verdict(report: RunReport) -> str:
     done = report.good + report.failed + report.skipped
     quarantine = f"{report.failed:,} in quarantine" if report.failed else "none in quarantine"
     if done < report.rows:
-        return f"{done:,} of {report.rows:,} rows are committed ({quarantine}); the rest is to do."
+        rows = counted(report.rows, "row")
+        return f"{done:,} of {rows} {are(done)} committed ({quarantine}); the rest is to do."
     left = f", {report.skipped:,} left out by postprocess" if report.skipped else ""
-    return (
-        f"All {report.rows:,} rows are accounted for: {report.good:,} answered, {quarantine}{left}."
-    )
+    all_rows = "The row is" if report.rows == 1 else f"All {report.rows:,} rows are"
+    return f"{all_rows} accounted for: {report.good:,} answered, {quarantine}{left}."
 
 
 def _result(report: RunReport) -> str:

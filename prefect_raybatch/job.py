@@ -134,11 +134,13 @@ def template_fields(template: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str] | None, ours: set[str]) -> None:
+def refuse_unknown(
+    given: Mapping[str, Any], known: frozenset[str] | None, ours: set[str], where: str = ""
+) -> None:
     """ValueError naming the first field that neither we nor the installed vLLM know."""
     for name in given:
-        if known is not None and name not in known:
-            raise ValueError(f"unknown field {name!r}{_nearest(name, known | ours)}")
+        if known is not None and name not in known and name not in ours:
+            raise ValueError(f"{where}unknown field {name!r}{_nearest(name, known | ours)}")
 
 
 def _nearest(name: str, known: set[str] | frozenset[str]) -> str:
@@ -333,6 +335,12 @@ class Prompt(Group):
         return self
 
 
+# Fields of vLLM that change nothing but what a result does not hold.
+NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval")
+# The same, but runs have begun with them: refused where a run begins, not where one is continued.
+UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
+
+
 class Sampling(Group):
     """How answers are drawn. Any field of vLLM's SamplingParams may be added."""
 
@@ -348,6 +356,11 @@ class Sampling(Group):
         title="Choices",
         text="The answer is exactly one of these (structured choice).",
     )
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, as plain values."""
+        fields = self.model_dump(mode="json")
+        return {name: value for name, value in fields.items() if value is not None}
 
     @field_validator("choice")
     @classmethod
@@ -367,8 +380,8 @@ class Sampling(Group):
     @model_validator(mode="after")
     def _known(self) -> Sampling:
         extra = self.model_extra or {}
-        _refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
-        for name in ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval"):
+        refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
+        for name in NOT_WRITTEN:
             if extra.get(name) is not None:
                 raise ValueError(f"{name} is not supported: only the answer's text is written")
         wrong = sampling_ranges.wrong(dict(self))
@@ -564,7 +577,7 @@ class Engine(Group):
                 "engines_per_gpu packs engines of one GPU each; set tensor_parallel_size and "
                 "pipeline_parallel_size to 1 or engines_per_gpu to 1"
             )
-        _refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
+        refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
         return self
 
     @property
@@ -624,6 +637,14 @@ class Output(Group):
     )
     credentials_block: str | None = _field(
         10, None, title="Credentials block", text="Prefect block with the keys, type-slug/name."
+    )
+    on_cut_off: Literal["auto", "keep", "fail"] = _field(
+        11,
+        "auto",
+        title="Answer cut off at max_tokens",
+        text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
+        "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
+        "a form (choice, JSON, ...) and is not whole.",
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
@@ -922,6 +943,11 @@ class BatchJob(Group):
         ):
             raise ValueError(
                 "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
+            )
+        if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
+            raise ValueError(
+                "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
+                "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
 

@@ -42,6 +42,7 @@ from prefect_raybatch.errors import (
     JobStopped,
     RayBatchError,
 )
+from prefect_raybatch.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.job_logs import LogFeed
 from prefect_raybatch.job_records import JobRecords, Outcome, Record, sendable
@@ -265,6 +266,7 @@ class Watch:
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
+        self._tell()
         self.observe(self.progress)
 
     def look_now(self) -> bool:
@@ -283,9 +285,25 @@ class Watch:
             first = commit.stats.get("started", self._last)
             self.progress.add(commit, self._last if self.progress.recent else first)
             self._last = max(self._last, commit.committed)
+        self._tell(over=now)
         if commits:
             self.observe(self.progress)
         self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / SHARE)
+
+    def _tell(self, over: bool = False) -> None:
+        """Tells a listener what the run's driver says that it does, by its heartbeat."""
+        if not isinstance(self.observe, Listener):
+            return
+        beat = None
+        try:
+            beat = newest(self.ledger.store)
+        except RayBatchError as error:  # only for people: the commits decide
+            log.info("heartbeats cannot be read: %s", error)
+        now = time.time()
+        # That of a driver which is gone says nothing of the one that is followed.
+        if beat is None or now - beat.at > SILENT or (beat.phase == ENDED and not over):
+            beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
+        self.observe.hear(beat)
 
     def _fresh(self) -> list[Commit]:
         listing = self.ledger.listing(self.plan)

@@ -29,6 +29,7 @@ from prefect_raybatch.record_files import put_record
 from prefect_raybatch.records import Plan
 from prefect_raybatch.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver import Progress
@@ -154,7 +155,7 @@ class Monitor:
         self._about = (
             f"no shard was committed for {stall.seconds:.0f} s, where {stall.limit:.0f} s are "
             f"allowed{' until the first of a pass' if stall.starting else ''} "
-            f"({counts.committed:,} of {counts.shards:,} shards, pass {counts.passes}, "
+            f"({counts.committed:,} of {counted(counts.shards, 'shard')}, pass {counts.passes}, "
             f"{counts.engine_deaths} engine deaths). Engines: {_told(self._states)}. "
             f"Store: {probe(self.store)}; {self._heard()}"
         )

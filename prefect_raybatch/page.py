@@ -31,6 +31,7 @@ from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
 from prefect_raybatch.shard_sizes import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
 
 LOOK = 1.0  # seconds between looks of the page's thread
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
@@ -77,6 +78,9 @@ class Page(Listener):
         self._counts, self._progress = Counts.of(progress), progress
 
     def hear(self, beat: Beat) -> None:
+        for observer in OBSERVERS:
+            if isinstance(observer, Listener):
+                observer.hear(beat)
         self._beat, self._heard = beat, self.clock()
 
     def tick(self) -> None:
@@ -92,8 +96,9 @@ class Page(Listener):
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
+        told = (beat.done, beat.phase, beat.held_back)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
-            ("line", LOG_EVERY, (beat.done, beat.phase), lambda: self.log.info(line(beat))),
+            ("line", LOG_EVERY, told, lambda: self.log.info(line(beat))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
@@ -150,7 +155,12 @@ class Page(Listener):
         if beat is not None:
             names = ("phase", "engines", "alarms", "quiet", "about", "dashboard")
             more = {name: getattr(beat, name) for name in names}
-            counts = replace(counts, passes=beat.passes, engine_deaths=beat.engine_deaths)
+            counts = replace(
+                counts,
+                passes=beat.passes,
+                engine_deaths=beat.engine_deaths,
+                held_back=max(counts.held_back, beat.held_back),
+            )
         return Beat.of(counts, time.time(), **more)
 
     def _is_due(self, what: str, every: float, now: float, value: Any) -> bool:
@@ -175,12 +185,12 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         "rows": f"{beat.done:,} of {beat.rows:,}",
-        "failed": f"{beat.failed:,}",
+        "failed": _failed(beat),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
         "rows/s": f"{beat.rate:,.1f}",
         "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
         "time left": duration(beat.seconds_left),
-        "engines alive": f"{alive(beat.engines)} ({beat.engine_deaths} deaths)",
+        "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
         **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
     }
@@ -193,4 +203,11 @@ def line(beat: Beat) -> str:
     pace = beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
-    return f"{beat.done:,} of {beat.rows:,} rows ({share:.0%}), {pace}, {beat.failed:,} failed"
+    rows = counted(beat.rows, "row")
+    return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
+
+
+def _failed(beat: Beat) -> str:
+    if not beat.held_back:
+        return f"{beat.failed:,}"
+    return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} of them not committed)"

@@ -131,7 +131,8 @@ class Pipeline:
             self.model,
             self.job.engine.context,
             self.job.sampling.max_tokens,
-            calls,
+            calls=calls,
+            sampling=self.job.sampling.given(),
         )
         finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)

@@ -15,7 +15,7 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.functions import source_digest
-from prefect_raybatch.job import RESERVED, BatchJob, template_fields
+from prefect_raybatch.job import RESERVED, UNWRITTEN, BatchJob, template_fields
 from prefect_raybatch.records import QUARANTINE, InputFile, Plan, Shard, digest, dump
 from prefect_raybatch.secrets import hide_argument, is_masked, masked
 from prefect_raybatch.shard_sizes import choose_rows_per_shard
@@ -49,6 +49,7 @@ FINGERPRINTED = {
     "output.postprocess": "other results; its module's source counts",
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
+    "output.on_cut_off": "decides which rows are good; counts where it is fail",
 }
 FREE = {
     "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
@@ -133,6 +134,8 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
+    if job.output.on_cut_off == "fail":
+        parts["output.on_cut_off"] = "fail"
     if job.engine.max_model_len == "auto":
         parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     if job.prompt.function:
@@ -302,6 +305,11 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
     import difflib
 
+    for name in UNWRITTEN:
+        if (job.sampling.model_extra or {}).get(name):
+            raise ConfigError(
+                f"sampling.{name} is not supported: only the answer's text is written; remove it"
+            )
     names = list(schema.names)
 
     def known(name: str, field: str) -> None:

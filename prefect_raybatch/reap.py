@@ -17,6 +17,7 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger import PIECES, TABLES, Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.records import Plan
 from prefect_raybatch.storage import FileInfo, Store
 from prefect_raybatch.success import Success, check_parts
@@ -53,12 +54,10 @@ class Reaped:
 def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
     """Removes leftovers older than `older_than` seconds by the store's clock.
 
-    Raises `CorruptRun` when `store` is no run directory, and the store's errors.
+    Raises `NoSuchRun` when `store` is no run directory, and the store's errors.
     """
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
+    plan = need_plan(ledger)
     before = store.now() - older_than
     found = Reaped(store.uri, dry_run)
 

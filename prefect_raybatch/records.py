@@ -335,7 +335,8 @@ class StageStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side."""
+    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side. A report
+    names those of the attempt that did most rows."""
 
     name: str
     shards: int
@@ -418,6 +419,8 @@ class RunReport:
     nodes: tuple[NodeStats, ...] = ()
     charts: Charts = field(default_factory=Charts)
     dashboard: str = ""  # of Ray, while its cluster lives
+    engines: int = 0  # of the attempt that did most rows; 0 in reports of before
+    other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
 

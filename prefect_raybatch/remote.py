@@ -17,14 +17,16 @@ from types import FrameType
 
 from prefect_raybatch import runs
 from prefect_raybatch.driver import Progress
-from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.job_logs import MarkedLines
 from prefect_raybatch.job_records import JobRecords, Outcome
 from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.runs import Run
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import are, counted
 
 log = logging.getLogger("prefect_raybatch.remote")
 
@@ -36,9 +38,7 @@ SUPERSEDED = 3
 def work(uri: str, number: int) -> int:
     """Works on the run until it is whole; returns the exit status."""
     ledger = Ledger(open_store(uri, _output(uri).output.options or None))
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri}: there is no plan, so there is nothing to do")
+    plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
     record = records.read(number)
     job = _with_keys(BatchJob.from_dict(record.job, f"job {number}"))
@@ -64,7 +64,7 @@ def work(uri: str, number: int) -> int:
     finally:
         over.set()
     records.end(number, Outcome(None, "", progress.engine_deaths, progress.passes))
-    log.info("all %d shards are committed", plan.shards)
+    log.info("all %s %s committed", counted(plan.shards, "shard"), are(plan.shards))
     return 0
 
 
@@ -119,7 +119,9 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if time.time() - self.printed >= LINE_EVERY:
             self.printed = time.time()
-            print(f"{progress.done:,} of {progress.rows:,} rows, {progress.rate:,.0f} rows/s")
+            print(
+                f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s"
+            )
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

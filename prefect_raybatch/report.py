@@ -16,6 +16,7 @@ COUNTED = (  # by row or token, summed over the commits; 0 where a run is of bef
     "cached_tokens",
     "output_tokens",
     "cut_off",
+    "cut_off_structured",
     "deduplicated",
     "truncated",
 )
@@ -60,6 +61,8 @@ def build(
         figures=tally.whole.figures(),
         workers=tally.workers(),
         nodes=tally.nodes(),
+        engines=tally.engines,
+        other_engines=len(tally.by_engine) - tally.engines,
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
@@ -115,7 +118,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
             f"{tokens.get('prompt_tokens', 0):,.0f} / {tokens.get('output_tokens', 0):,.0f}",
         ),
         ("From the prefix cache", cached_share(tokens)),
-        ("Answers cut off at max_tokens", f"{tokens.get('cut_off', 0):,.0f}"),
+        ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
@@ -124,6 +127,12 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def _cut_off(tokens: Mapping[str, float]) -> str:
+    number, formed = tokens.get("cut_off", 0), tokens.get("cut_off_structured", 0)
+    rest = f", of which {formed:,.0f} had to have a given form and are not whole" if formed else ""
+    return f"{number:,.0f}{rest}"
 
 
 def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -163,7 +172,7 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         for name in ("prompt_tokens", "output_tokens")
     ]
     rows = {
-        "engines": f"{len(report.workers)}" if report.workers else DASH,
+        "engines": _engines(report) if report.workers else DASH,
         "tokens/s in / out": " / ".join(rates),
         "sequences running (mean an engine)": number(known.get("running"), 1),
         "sequences that may run (max_num_seqs)": number(known.get("sequences"), 0),
@@ -174,6 +183,11 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
     }
     return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def _engines(report: RunReport) -> str:
+    more = f" ({report.other_engines:,} more in other attempts)" if report.other_engines else ""
+    return f"{report.engines or len(report.workers):,}{more}"
 
 
 def node_table(report: RunReport) -> list[dict[str, str]]:

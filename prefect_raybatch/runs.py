@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,14 @@ from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
-from prefect_raybatch.ledger import PLAN, Ledger
+from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.record_files import put_record, read_record
 from prefect_raybatch.records import Plan, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
+from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.success import Success
 from prefect_raybatch.tally import Tally
@@ -43,6 +46,7 @@ from prefect_raybatch.tokens import Tokens
 from prefect_raybatch.trust import check_trust
 
 if TYPE_CHECKING:
+    import numpy as np
     import ray.data
 
     from prefect_raybatch.driver import Progress
@@ -89,7 +93,8 @@ class DryRun:
 class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
     the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
-    among the commits that are none."""
+    among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
+    error budget."""
 
     run: str
     run_key: str
@@ -109,6 +114,7 @@ class Status:
     attempts: tuple[dict[str, Any], ...]
     beats: tuple[dict[str, Any], ...]
     strays: tuple[str, ...] = ()
+    stopped: Stop | None = None
 
 
 # --- where a run is -----------------------------------------------------------------------------
@@ -400,7 +406,9 @@ def infer_run(
     from prefect_raybatch import cluster
     from prefect_raybatch.pipeline import Pipeline
 
-    ledger.note_attempt(attempt, _whoami(plan))
+    whoami = _whoami(plan)
+    driver.on_stop = partial(_note_stop, ledger, attempt, whoami)
+    ledger.note_attempt(attempt, whoami)
     with ExitStack() as stack:
         stack.enter_context(monitor)
         capacity = stack.enter_context(cluster.connected(job, user))
@@ -427,6 +435,13 @@ def infer_run(
         )
         driver.suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run()
+
+
+def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
+    try:
+        ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
+    except RayBatchError as error:  # the run ends with what it ends with
+        log.warning("the failed rows are not noted in the run directory: %s", error)
 
 
 class _LazyPipeline:
@@ -595,17 +610,17 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     and for one of an earlier version, what the commits say now."""
     store = open_store(uri, options)
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    plan = need_plan(ledger)
     final = load_report(store) if ledger.finished(plan) is not None else None
     if final is not None and final.charts.cells:
         return final
-    tally = Tally()
-    for commit in ledger.commits(plan, ledger.listing(plan)):
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
         tally.add(commit)
     if final is None:
         state, notes = ("unfinished" if tally.shards else "planned"), _of_whom(plan)
+        stop = _stop_of(_attempts(store), listing.done)
+        notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         return reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=_dashboard(store)
         )
@@ -616,9 +631,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     """Reads a run directory, also while it runs and from another machine."""
     store = open_store(uri, options)
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{uri} holds no {PLAN}, so it is no run directory")
+    plan = need_plan(ledger)
     tally, listing = Tally(), ledger.listing(plan)
     for commit in ledger.commits(plan, listing):
         tally.add(commit)
@@ -645,6 +658,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
         strays=tuple(listing.strays),
+        stopped=_stop_of(attempts, listing.done),
     )
 
 
@@ -656,6 +670,14 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
         except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
             log.warning("the note of attempt %s is not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
+    """Why the latest attempt stopped, unless the shard it held back is committed meanwhile."""
+    stop = Stop.from_note(attempts[-1]) if attempts else None
+    if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
+        return None
+    return None if done[stop.shard] else stop
 
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:

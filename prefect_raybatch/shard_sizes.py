@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from prefect_raybatch.job import BatchJob
+from prefect_raybatch.words import counted
 
 SHARDS = 8  # of an engine alone: progress and resume are that fine
 SHARDS_A_WORKER = 16  # of each of several: with the last of them some engines wait for others
@@ -30,7 +31,7 @@ def choose_rows_per_shard(
     wanted = math.ceil(rows / (engines * each))
     by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
     chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
-    why = f"{rows:,} rows / ({engines} engines * {each} shards)"
+    why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
     if chosen == by_bytes:
         why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:
@@ -66,19 +67,19 @@ def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int, seqs: 
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
         need = math.ceil(seqs / rows_per_shard)
         found.append(
-            f"engines starve: {rows_per_shard} rows * {concurrent} shards at once is under "
-            f"max_num_seqs {seqs}; set engine.max_concurrent_batches to {need}"
+            f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} at "
+            f"once is under max_num_seqs {seqs}; set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
     fit = max(1, math.ceil(rows / (4 * engines)))
     if rows < engines:
         found.append(
-            f"{rows} row{'' if rows == 1 else 's'} for {engines} engines leave most idle; "
+            f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle; "
             "set engine.replicas to 1"
         )
     elif engines > 1 and shards < 2 * engines and fit < rows_per_shard:
         found.append(
-            f"{shards} shard{'' if shards == 1 else 's'} for {engines} engines leave some idle; "
+            f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle; "
             f"set source.rows_per_shard to {fit:,}"
         )
     return found

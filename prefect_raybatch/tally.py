@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ OTHERS = "others"
 MOST = 2**53  # a larger count is nobody's, and does not fit into a float
 
 
+Place = tuple[str, str]  # attempt and name: other attempts have other engines, and other nodes
+
+
 @dataclass
 class Folded:
     """What shards of one engine, one node or the whole run say: counts, weighted means, peaks."""
@@ -33,7 +37,7 @@ class Folded:
     rows: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
-    engines: set[str] = field(default_factory=set)
+    engines: set[Place] = field(default_factory=set)
     means: dict[str, tuple[float, float]] = field(default_factory=dict)  # weighted sum, weight
     peaks: dict[str, float] = field(default_factory=dict)
 
@@ -101,9 +105,9 @@ class Tally:
         self.ends: list[tuple[float, float, int]] = []  # started, ended, rows of each shard
         self.series = Series()
         self.whole = Folded()
-        self.by_engine: dict[str, Folded] = {}
+        self.by_engine: dict[Place, Folded] = {}
         self.by_node: dict[str, Folded] = {}
-        self.finished_on: dict[str, int] = {}  # rows by the node that finish ran on
+        self.finished_on: dict[Place, int] = {}  # rows by the node that finish ran on
 
     def add(self, commit: Commit) -> None:
         good, failed, skipped = map(count, (commit.good, commit.failed, commit.skipped))
@@ -126,14 +130,15 @@ class Tally:
         self.whole.add(rows, commit.stats)
         node, engine = commit.where.get("node"), commit.where.get("engine")
         if isinstance(node, str):
-            node = _known(node, self.finished_on)
-            self.finished_on[node] = self.finished_on.get(node, 0) + rows
+            place = _known((commit.attempt, node), self.finished_on)
+            self.finished_on[place] = self.finished_on.get(place, 0) + rows
         if isinstance(engine, str):
-            name = _known(engine, self.by_engine)
-            self.by_engine.setdefault(name, Folded()).add(rows, commit.stats)
-            host = _known(engine.rpartition(":")[0], self.by_node)
+            place = _known((commit.attempt, engine), self.by_engine)
+            self.by_engine.setdefault(place, Folded()).add(rows, commit.stats)
+            host = engine.rpartition(":")[0]
+            host = host if host in self.by_node or len(self.by_node) < KNOWN else OTHERS
             self.by_node.setdefault(host, Folded()).add(rows, commit.stats)
-            self.by_node[host].engines.add(name)
+            self.by_node[host].engines.add(place)
 
     @property
     def rows(self) -> int:
@@ -171,10 +176,9 @@ class Tally:
     def _stage(self, name: str, key: str) -> StageStats:
         seconds, longest = self.sums[key], self.longest[key]
         mean = seconds / self.shards if self.shards else 0.0
-        shares = {
-            "engine": [one.rows for one in self.by_engine.values()],
-            "finish": list(self.finished_on.values()),
-        }.get(name, [])
+        engines = {place: one.rows for place, one in self.by_engine.items()}
+        places: dict[Place, int] = {"engine": engines, "finish": self.finished_on}.get(name, {})
+        shares = list(_main(places).values())
         return StageStats(
             name=name,
             tasks=self.shards,
@@ -187,11 +191,19 @@ class Tally:
             busiest=busiest(shares),
         )
 
+    @property
+    def engines(self) -> int:
+        """Engines of the attempt that did most rows."""
+        return len(_main({place: one.rows for place, one in self.by_engine.items()}))
+
     def workers(self) -> tuple[WorkerStats, ...]:
-        """The engines, those with most rows first."""
+        """The engines of the attempt that did most rows, those with most rows first: what others
+        did says nothing of how even these were."""
+        shares = {place: one.rows for place, one in self.by_engine.items()}
+        main = {place[1]: self.by_engine[place] for place in _main(shares)}
         found = [
             WorkerStats(name[:200], one.shards, one.rows, one.tokens, round(one.seconds, 3))
-            for name, one in self.by_engine.items()
+            for name, one in main.items()
         ]
         found.sort(key=lambda worker: -worker.rows)
         if len(found) > SHOWN:
@@ -208,10 +220,11 @@ class Tally:
         return tuple(found)
 
     def nodes(self) -> tuple[NodeStats, ...]:
-        """The nodes that had engines, those with most rows first; at most 64 of them."""
+        """The nodes that had engines, those with most rows first; at most 64 of them. The engines
+        of one are those of the attempt that had most of them there."""
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
-            NodeStats(name[:200], len(one.engines), one.shards, one.rows, one.figures())
+            NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.figures())
             for name, one in ordered[:SHOWN]
         )
 
@@ -223,8 +236,21 @@ def busiest(shares: Iterable[float]) -> float | None:
     return round(max(values) / mean, 3) if mean > 0 else None
 
 
-def _known(name: str, names: Mapping[str, object]) -> str:
-    return name if name in names or len(names) < KNOWN else OTHERS
+def _known(place: Place, places: Mapping[Place, object]) -> Place:
+    return place if place in places or len(places) < KNOWN else ("", OTHERS)
+
+
+def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
+    """Those places of the attempt that did most rows."""
+    by_attempt: Counter[str] = Counter()
+    for (attempt, _), number in rows.items():
+        by_attempt[attempt] += number
+    main = max(by_attempt, key=by_attempt.__getitem__, default="")
+    return {place: number for place, number in rows.items() if place[0] == main}
+
+
+def _at_once(engines: Iterable[Place]) -> int:
+    return max(Counter(attempt for attempt, _ in engines).values(), default=0)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -26,6 +26,7 @@ from prefect_raybatch.job import BatchJob, seconds_of
 from prefect_raybatch.page import OBSERVERS, Page
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
+from prefect_raybatch.words import counted
 
 __all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
 
@@ -61,7 +62,8 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
         job = with_blocks(job)
         run = runs.plan_run(job, run_key, dataset)
         get_run_logger().info(
-            "run %s: %s rows in %s shards at %s", run_key, f"{run.rows:,}", run.shards, run.uri
+            "run %s: %s in %s at %s",
+            *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),
         )
         return run
 
@@ -83,8 +85,8 @@ def plan_retry(
         if isinstance(made, retry.Nothing):
             log.info("%s", made.message)
         else:
-            rows, uri = f"{made.run.rows:,}", made.run.uri
-            log.info("run %s: %s failed rows of %s at %s", made.run.run_key, rows, made.parent, uri)
+            rows, uri = counted(made.run.rows, "failed row"), made.run.uri
+            log.info("run %s: %s of %s at %s", made.run.run_key, rows, made.parent, uri)
         return made
 
 
@@ -136,9 +138,9 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             put(artifact, f"{artifact_key(report.run_key)}-{kind}")
         if not run.finished:  # else that was said when it was
             get_run_logger().info(
-                "run %s: %s rows = %s answered + %s in quarantine + %s left out, in %s",
-                *(run.run_key, f"{report.rows:,}", f"{report.good:,}", f"{report.failed:,}"),
-                *(f"{report.skipped:,}", run.uri),
+                "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
+                *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
+                *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
             materialize_result(report)
             events.completed(report)

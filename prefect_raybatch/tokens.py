@@ -14,6 +14,7 @@ from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job import BatchJob, template_fields
 from prefect_raybatch.records import Unit
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -155,7 +156,7 @@ def measure(
     limits = job.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-    prepare = Prepare(job.prompt, pinned, None, calls=calls)
+    prepare = Prepare(job.prompt, pinned, None, calls=calls, sampling=job.sampling.given())
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
@@ -168,8 +169,8 @@ def measure(
     if not seen.sizes:
         first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
         raise ConfigError(
-            f"none of {len(seen.failures)} sampled rows made a prompt, so their length cannot be "
-            f"told{first}"
+            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
+            f"length cannot be told{first}"
         )
     return _summary(job, pinned, seen, time.monotonic() - began)
 

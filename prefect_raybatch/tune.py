@@ -22,6 +22,7 @@ from prefect_raybatch.plan import settled
 from prefect_raybatch.records import Receipt, Unit
 from prefect_raybatch.report import duration
 from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.pipeline import Pipeline
@@ -375,9 +376,9 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
 
 def verdict(tuned: Tuned) -> list[str]:
     """What it comes to, in sentences."""
-    engines = "1 engine" if tuned.best.engines == 1 else f"{tuned.best.engines} engines"
+    engines = counted(tuned.best.engines, "engine")
     said = [
-        f"{tuned.rows:,} rows would take {duration(tuned.seconds)} with {engines} "
+        f"{counted(tuned.rows, 'row')} would take {duration(tuned.seconds)} with {engines} "
         f"at {tuned.best.rows_per_s:,.1f} rows/s in all"
     ]
     if tuned.deadline is not None:

@@ -13,12 +13,14 @@ from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
+from prefect_raybatch.missing import need_plan
 from prefect_raybatch.plan import Shards
 from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.success import FOLDERS, read_success
 from prefect_raybatch.verify_files import check_folder
+from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
 
@@ -55,12 +57,10 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Checks a run directory; raises `CorruptRun` only when it holds no readable plan, or a
-    `_SUCCESS` that is not this plan's."""
+    """Checks a run directory; raises `NoSuchRun` where there is no plan, and `CorruptRun` only when
+    that is not readable, or for a `_SUCCESS` that is not this plan's."""
     ledger = Ledger(store)
-    plan = ledger.load_plan()
-    if plan is None:
-        raise CorruptRun(f"{store.uri} holds no _raybatch/plan.json, so it is no run directory")
+    plan = need_plan(ledger)
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     # Not by `finished`, which stops at the first part that does not fit.
     success = read_success(store, plan)
@@ -77,11 +77,12 @@ def verify(store: Store) -> Verdict:
         if found.faults and ledger.finished(plan) is not None:  # it ended, and tidied up, meanwhile
             return verify(store)
         missing = plan.shards - found.committed_shards
-        found.faults.append(f"not finished: {missing} of {plan.shards} shards are not committed")
+        share = f"{missing} of {counted(plan.shards, 'shard')} {are(missing)}"
+        found.faults.append(f"not finished: {share} not committed")
         return found
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
-        _fault(found, f"commits of {missing} of {plan.shards} shards are missing")
+        _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
     parts = {part.path: part for part in success.parts}
     for kind in FOLDERS:  # without compaction they are empty
         held += _files(store, kind, parts, success.row_number, numbers, found)
@@ -200,7 +201,7 @@ def _prove(spans: Iterable[Span], numbers: RowNumbers, found: Verdict) -> None:
     if reached < rows:
         _fault(found, f"{numbers.name(reached, rows)} are missing")
     elif reached > rows:
-        _fault(found, f"{last}: row {reached - 1} is beyond the planned {rows} rows")
+        _fault(found, f"{last}: row {reached - 1} is beyond the planned {counted(rows, 'row')}")
 
 
 def _to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -130,6 +130,40 @@ def test_engines_that_are_uneven(tmp_path, shares, change):
     assert "2.00 times the mean" in found.evidence and found.change.startswith(change)
 
 
+def attempts(*made: tuple[str, list[str]]) -> list[Commit]:
+    """Shards one after the other, each (attempt, engines in order)."""
+    places = [(attempt, engine) for attempt, engines in made for engine in engines]
+    return [replace(shard(n, e), attempt=a) for n, (a, e) in enumerate(places)]
+
+
+def test_engines_are_compared_with_those_of_their_own_attempt(tmp_path):
+    """A resumed run has other engines, which did fewer rows because fewer were left."""
+    even = attempts(("first", ["a:1", "a:2"] * 8), ("second", ["a:3", "a:4"] * 2))
+    assert advise(report(tmp_path, even), job()) == ()
+    # In containers the second attempt's processes may have the first one's numbers.
+    again = attempts(("first", ["a:1", "a:2"] * 6), ("second", ["a:1"] * 4))
+    made = report(tmp_path, again)
+    assert advise(made, job()) == ()
+    assert [(one.name, one.shards) for one in made.workers] == [("a:1", 6), ("a:2", 6)]
+    assert "engines | 2 (1 more in other attempts)" in markdown(made)
+
+
+def test_engines_that_are_uneven_in_one_attempt_are_told(tmp_path):
+    made = report(
+        tmp_path, attempts(("first", ["a:3"] * 2), ("second", ["a:1"] * 12 + ["a:2"] * 4))
+    )
+    found = only(advise(made, job()))
+    assert found.about == "engines are uneven"
+    assert "1.50 times the mean" in found.evidence and "8.0 shards an engine" in found.evidence
+    assert made.nodes[0].engines == 2  # at one time
+
+
+def test_engines_of_another_attempt_do_not_count_for_the_deadline(tmp_path):
+    made = report(tmp_path, attempts(("first", ["a:1", "a:2"] * 8), ("second", ["a:3", "a:4"] * 2)))
+    found = only(advise(made, job(limits={"deadline": "1m"})))
+    assert "with 2 engines" in found.evidence and found.change.startswith("4 engines instead of 2")
+
+
 def test_a_deadline_that_was_missed(tmp_path):
     made = report(tmp_path, [shard(n, f"a:{n % 2}") for n in range(20)])
     assert made.seconds == 105
@@ -142,6 +176,26 @@ def test_answers_that_are_cut_off(tmp_path):
     made = report(tmp_path, [shard(n, cut_off=20) for n in range(20)])
     found = only(advise(made, job(sampling={"max_tokens": 16})))
     assert found.change == "sampling.max_tokens: 32" and "400 of 10,000" in found.evidence
+
+
+def test_one_answer_of_a_given_form_that_is_not_whole_is_told(tmp_path):
+    cut = [shard(0, cut_off=3, cut_off_structured=2), *(shard(n) for n in range(1, 20))]
+    made = report(tmp_path, cut)
+    found = only(advise(made, job(sampling={"max_tokens": 16, "choice": ["a"]})))
+    assert found.about == "answers of a given form are not whole"
+    assert "2 of 10,000" in found.evidence and "count as good" in found.evidence
+    assert "sampling.max_tokens: 32" in found.change and "output.on_cut_off: fail" in found.change
+    assert advise(made, job(output={"uri": "o", "on_cut_off": "keep"})) == ()  # they are wanted
+    assert "3, of which 2 had to have a given form and are not whole" in markdown(made)
+
+
+def test_failed_answers_that_were_cut_off(tmp_path):
+    key = "engine|AnswerCutOff|the answer was cut off"
+    failed = replace(shard(0, cut_off=1), failures={key: 1})
+    made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
+    found = only(advise(made, job(output={"uri": "o", "on_cut_off": "fail"})))
+    assert "1 of 10,000 rows failed" in found.evidence
+    assert "retry-failed --error AnswerCutOff --set sampling.max_tokens=32" in found.change
 
 
 def test_prompts_that_are_too_long(tmp_path):

@@ -24,8 +24,8 @@ import prefect_raybatch
 from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver import Progress
-from prefect_raybatch.errors import IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.job import BatchJob, Limits
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
@@ -129,6 +129,26 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
         return code, out, err
 
     return run
+
+
+def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    more, job = job, job.model_copy(update={"limits": Limits(max_failed=0)})
+    run = runs.plan_run(job, "key")
+    seen: list[Progress] = []
+    with pytest.raises(ErrorBudgetExceeded, match="row 13: engine: ValueError: refused"):
+        runs.infer_run(job, run, seen.append, engine=FakeEngine)
+    assert seen[-1].held_back == 1
+    stopped = runs.status(run.uri).stopped
+    assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
+    code, out, _ = call("status", run.uri)
+    assert code == 0 and "1 of 40 rows failed, where 0 may" in out
+    assert "row 13: engine: ValueError: refused" in out
+    assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
+    assert "1 of 40 rows failed" in call("report", run.uri)[1]
+    # An attempt that goes on takes its place.
+    runs.infer_run(more, run, engine=FakeEngine)
+    assert runs.status(run.uri).stopped is None
 
 
 # --- the run itself -----------------------------------------------------------------------------
@@ -245,7 +265,7 @@ def test_status_in_words_and_as_json(made, call):
     assert code == 0 and err == ""
     for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
         assert word in out
-    assert "1 rows failed in engine: ValueError: refused" in out
+    assert "1 row failed in engine: ValueError: refused" in out
     code, out, _ = call("status", run.uri, "--json")
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
@@ -325,8 +345,8 @@ def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
 def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path, call, command):
     for folder in (tmp_path, tmp_path / "nowhere"):
         code, out, err = call(command, folder)
-        assert code == 1 and out == ""
-        assert err.startswith("CorruptRun: ") and "no run directory" in err
+        assert code == 2 and out == ""
+        assert err.startswith("NoSuchRun: ") and "there is no run there" in err
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -342,7 +362,7 @@ def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
     path = write_job(tmp_path)
     code, out, _ = call("plan", path)
     assert code == 0
-    for word in ("40 rows in 1 parquet files", "id, Company", "4 of 10 rows", "demo"):
+    for word in ("40 rows in 1 parquet file", "id, Company", "4 of 10 rows", "demo"):
         assert word in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
 
@@ -394,7 +414,7 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     path = write_job(tmp_path, engine={"accelerator_type": "H100"}, sampling={"max_tokens": 500})
     code, out, _ = call("plan", path, "--set", "cluster.job_server=http://head:8265")
     assert code == 0  # nobody asks a job server
-    assert "128 CPUs, 8 GPUs H100, 1 nodes, assumed, as it cannot be asked" in out
+    assert "128 CPUs, 8 GPUs H100, 1 node, assumed, as it cannot be asked" in out
 
     def nobody(**_: Any) -> None:
         raise ConnectionError("refused")
@@ -533,7 +553,8 @@ def test_each_error_has_its_exit_status(call, monkeypatch, kind):
 
     monkeypatch.setattr(runs, "status", fails)
     code, out, err = call("status", "anywhere")
-    wanted = 2 if kind.__name__ in ("ConfigError", "PlanMismatch") else 75 if kind.transient else 1
+    wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch")
+    wanted = 2 if wrong else 75 if kind.transient else 1
     assert code == wanted == exit_status(kind(""))
     assert err == f"{kind.__name__}: what is wrong [/and] why\n" and out == ""
 

@@ -360,7 +360,7 @@ def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     try:
         address = context.address_info["gcs_address"]
         got = one(services.check_cluster, make_job(cluster={"address": address}))
-        assert got.mark == "pass" and "1 nodes, 2 CPUs, 0 GPUs" in got.found
+        assert got.mark == "pass" and "1 node, 2 CPUs, 0 GPUs" in got.found
         large = make_job(cluster={"address": address}, engine={"model": "demo", "replicas": 9})
         (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
         assert verdict.mark == "fail" and "too small" in verdict.found

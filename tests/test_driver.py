@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from prefect_raybatch.finalize import finalize
 from prefect_raybatch.job import Limits
 from prefect_raybatch.ledger import commit_path
 from prefect_raybatch.records import Commit, Receipt, Unit, count
+from prefect_raybatch.stops import Stop
 
 
 def driver_of(run: SmallRun, passes: Any, **kwargs: Any) -> Driver:
@@ -326,8 +328,51 @@ def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
     text = str(caught.value)
     assert "3 of 20 rows failed" in text and "limits.max_failed 2 (2 rows)" in text
     assert "3 rows: engine: ValueError: refused" in text
-    assert "1 of 4 shards are committed" in text
+    assert "1 of 4 shards is committed" in text
+    assert "row 5: engine: ValueError: refused" in text  # of the shard that is not committed
     assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
+
+
+def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path):
+    run = small_run(tmp_path, rows=100, per_shard=50)
+    seen, stops = [], []
+    driver = driver_of(
+        run,
+        Passes(run, failed={(1, p) for p in range(1, 50)}),
+        limits={"max_failed": 0.1},
+        observe=lambda p: seen.append((p.done, p.tally.failed, p.held_back)),
+        on_stop=stops.append,
+    )
+    driver.resume()
+    with pytest.raises(ErrorBudgetExceeded, match="49 of 100 rows failed"):
+        driver.run()
+    assert seen == [(50, 0, 0), (50, 0, 49)]
+    (stop,) = stops
+    assert (stop.failed, stop.held_back, stop.allowed, stop.shard) == (49, 49, 10, 1)
+    assert [one.row for one in stop.sample] == list(range(51, 71))  # of bounded size
+    assert (stop.sample[0].stage, stop.sample[0].error) == ("engine", "ValueError")
+    assert Stop.from_note({"stopped": json.loads(json.dumps(stop.to_dict()))}) == stop
+
+
+def test_failed_rows_that_cannot_be_read_leave_the_error_as_it_is(tmp_path, monkeypatch):
+    run = small_run(tmp_path)
+    driver = driver_of(run, Passes(run, failed={(0, 1)}), limits={"max_failed": 0})
+    driver.resume()
+    read = run.store.read
+
+    def away(path: str, *most: int) -> bytes:
+        if "pieces" in path:
+            raise StoreError("gone")
+        return read(path, *most)
+
+    monkeypatch.setattr(run.store, "read", away)
+    with pytest.raises(ErrorBudgetExceeded, match="1 of 20 rows failed"):
+        driver.run()
+
+
+@pytest.mark.parametrize("stopped", [None, 3, {}, {"failed": 1}, {"sample": [1]}])
+def test_a_note_without_a_readable_stop_has_none(stopped):
+    assert Stop.from_note({"stopped": stopped}) is None and Stop.from_note({}) is None
 
 
 def test_a_fraction_is_of_planned_rows_not_of_those_done(tmp_path):

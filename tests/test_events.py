@@ -29,7 +29,7 @@ from test_html_report import full
 from test_records import COMMIT
 from test_tasks import report
 
-from prefect_raybatch import assets, events, page, runs, tasks
+from prefect_raybatch import assets, cli, events, page, runs, tasks
 from prefect_raybatch.artifacts import KINDS, artifact_key, tune_key
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
@@ -391,6 +391,30 @@ def test_what_was_tuned_has_a_key_that_no_run_has(kind):
     taken = f"{artifact_key('tune-x')}-{kind}"
     assert tune_key(f"x-{kind}") != taken and tune_key(f"x.{kind}") != taken
     assert tune_key(f"x-{kind}") != tune_key(f"x.{kind}")
+
+
+def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
+    show = cli._Show(quiet=False)
+    monkeypatch.setattr(page, "OBSERVERS", [show, lambda progress: None])
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False))
+    shown.hear(Beat(0.0, phase=INFERRING))
+    shown(Progress(100, 10))
+    assert capsys.readouterr().err == "inferring\n"
+    shown.hear(Beat(0.0, phase=INFERRING))
+    assert capsys.readouterr().err == ""
+    shown.hear(Beat(0.0, phase=WAITING))  # said though nothing was committed
+    assert capsys.readouterr().err == "waiting\n"
+
+
+def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
+    beat = Beat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
+    assert page.line(beat).endswith("8 (7 of them not committed) failed")
+    assert {"": "failed", "now": "8 (7 of them not committed)"} in page.live_rows(beat)
+    # Also of a driver elsewhere, whose commits are all that is seen from here.
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown._counts = counts()
+    shown.hear(beat)
+    assert shown._now(1.0).held_back == 7
 
 
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):

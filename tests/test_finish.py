@@ -18,6 +18,8 @@ from prefect_raybatch.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     ERROR_TYPE,
+    FINISH,
+    FORMED,
     MERGED,
     TEXTS,
     TRUNCATED,
@@ -168,6 +170,45 @@ def test_several_answers_a_row_are_a_list(tmp_path):
     assert made["response"].to_pylist() == [["a", "b"], ["c", "d"]]
 
 
+def cut(rows: int, at: Any, formed: Any = None) -> pa.Table:
+    """A block whose answers at these positions ended at max_tokens; `formed` had to have a form."""
+    table = block(Unit(0, 0, rows))
+    reasons = pa.array(["length" if i in at else "stop" for i in range(rows)])
+    table = table.set_column(table.column_names.index(FINISH), FINISH, reasons)
+    if formed is not None:
+        table = table.append_column(FORMED, pa.array([i in formed for i in range(rows)]))
+    return table
+
+
+@pytest.mark.parametrize("way", ["auto", "keep"])
+def test_a_cut_off_answer_is_kept_unless_the_job_says_otherwise(tmp_path, way):
+    receipt = one(tmp_path, cut(4, {1, 2}, formed={0, 2}), on_cut_off=way)
+    assert receipt.good == ((0, 4),)
+    assert (receipt.stats["cut_off"], receipt.stats["cut_off_structured"]) == (2, 1)
+    assert "cut_off_structured" not in one(tmp_path, cut(4, {1})).stats
+
+
+@pytest.mark.parametrize("post", [None, "helpers.functions:skip_odd"])
+def test_a_job_may_fail_cut_off_answers_and_keeps_their_text(tmp_path, post):
+    receipt = one(tmp_path, cut(4, {1, 2}), on_cut_off="fail", postprocess=post)
+    assert receipt.failed == ((1, 3),)
+    found = reasons(tmp_path, receipt)
+    for i in (1, 2):
+        stage, kind, message = found[i]
+        assert (stage, kind) == ("engine", "AnswerCutOff")
+        assert "sampling.max_tokens" in message and "output.on_cut_off: keep" in message
+        assert message.endswith(f"After 1 token it was: answer {i}")
+    assert list(receipt.failures.values()) == [2]  # one cause, whatever the texts are
+
+
+def test_of_several_answers_all_are_kept_where_one_is_cut_off(tmp_path):
+    texts = pa.array([["a", "b"], ["c", "d"]], pa.list_(pa.string()))
+    table = cut(2, {1})
+    table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
+    receipt = one(tmp_path, table, answers=2, on_cut_off="fail")
+    assert reasons(tmp_path, receipt)[1][2].endswith('it was: ["c", "d"]')
+
+
 # --- postprocess --------------------------------------------------------------------------------
 
 
@@ -219,6 +260,27 @@ def test_the_first_shard_fixes_the_schema_and_the_second_adopts_it(tmp_path):
     assert piece(tmp_path, first).schema.equals(piece(tmp_path, second).schema)
     assert second.good == ((0, 2),)
     assert {r[1] for r in reasons(tmp_path, second).values()} == {"SchemaError"}
+
+
+def test_postprocess_may_return_the_same_dict_for_every_row(tmp_path):
+    output: dict[str, Any] = {"postprocess": "helpers.functions:reuses_dict", "columns": []}
+    receipt = one(tmp_path, block(Unit(0, 0, 3)), **output)
+    assert piece(tmp_path, receipt)["id"].to_pylist() == [0, 1, 2]
+
+
+def test_values_that_postprocess_changes_later_stay_as_they_were(tmp_path):
+    output: dict[str, Any] = {"postprocess": "helpers.functions:reuses_result", "columns": []}
+    receipt = one(tmp_path, block(Unit(0, 0, 3)), **output)
+    assert piece(tmp_path, receipt).drop_columns(["__rb_pos"]).to_pylist() == [
+        {
+            "id": i,
+            "tags": [f"answer {i}"],
+            "deep": {"list": [{"at": i}]},
+            "raw": b"%d" % i,
+            "vector": [i, i],
+        }
+        for i in range(3)
+    ]
 
 
 def test_a_column_of_nulls_is_text(tmp_path):

@@ -14,7 +14,7 @@ from helpers.small import small_run
 from test_records import REPORT
 
 from prefect_raybatch import cli, runs
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.html_report import html, verdict
 from prefect_raybatch.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
 
@@ -152,7 +152,7 @@ def test_a_run_that_has_only_a_plan_has_one_too(tmp_path):
     found = runs.report_of(str(tmp_path))
     assert (found.state, found.good) == ("planned", 0)
     Page(html(found))
-    with pytest.raises(CorruptRun, match="no run directory"):
+    with pytest.raises(NoSuchRun, match="there is no run there"):
         runs.report_of(str(tmp_path / "other"))
 
 

@@ -422,6 +422,12 @@ def test_the_json_schema_carries_title_description_and_position():
     assert "schema" in schema["$defs"]["Output"]["properties"]
 
 
+def test_ray_data_llm_does_not_tell_what_was_cut_off() -> None:
+    fails = put(job_dict(), "output.on_cut_off", "fail")
+    said = refused(put(fails, "engine.stage", "ray.data.llm"))
+    assert said.startswith("job.yaml: output.on_cut_off: ray.data.llm does not tell")
+
+
 def test_ray_data_llm_gives_one_answer_a_row() -> None:
     two = put(put(job_dict(), "sampling.n", 2), "sampling.temperature", 1.0)
     assert BatchJob.from_dict(two).sampling.model_extra == {"n": 2}

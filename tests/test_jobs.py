@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ from prefect_raybatch.errors import (
     JobLost,
     JobServerUnavailable,
     JobStopped,
+    StoreUnavailable,
+)
+from prefect_raybatch.heartbeat import (
+    ENDED,
+    INFERRING,
+    STARTING,
+    UNHEARD,
+    Beat,
+    Listener,
+    path_of,
 )
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.job_logs import LogFeed, MarkedLines
@@ -158,6 +169,54 @@ def test_progress_goes_on_from_the_commits_and_is_seen(world: World) -> None:
     assert seen[0] == 5 and seen[-1] == 20 and seen == sorted(seen)
     assert (progress.resumed_shards, progress.resumed_rows) == (1, 5)
     assert progress.tally.good == 20
+
+
+class Heard(Listener):
+    """Who follows: what was known of the run's phase whenever progress was shown."""
+
+    def __init__(self) -> None:
+        self.phase, self.shown = "nothing was said", list[tuple[int, str]]()
+
+    def __call__(self, progress: Any) -> None:
+        self.shown.append((progress.tally.shards, self.phase))
+
+    def hear(self, beat: Beat) -> None:
+        self.phase = beat.phase
+
+
+@pytest.mark.parametrize(
+    ("age", "phase", "said"),
+    [
+        (3.0, INFERRING, INFERRING),
+        (3.0, STARTING, STARTING),
+        (600.0, INFERRING, UNHEARD),  # of a driver that is gone
+        (3.0, ENDED, UNHEARD),  # of the one before
+        (None, "", UNHEARD),
+    ],
+)
+def test_who_attaches_says_what_the_driver_does(
+    world: World, age: float | None, phase: str, said: str
+) -> None:
+    world.small.commit(0)
+    world.submitted()
+    if age is not None:
+        beat = Beat(time.time() - age, phase=phase, engines={"ALIVE": 1})
+        world.small.store.put(path_of("theirs"), beat.to_bytes())
+    follower, heard = world.follower(), Heard()
+    follower.watch.observe = heard
+    follower.run_to_end()
+    assert heard.shown[0] == (1, said) and heard.shown[-1][0] == 4
+
+
+def test_a_store_that_does_not_tell_the_phase_is_no_failure(world: World, monkeypatch: Any) -> None:
+    def away(*_: Any) -> None:
+        raise StoreUnavailable("slow down")
+
+    monkeypatch.setattr(jobs, "newest", away)
+    follower, heard = world.follower(), Heard()
+    follower.watch.observe = heard
+    assert follower.run_to_end().done == 20
+    assert heard.shown[0] == (0, UNHEARD)
 
 
 def test_killed_before_the_record_nothing_is_left(world: World, monkeypatch: Any) -> None:

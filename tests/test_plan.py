@@ -193,6 +193,7 @@ CHANGED: dict[str, Any] = {
     "output.postprocess": "helpers.functions:shout",
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
+    "output.on_cut_off": "fail",
     "output.compact": False,
     "output.file_mb": 1,
     "output.options": {"anon": True},
@@ -263,6 +264,12 @@ def test_a_field_changes_the_fingerprint_as_its_table_says(path):
     else:  # an extra field of sampling or engine
         free = path.startswith("engine.") and name in FREE_ENGINE_ARGUMENTS
     assert (before == after) is free
+
+
+def test_only_a_job_that_fails_cut_off_answers_is_another_job_by_it():
+    plain = fingerprint(job_with(), MODEL)
+    assert fingerprint(job_with(**{"output.on_cut_off": "keep"}), MODEL) == plain
+    assert "output.on_cut_off" not in plain[1]
 
 
 def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_order():
@@ -419,6 +426,13 @@ def test_columns_that_do_not_fit_the_input_are_named(groups, said):
         check_against_schema(make_job(**groups), SCHEMA)
     for word in said:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["logprob_token_ids", "flat_logprobs"])
+def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name):
+    job = make_job(sampling={name: [5]})  # a run that began with it is read and continued
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} is not supported"):
+        check_against_schema(job, SCHEMA)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.blocks import (
     ERROR,
     FATAL,
+    FORMED,
     LOST,
     PARAMS,
     POSITION,
@@ -141,6 +142,109 @@ def test_each_row_a_function_spoils_fails_alone_with_its_reason():
     assert "about first" in text(rows[0]) and "about last" in text(rows[-1])
     for row, (kind, said) in zip(rows[1:-1], wrong.values(), strict=True):
         failed(row, kind, said)
+
+
+def test_a_function_may_return_the_same_object_for_every_row():
+    companies = ["a", "bb", "ccc"]
+    rows = run({"function": "helpers.functions:reuses"}, {"Company": companies})
+    for row, company in zip(rows, companies, strict=True):
+        assert f"about {company}<" in text(row)
+        own = json.loads(row[PARAMS])
+        assert own == {"max_tokens": len(company), "bad_words": [company]}
+
+
+def test_parts_of_messages_that_a_function_changes_later_stay_as_they_were(monkeypatch):
+    plain = Touchy("", "")
+    plain.chat_template = None
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: plain)
+    companies = ["a", "bb", "ccc"]
+    rows = run({"function": "helpers.functions:reuses_parts"}, {"Company": companies})
+    for row, company in zip(rows, companies, strict=True):
+        assert f"about {company}'" in text(row)
+
+
+def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
+    """A row that brings these sampling fields, in a job with those."""
+    table = tag(pa.table({"Sampling": [json.dumps(given)]}), Unit(0, 0, 1))
+    prompt = Prompt(function="helpers.functions:own_sampling")
+    (row,) = Prepare(prompt, dict(MODEL), None, sampling=sampling)(table).to_pylist()
+    return {name: row[name] for name in (TOKENS, PARAMS, ERROR)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 3}, ["sampling.n", "3", "the job's 1", "set sampling.n in the job"]),
+        ({"logprobs": 1}, ["logprobs", "only the answer's text is written", "leave it out"]),
+        ({"logprobs": 0}, ["logprobs"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs"]),
+        ({"logprob_token_ids": [5]}, ["logprob_token_ids"]),
+        ({"flat_logprobs": True}, ["flat_logprobs"]),
+        ({"output_kind": 2}, ["output_kind"]),
+        ({"detokenize": True}, ["detokenize"]),
+        ({"stream_interval": 4}, ["stream_interval"]),
+        ({"routed_experts_prompt_start": 4}, ["routed_experts_prompt_start"]),
+        ({"best_of": 4}, ["unknown field 'best_of'"]),
+        ({"temprature": 1}, ["unknown field 'temprature'", "did you mean 'temperature'"]),
+        ({"skip_special_tokens": False}, ["skip_special_tokens", "for all rows"]),
+        ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens"]),
+        ({"temperature": None}, ["sampling.temperature is null", "the job's 0.5"]),
+        ({"max_tokens": None}, ["sampling.max_tokens is null", "the job's 7"]),
+        ({"max_tokens": 2.5}, ["sampling.max_tokens", "2.5", "whole number"]),
+        ({"max_tokens": 0}, ["sampling.max_tokens"]),
+        ({"max_tokens": True}, ["sampling.max_tokens"]),
+        ({"choice": "yes"}, ["sampling.choice", "list"]),
+        ({"choice": []}, ["sampling.choice"]),
+        (
+            {"choice": ["a"], "structured_outputs": {"regex": "a"}},
+            ["choice and structured_outputs exclude each other", "null"],
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sampling_of_a_row_that_cannot_be_honoured_fails_that_row(given, said):
+    failed(own(given, temperature=0.5, max_tokens=7), "ValueError", *said)
+
+
+@pytest.mark.parametrize(
+    ("given", "job"),
+    [
+        ({"n": 2}, {"n": 2}),
+        ({"n": 1}, {}),
+        ({"temperature": 0.7, "max_tokens": 3, "seed": 4, "stop": ["x"]}, {"temperature": 0.0}),
+        ({"logprobs": None, "flat_logprobs": False}, {}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+        ({"top_p": None}, {"temperature": 0.0}),
+        ({"choice": None, "structured_outputs": {"regex": "a"}}, {"choice": ["a", "b"]}),
+        ({"choice": ["a"]}, {"choice": ["a", "b"]}),
+        ({"stop": None, "seed": None}, {"stop": ["x"], "seed": 3}),
+    ],
+)
+def test_sampling_of_a_row_that_is_honoured_travels_with_it(given, job):
+    row = own(given, **job)
+    assert row[ERROR] is None and json.loads(row[PARAMS]) == given
+
+
+def formed(prompt: dict[str, Any], columns: Any, **sampling: Any) -> list[bool] | None:
+    table = tag(pa.table(columns), Unit(0, 0, len(next(iter(columns.values())))))
+    made = Prepare(Prompt(**prompt), dict(MODEL), None, sampling=sampling)(table)
+    return made[FORMED].to_pylist() if FORMED in made.column_names else None
+
+
+def test_answers_that_must_have_a_form_are_known():
+    given = [{}, {"choice": ["a"]}, {"structured_outputs": {"json": {"type": "object"}}}]
+    columns = {"Sampling": [json.dumps(own) for own in given]}
+    function = {"function": "helpers.functions:own_sampling"}
+    assert formed(function, columns) == [False, True, True]
+    columns = {"Sampling": ["{}", '{"choice": null}']}
+    assert formed(function, columns, choice=["a", "b"]) == [True, False]
+    assert formed({"template": "{A}"}, {"A": ["x", None]}, choice=["a"]) == [True, True]
+    assert formed({"template": "{A}"}, {"A": ["x"]}) is None
+
+
+def test_a_rows_structured_outputs_need_the_jobs_choice_taken_back():
+    row = own({"structured_outputs": {"regex": "a"}}, choice=["a"])
+    failed(row, "ValueError", "choice: null")
 
 
 @pytest.mark.parametrize("name", ["raises_surrogate", "raises_unprintable"])

@@ -134,7 +134,7 @@ def test_a_block_without_a_well_row_goes_round_the_engine(gather: Gather) -> Non
 def test_rows_that_are_missing_lose_the_block_and_not_the_run(gather: Gather) -> None:
     table = rays([Spread(SAMPLING)(prepared(Unit(3, 0, 4)))]).slice(0, 3)
     (receipt,) = found(gather, table).values()
-    assert receipt.lost == "ray.data.llm lost 1 rows of the block" and not receipt.fatal
+    assert receipt.lost == "ray.data.llm lost 1 row of the block" and not receipt.fatal
 
 
 def test_a_row_with_other_sampling_fields_fails_alone(gather: Gather, monkeypatch: Any) -> None:

@@ -16,7 +16,7 @@ from helpers.small import SmallRun, small_run
 from s3server import start_s3
 
 from prefect_raybatch import runs
-from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job import seconds_of
 from prefect_raybatch.ledger import Ledger, commit_path
 from prefect_raybatch.reap import Reaped, reap
@@ -120,7 +120,7 @@ def test_files_that_only_look_like_ours_stay(tmp_path):
 def test_no_run_directory_is_touched_that_is_none(tmp_path):
     (tmp_path / "_probe-1").mkdir()
     (tmp_path / "_probe-1/x").write_bytes(b"")
-    with pytest.raises(CorruptRun, match="is no run directory"):
+    with pytest.raises(NoSuchRun, match="there is no run there"):
         reap(open_store(str(tmp_path)), NOW)
     assert (tmp_path / "_probe-1/x").exists()
 

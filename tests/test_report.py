@@ -84,6 +84,7 @@ def test_a_report_of_commits(tmp_path):
         "cached_tokens": 19.0,
         "output_tokens": 19.0,
         "cut_off": 0.0,
+        "cut_off_structured": 0.0,
         "deduplicated": 0.0,
         "truncated": 0.0,
     }

@@ -350,8 +350,8 @@ def test_another_selection_or_job_takes_only_what_is_free(tmp_path):
     found = chain(run.store.uri)
     assert not found.ok
     assert found.faults == [
-        "key.r1: not finished: 1 of 1 shards are not committed",
-        "key.r2: not finished: 1 of 1 shards are not committed",
+        "key.r1: not finished: 1 of 1 shard is not committed",
+        "key.r2: not finished: 1 of 1 shard is not committed",
     ]
 
 
@@ -643,7 +643,7 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     code, _, err = call("retry-failed", tmp_path / "half")
     assert code == 2 and "finish it first" in err
     code, _, err = call("retry-failed", tmp_path / "none")
-    assert code == 1 and "no run directory" in err
+    assert code == 2 and "there is no run there" in err and "beside it are runs: good, half" in err
     code, _, err = call("retry-failed", uri, "--set", "source.limit=3")
     assert code == 2 and "source.limit cannot be set for a retry" in err
     code, _, err = call("retry-failed", uri, "--job", tmp_path / "no.yaml")

@@ -66,7 +66,7 @@ def sized(
 @pytest.mark.parametrize(
     ("rows", "row_bytes", "engines", "engine", "source", "chosen", "why"),
     [
-        (10_000, 50, 1, {}, {}, 1250, "10,000 rows / (1 engines * 8 shards)"),
+        (10_000, 50, 1, {}, {}, 1250, "10,000 rows / (1 engine * 8 shards)"),
         (40_000, 50, 4, {}, {}, 625, "(4 engines * 16 shards)"),
         (10_000, 50, 10, {}, {}, 256, "at least engine.batch_size 256"),
         (1_000_000, 50, 1, {}, {}, MOST_ROWS, "at most 4,000"),
@@ -338,7 +338,7 @@ def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engine
         (
             {"tensor_parallel_size": 8},
             Capacity(64, 8, 2, "x", (4, 4), ("H200",), 8),
-            "8 GPUs on one node for each of 1 replicas (tensor_parallel_size 8 * "
+            "8 GPUs on one node for each of 1 replica (tensor_parallel_size 8 * "
             "pipeline_parallel_size 1), where the nodes have 4, 4: an engine cannot span nodes",
         ),
         ({"accelerator_type": "H100"}, ONE, "accelerator H100, where the cluster has H200"),

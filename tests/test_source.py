@@ -388,7 +388,7 @@ def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
         ("", ["0 bytes"]),
         ("a,b\n", ["header but no rows"]),
         ("\n\n", ["header"]),
-        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 columns", "header has 2"]),
+        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 column ", "header has 2"]),
         ("a,b\n1,2,3\n", ["line 2", "3 columns"]),
         ("a,a\n1,2\n", ["'a' stands there twice"]),
         ("__rb_pos\n1\n", ["reserved"]),

@@ -99,7 +99,7 @@ def test_rows_that_make_no_prompt_are_counted_and_nothing_but_such_is_an_error(t
     write(tmp_path, ["a", None, "b"])
     found = measured(job_for(tmp_path))
     assert (found.rows, found.failed) == (2, 1)
-    with pytest.raises(ConfigError, match=r"none of 1 sampled rows made a prompt.*is null"):
+    with pytest.raises(ConfigError, match=r"none of 1 sampled row made a prompt.*is null"):
         tokens.measure(job_for(tmp_path), MODEL, [("f", 0, pa.table({"Text": [None]}))])
 
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from prefect_raybatch import cluster, installed
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
 IMPORT = 25.0  # seconds for importing what may not fit
@@ -128,7 +129,7 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
 
 
 def _cpu() -> Finding:
-    cpus = f"{os.cpu_count()} CPUs, no GPU"
+    cpus = f"{counted(os.cpu_count() or 1, 'CPU')}, no GPU"
     try:
         text = CPUINFO.read_text()
     except OSError:
@@ -194,7 +195,7 @@ def check_engines(patient: Patient) -> Iterator[Finding]:
         pids = " ".join(str(process.pid) for process in left)
         yield failed(
             "engines left behind",
-            f"{len(left)} processes named VLLM:: without a parent: {pids}",
+            f"{counted(len(left), 'process', 'processes')} named VLLM:: without a parent: {pids}",
             f"kill {pids}",
         )
     else:

@@ -14,6 +14,7 @@ from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, wa
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.functions import load_function
 from prefect_raybatch.storage import is_remote, normalize, open_store
+from prefect_raybatch.words import counted
 
 PATIENCE = 10.0  # seconds a store may leave a call unanswered
 DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
@@ -101,7 +102,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
             "copy the whole folder again: an upload or a download was cut off",
         )
     else:
-        yield passed("model", f"{source}: {len(files)} files, whole")
+        yield passed("model", f"{source}: {counted(len(files), 'file')}, whole")
 
 
 def _missing(files: set[str], index: bytes) -> list[str]:

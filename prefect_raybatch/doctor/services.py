@@ -21,6 +21,7 @@ from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, wa
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.reach import silent
+from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
 API = 4.0  # the same for Prefect's API, the client's own tries included
@@ -133,7 +134,8 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
         return
     have = cluster.Capacity(**found["have"])
-    text = f"{address}: {have.nodes} nodes, {have.cpus:g} CPUs, {have.gpus:g} GPUs"
+    kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
+    text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
     if patient.job:
         cluster.check_fit(patient.job, have)
@@ -141,7 +143,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
 
 def _local(job: BatchJob | None) -> Finding:
     cpus = os.cpu_count() or 1
-    text = f"none named: a local one with {cpus} CPUs is started for each run"
+    text = f"none named: a local one with {counted(cpus, 'CPU')} is started for each run"
     if job is None:
         return passed("cluster", text)
     if (need := _cpus_needed(job)) > cpus:

@@ -15,6 +15,7 @@ from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.streams import Raw, check_encoding, not_utf8, one_line, open_bytes
+from prefect_raybatch.words import counted
 
 _RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
 
@@ -64,9 +65,9 @@ def _explain_csv(file: File, delimiter: str, error: Exception) -> str:
     if ragged:
         line, found = _find_ragged(file, delimiter, int(ragged[1]))
         return (
-            f"{file.uri}{f', line {line}' if line else ''}: {found or ragged[2]} columns where "
-            f"the header has {ragged[1]}; put values that hold {delimiter!r} in double "
-            "quotes, or mend the line"
+            f"{file.uri}{f', line {line}' if line else ''}: "
+            f"{counted(found or int(ragged[2]), 'column')} where the header has {ragged[1]}; put "
+            f"values that hold {delimiter!r} in double quotes, or mend the line"
         )
     if isinstance(error, UnicodeDecodeError) or "UTF8" in text:
         return not_utf8(file)

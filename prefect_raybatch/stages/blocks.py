@@ -7,8 +7,10 @@ would be retried blindly or swallowed, and its text lost.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
+from collections.abc import KeysView, ValuesView
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -31,6 +33,7 @@ TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
@@ -115,6 +118,22 @@ def _row(one: pa.Table) -> Any:
         return one.to_pylist()[0]
     except (ValueError, OverflowError, pa.ArrowException) as error:
         return Failure.of("prepare", error)
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a user function returned, as deep as containers go that Arrow takes.
+
+    A function may return one object for every row and change it from row to row.
+    """
+    if isinstance(value, dict):
+        return {name: copied(inner) for name, inner in value.items()}
+    if isinstance(value, (list, ValuesView, KeysView)):
+        return [copied(inner) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(copied(inner) for inner in value)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
 @lru_cache(maxsize=4)

@@ -104,11 +104,7 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments}
-    sampling = {
-        name: value
-        for name, value in job.sampling.model_dump(mode="json").items()
-        if value is not None
-    }
+    sampling = job.sampling.given()
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     env = {**ours, **job.engine.env}
     pool = size.pool

@@ -7,6 +7,7 @@ exists and has a fresh name, so whatever Ray runs twice, nothing is ever overwri
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ from prefect_raybatch.stages.blocks import (
     ERROR,
     FATAL,
     FINISH,
+    FORMED,
     LOST,
     MERGED,
     POSITION,
@@ -41,6 +43,7 @@ from prefect_raybatch.stages.blocks import (
     TIMES,
     TRUNCATED,
     Failure,
+    copied,
     input_columns,
     is_lost,
     load_tokenizer,
@@ -50,10 +53,13 @@ from prefect_raybatch.stages.calls import HERE, Calls
 from prefect_raybatch.stages.figures import told
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.trust import check_types
+from prefect_raybatch.words import counted
 
 PIECES = "_raybatch/pieces"
 SCHEMA = "_raybatch/output_schema.arrow"
 RECEIPT = "receipt"
+CUT_OFF = "AnswerCutOff"
+MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class Finish:
     def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
         """What became of each row: its output columns, its failure, or None where left out."""
         texts = self._texts(table)
-        errors = table[ERROR].to_pylist()
+        errors = self._errors(table, texts)
         if self.output.postprocess is None:
             return [
                 Failure(**e) if e else {self.output.column: t}
@@ -170,6 +176,17 @@ class Finish:
                 answer = {self.output.column: t, "finish_reason": f}
                 made.append(Failure(**e) if e else _post(function, row, answer, taken))
         return made
+
+    def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
+        """Why each row failed before this stage, or because its answer is not whole."""
+        errors: list[dict[str, str] | None] = table[ERROR].to_pylist()
+        if self.output.on_cut_off != "fail":
+            return errors
+        answers = table[ANSWERS].to_pylist()
+        for i, reason in enumerate(table[FINISH].to_pylist()):
+            if reason == "length" and errors[i] is None:
+                errors[i] = _cut_off(texts[i], max(map(len, answers[i]))).to_dict()
+        return errors
 
     def _texts(self, table: pa.Table) -> list[Any]:
         ready = table[TEXTS].to_pylist()
@@ -257,6 +274,11 @@ class Finish:
         }
         if TRUNCATED in table.column_names:
             stats["truncated"] = sum(map(bool, table[TRUNCATED].to_pylist()))
+        if FORMED in table.column_names:
+            formed, ends = table[FORMED].to_pylist(), table[FINISH].to_pylist()
+            stats["cut_off_structured"] = sum(
+                bool(f) and reason == "length" for f, reason in zip(formed, ends, strict=True)
+            )
         if f"{TIMES}_read" in table.column_names:
             stats["read_s"] = table[f"{TIMES}_read"][0].as_py()
         return {k: round(v, 4) for k, v in stats.items()}
@@ -339,7 +361,7 @@ def _post(
     if isinstance(row, Failure):
         return row
     try:
-        made = function({**row, **answer})
+        made = copied(function({**row, **answer}))
         if made is not None and not isinstance(made, dict):
             raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
         for name in made or ():
@@ -357,6 +379,18 @@ def _post(
         raise
     except Exception as error:
         return Failure.of("postprocess", error)
+
+
+def _cut_off(text: Any, tokens: int) -> Failure:
+    # Equal in the 120 characters by which failures are counted, whatever the answer is.
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    return Failure(
+        "engine",
+        CUT_OFF,
+        "the answer was cut off at sampling.max_tokens or at the end of the context: raise that "
+        "and retry the row, or set output.on_cut_off: keep. After "
+        f"{counted(tokens, 'token')} it was: {text[:MAX_ANSWER]}",
+    )
 
 
 def _cast_failure(value: Any, column: pa.Field) -> Failure | None:

@@ -9,7 +9,7 @@ import json
 import string
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +21,12 @@ from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,
+    FORMED,
     PARAMS,
     TOKENS,
     TRUNCATED,
     Failure,
+    copied,
     input_columns,
     load_tokenizer,
     lost_all,
@@ -33,6 +35,7 @@ from prefect_raybatch.stages.blocks import (
     timed,
 )
 from prefect_raybatch.stages.calls import HERE, Calls
+from prefect_raybatch.stages.row_sampling import check_own, has_form
 
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 
@@ -43,7 +46,8 @@ class Prepare:
 
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
-    user's function is called.
+    user's function is called. `sampling`: the job's fields that are set, which a row's own are
+    checked against.
     """
 
     prompt: Prompt
@@ -51,6 +55,7 @@ class Prepare:
     max_model_len: int | None
     max_tokens: int = 1
     calls: Calls = HERE
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -82,6 +87,10 @@ class Prepare:
             pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
         )
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        if self.prompt.function or has_form(self.sampling):
+            own = [r.sampling if isinstance(r, Request) else None for r in requests]
+            form = [has_form(self.sampling, given) for given in own]
+            table = table.append_column(FORMED, pa.array(form, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
@@ -114,7 +123,7 @@ class Prepare:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
-                made = [_guarded(_from_function, function, row) for row in rows]
+                made = [_guarded(_from_function, function, self.sampling, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
@@ -164,7 +173,9 @@ class _Filler:
         return Request([*self.system, {"role": "user", "content": "".join(text)}])
 
 
-def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Request:
+def _from_function(
+    function: Callable[[dict[str, Any]], Any], sampling: dict[str, Any], row: dict[str, Any]
+) -> Request:
     made = function(row)
     if isinstance(made, str):
         return Request([{"role": "user", "content": made}])
@@ -172,17 +183,20 @@ def _from_function(function: Callable[[dict[str, Any]], Any], row: dict[str, Any
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return Request(_messages(made["messages"]), _sampling(made.get("sampling")))
+        return Request(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
     return Request(_messages(made))
 
 
-def _sampling(value: Any) -> dict[str, Any] | None:
+def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
-    json.dumps(value)  # it travels as JSON: what cannot fails its row here
-    return value
+    # It travels as JSON: what cannot fails its row here, and the function may change it later.
+    made: dict[str, Any] | None = json.loads(json.dumps(value))
+    if made:
+        check_own(made, job)
+    return made
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -196,7 +210,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message["content"], (str, list)):  # a template would print anything
             kind = type(message["content"]).__name__
             raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
-    return [dict(m) for m in value]
+    return [copied(m) for m in value]
 
 
 def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:

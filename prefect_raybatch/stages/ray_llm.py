@@ -32,6 +32,7 @@ from prefect_raybatch.stages.engine import EngineSpec, answered, fields_of
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.stepper import Completion, plain_fields
 from prefect_raybatch.stages.vllm_plugin import allow
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -213,7 +214,7 @@ class Gather:
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
         if set(done) != set(well):
             missing = len(set(well) - set(done))
-            return lost_all(table, f"ray.data.llm lost {missing} rows of the block")
+            return lost_all(table, f"ray.data.llm lost {counted(missing, 'row')} of the block")
         own = table[PARAMS].to_pylist()
         answers = [(i, [i], self._completion(done[i], own[i])) for i in well]
         took = max((done[i].get("seconds") or 0.0 for i in well), default=0.0)

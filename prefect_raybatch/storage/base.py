@@ -156,6 +156,10 @@ class Store(ABC):
     def sub(self, prefix: str) -> Store:
         """The store rooted at `prefix`, over the same connection."""
 
+    @abstractmethod
+    def above(self) -> Store | None:
+        """The store rooted at the folder around this one; None where there is none."""
+
     def probe(self) -> None:
         """Try at the start of a run whether this can be its output; leaves nothing behind.
 

@@ -33,6 +33,10 @@ class LocalStore(Store):
     def sub(self, prefix: str) -> LocalStore:
         return LocalStore(join(self.uri, prefix), self.links)
 
+    def above(self) -> LocalStore | None:
+        folder = os.path.dirname(self.uri)
+        return None if folder == self.uri else LocalStore(folder)
+
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         with self.open(path) as handle:
             if max_bytes is not None and (size := os.fstat(handle.fileno()).st_size) > max_bytes:

@@ -53,6 +53,10 @@ class S3Store(Store):
     def sub(self, prefix: str) -> S3Store:
         return S3Store(join(self.uri, prefix), self._connection, self.retry_seconds)
 
+    def above(self) -> S3Store | None:
+        folder = self.uri.rpartition("/")[0]
+        return S3Store(folder, self._connection, self.retry_seconds) if self._prefix else None
+
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         def whole(found: dict[str, Any]) -> None:
             """The store's word for the size is asked for only where its checksum is no MD5."""

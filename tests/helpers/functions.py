@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import threading
 import time
 from typing import Any
+
+import numpy as np
 
 Row = dict[str, Any]
 SURROGATE = "broken \udcff text"  # what os.fsdecode makes of a byte that is not UTF-8
@@ -64,6 +67,35 @@ def raises_unprintable(row: Row) -> str:
     raise Unprintable
 
 
+def own_sampling(row: Row) -> Row:
+    """The row's own sampling fields stand in it, as JSON."""
+    return {
+        "messages": [{"role": "user", "content": "x"}],
+        "sampling": json.loads(row["Sampling"]),
+    }
+
+
+PART: Row = {"type": "text", "text": ""}
+KEPT: Row = {
+    "messages": [{"role": "user", "content": ""}],
+    "parts": [{"role": "user", "content": [PART]}],
+    "sampling": {"max_tokens": 0, "bad_words": [""]},
+}
+
+
+def reuses(row: Row) -> Row:
+    """Messages and sampling are the same objects in every row, changed from row to row."""
+    KEPT["messages"][0]["content"] = f"about {row['Company']}"
+    KEPT["sampling"]["max_tokens"] = len(row["Company"])
+    KEPT["sampling"]["bad_words"][0] = row["Company"]
+    return {"messages": KEPT["messages"], "sampling": KEPT["sampling"]}
+
+
+def reuses_parts(row: Row) -> list[Row]:
+    PART["text"] = f"about {row['Company']}"
+    return KEPT["parts"]
+
+
 not_callable = 3
 
 
@@ -100,6 +132,25 @@ def changes_type(row: Row) -> Row:
 
 def whole_row(row: Row) -> Row:
     return dict(row)
+
+
+MADE: Row = {"id": 0, "tags": [], "deep": {"list": [{"at": 0}]}, "raw": bytearray(1)}
+VECTOR = np.zeros(2)
+
+
+def reuses_result(row: Row) -> Row:
+    """The same dict each time, and the same values within it, changed from row to row."""
+    MADE["id"] = row["id"]
+    MADE["tags"][:] = [row["response"]]
+    MADE["deep"]["list"][0]["at"] = row["id"]
+    MADE["raw"][:] = b"%d" % row["id"]
+    VECTOR[:] = row["id"]
+    return {**MADE, "vector": VECTOR}
+
+
+def reuses_dict(row: Row) -> Row:
+    MADE["id"] = row["id"]
+    return MADE
 
 
 def nulls(row: Row) -> Row:

@@ -1,0 +1,93 @@
+"""What a row may set of sampling by itself, and what would be lost or quietly be another value.
+
+A prompt function gives a row sampling fields of its own, which vLLM alone would see. What the
+result cannot hold for one row, or what vLLM would take for something else, fails the row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch import vllm_fields
+from prefect_raybatch.job import NOT_WRITTEN, UNWRITTEN, Sampling, refuse_unknown
+
+FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
+NUMBERS = (  # a null is vLLM's own default there, not the job's value
+    "temperature",
+    "max_tokens",
+    "min_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+
+def check_own(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+    """Raises ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
+    sampling fields that are set; both are plain values."""
+    refuse_unknown(own, vllm_fields.sampling_fields(), set(Sampling.model_fields), "sampling: ")
+    for name in (*NOT_WRITTEN, *UNWRITTEN):
+        value = own.get(name)
+        if value is not None and (value is not False or name not in UNWRITTEN):
+            raise ValueError(
+                f"sampling.{name} is not supported: only the answer's text is written; leave it "
+                "out of what prompt.function returns"
+            )
+    for name in NUMBERS:
+        if name in own and own[name] is None and job.get(name) is not None:
+            raise ValueError(
+                f"sampling.{name} is null, which vLLM takes for its own default; leave it out for "
+                f"the job's {job[name]}, or give a number"
+            )
+    _check_answers(own, job)
+    _check_form(own, job)
+
+
+def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bool:
+    """Whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
+    both = {**job, **(own or {})}
+    return bool(both.get("choice") or both.get("structured_outputs"))
+
+
+def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+    """How many answers a row has, how long they are and how they become text."""
+    usual = job.get("n") or 1
+    if (own.get("n", usual) or 1) != usual:
+        raise ValueError(
+            f"sampling.n is {own['n']!r} for this row and the job's {usual}: all rows have as many "
+            "answers, or the column could not hold them; set sampling.n in the job, and leave it "
+            "out here"
+        )
+    most = own.get("max_tokens", 1)
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"sampling.max_tokens is {most!r}; give a whole number from 1 on")
+    for name in FOR_ALL:
+        usual = _or_true(job.get(name))
+        if _or_true(own.get(name, usual)) != usual:
+            raise ValueError(
+                f"sampling.{name} is {own[name]!r} for this row and the job's {usual}: texts are "
+                "made in one way for all rows; set it in the job, and leave it out here"
+            )
+
+
+def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+    choice = own.get("choice")
+    labels = choice if isinstance(choice, list) else []
+    if choice is not None and not (labels and all(isinstance(x, str) and x for x in labels)):
+        raise ValueError("sampling.choice must be a list of labels, each a text that is not empty")
+    both = {**job, **own}
+    if both.get("choice") and both.get("structured_outputs"):
+        raise ValueError(
+            "sampling: choice and structured_outputs exclude each other; where the job sets one "
+            "and a row the other, let the row return choice: null (or structured_outputs: null) "
+            "as well"
+        )
+
+
+def _or_true(value: Any) -> Any:
+    return True if value is None else value

@@ -1,0 +1,89 @@
+"""What is said of a place that holds no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import small_run
+
+from prefect_raybatch import cli, retry, runs
+from prefect_raybatch.cli import exit_status
+from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.family import load_family
+from prefect_raybatch.reap import reap
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.verify import verify
+
+
+def said(root: Path, path: str) -> str:
+    with pytest.raises(NoSuchRun) as caught:
+        runs.status(str(root / path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        runs.status,
+        runs.report_of,
+        lambda uri: verify(open_store(uri)),
+        lambda uri: reap(open_store(uri)),
+        lambda uri: load_family(open_store(uri).above(), "gone"),
+        lambda uri: retry.request(uri),
+    ],
+    ids=["status", "report", "verify", "reap", "chain", "retry"],
+)
+def test_a_run_that_is_not_there_is_called_so_by_everyone(tmp_path, look: Any):
+    small_run(tmp_path / "monday", key="monday")
+    with pytest.raises(NoSuchRun, match=r"gone: there is no run there: .*_raybatch/plan\.json"):
+        look(str(tmp_path / "gone"))
+
+
+def test_the_nearest_runs_are_named(tmp_path):
+    for key in ("demo-20261120", "demo-20261121", "other"):
+        small_run(tmp_path / key, key=key)
+    (tmp_path / "demo-20261122").mkdir()  # no run
+    text = said(tmp_path, "demo-2026112")
+    assert "did you mean" in text and "demo-20261120" in text and "demo-20261121" in text
+    assert "demo-20261122" not in text and "other" not in text
+    assert "beside it are runs: demo-20261120, demo-20261121, other" in said(tmp_path, "qqqq")
+
+
+def test_a_folder_of_runs_is_known_for_one(tmp_path):
+    small_run(tmp_path / "out/monday", key="monday")
+    text = said(tmp_path, "out")
+    assert "it holds runs: monday" in text and "name one" in text
+
+
+def test_where_nothing_is_there_is_nothing_to_propose(tmp_path):
+    text = said(tmp_path, "a/b")
+    assert "beside" not in text and "mean" not in text
+    with pytest.raises(NoSuchRun):
+        runs.status("/")
+
+
+def test_a_run_that_has_lost_its_plan_is_damaged(tmp_path):
+    run = small_run(tmp_path)
+    run.commit(0)
+    (tmp_path / "_raybatch/plan.json").unlink()
+    with pytest.raises(CorruptRun, match=r"commits and no _raybatch/plan\.json"):
+        runs.status(str(tmp_path))
+
+
+def test_a_store_that_does_not_list_takes_nothing_from_the_message(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "gone"))
+
+    def away(self: Any) -> Any:
+        raise RayBatchError("away")
+
+    monkeypatch.setattr(type(store), "folders", away)
+    assert "there is no run there" in said(tmp_path, "gone")
+
+
+def test_the_command_line_says_that_the_command_is_wrong(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["status", str(tmp_path / "gone")])
+    assert stop.value.code == 2 == exit_status(NoSuchRun("x"))
+    assert capsys.readouterr().err.startswith("NoSuchRun: ")

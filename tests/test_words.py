@@ -1,0 +1,35 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import prefect_raybatch
+from prefect_raybatch.words import are, counted
+
+NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
+# A number put straight before a noun in the plural is wrong where it is 1.
+BARE = re.compile(r"\{(?!counted)[^{}]*\} (" + NOUNS + r")\b(?!/s)")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 rows"), (1, "1 row"), (1.0, "1 row"), (2, "2 rows"), (1234, "1,234 rows")],
+)
+def test_a_counted_noun(number, text):
+    assert counted(number, "row") == text
+
+
+def test_fractions_and_odd_plurals():
+    assert counted(0.5, "GPU") == "0.5 GPUs"
+    assert (counted(1, "pass", "passes"), counted(3, "pass", "passes")) == ("1 pass", "3 passes")
+    assert [are(n) for n in (0, 1, 2)] == ["are", "is", "are"]
+
+
+@pytest.mark.parametrize("name", ["cli", "page", "driver", "tasks", "doctor/services", "monitor"])
+def test_what_people_see_often_counts_with_the_helper(name):
+    source = (Path(prefect_raybatch.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    assert [match[0] for match in BARE.finditer(source)] == []
