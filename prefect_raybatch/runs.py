@@ -619,7 +619,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         tally.add(commit)
     if final is None:
         state, notes = ("unfinished" if tally.shards else "planned"), _of_whom(plan)
-        stop = _stop_of(_attempts(store), listing.done)
+        stop = _stop_of(_attempts(ledger), listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         return reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=_dashboard(store)
