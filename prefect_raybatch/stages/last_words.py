@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
+import multiprocessing.process
 import os
 import re
 import tempfile
 from collections.abc import Iterator
+from typing import cast
 
 from prefect_raybatch.exits import signal_text
 
@@ -50,10 +51,11 @@ class _Listener(logging.Handler):
 def _code(args: object) -> int | None:
     """The exit code of the worker whose name vLLM has logged; None where it cannot be had."""
     name = args[0] if isinstance(args, tuple) and args else None
-    for worker in multiprocessing.active_children():
+    # Not active_children(): that forgets, without a word, those that have just ended.
+    for worker in list(getattr(multiprocessing.process, "_children", ())):
         if worker.name == name:
             worker.join(WAIT)
-            return worker.exitcode
+            return cast("int | None", worker.exitcode)
     return None
 
 

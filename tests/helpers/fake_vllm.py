@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,9 @@ def log_and_end(worker_died: bool = False) -> None:
             text = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
             child = multiprocessing.get_context("fork").Process(target=_ends, name="VllmWorker-0")
             child.start()
-            executor.error(text, child.name, child.exitcode)  # None, as it is still ending
+            connection.wait([child.sentinel])
+            time.sleep(0.2)
+            executor.error(text, child.name, None)  # as vLLM, which looked a moment too early
             raise RuntimeError("Executor failed.")
         raise ValueError("no kernel image\nfor this device")
     except Exception:
@@ -163,5 +166,4 @@ def log_and_end(worker_died: bool = False) -> None:
 
 
 def _ends() -> None:
-    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGILL)
