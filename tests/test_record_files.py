@@ -3,12 +3,12 @@ could not be read is refused before it is written."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers.small import Passes, SmallRun, small_run
+from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch import checkpoints, record_files
 from prefect_raybatch.checkpoints import CHECKPOINTS
@@ -23,8 +23,8 @@ from prefect_raybatch.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.runs import REPORT
 from prefect_raybatch.stages.finish import SCHEMA, _ranges
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.success import Success
 from prefect_raybatch.verify import verify
-from prefect_raybatch.verify_files import recorded
 
 EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
 
@@ -45,7 +45,7 @@ def test_a_shard_with_every_second_row_left_out_is_committed_resumed_and_proved(
     again = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
     assert again.resume().done == EVERY_SECOND and again.done.all()
     result = finalize(run.ledger, run.plan, run.shards, "_row", 1 << 30)
-    run.ledger.succeed({"rows": EVERY_SECOND, "parts": [asdict(part) for part in result.parts]})
+    run.ledger.succeed(success_of(run, result.parts))
     found = verify(run.store)
     assert (found.ok, found.data, found.skipped) == (True, EVERY_SECOND // 2, EVERY_SECOND // 2)
 
@@ -60,12 +60,12 @@ def test_a_plan_of_36_000_files_named_one_by_one_is_read_again(tmp_path):
 
 
 def test_a_success_of_40_000_parts_is_read_again(tmp_path):
-    ledger = Ledger(open_store(str(tmp_path)))
-    part = Part("", 10**6, 10**8, "0" * 64, 0, 10**9, "1" * 64)
-    parts = [asdict(replace(part, path=f"data/part-{i:05d}.parquet")) for i in range(40_000)]
-    ledger.succeed({"rows": 1, "parts": parts})
-    summary = ledger.finished()
-    assert summary is not None and len(recorded(summary)) == 40_000
+    run = small_run(tmp_path, rows=40_000, per_shard=40_000)
+    part = Part("", 1, 10**8, "0" * 64, 0, 10**9, "1" * 64)
+    parts = tuple(replace(part, path=f"data/part-{i:05d}.parquet") for i in range(40_000))
+    success = Success(40_000, 40_000, 0, 0, parts, True, "_row", 1.0, run.plan.hash)
+    run.ledger.succeed(success)
+    assert run.ledger.finished() == success
 
 
 # --- too large ----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_a_commit_that_nobody_could_read_is_refused_and_the_others_hold(tmp_path
         run.commit(1, failed=range(0, 200, 2))
     assert run.ledger.committed(run.plan).tolist() == [True, False]
     with pytest.raises(ConfigError, match=r"raise output\.file_mb"):
-        run.ledger.succeed({"rows": 1, "parts": ["x" * 3_000]})
+        run.ledger.succeed(replace(success_of(run), row_number="x" * 3_000))
     assert run.ledger.finished() is None
 
 
