@@ -346,7 +346,9 @@ TRANSIENT = {
     "StoreUnavailable",
     "EngineFailure",
     "IncompleteRun",
+    "ClusterUnavailable",
     "JobLost",
+    "PrefectUnavailable",
     "JobServerUnavailable",
 }
 
