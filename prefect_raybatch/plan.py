@@ -460,5 +460,5 @@ def from_parquet(
         there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
         wanted = [*names, *(name for name in optional if name in there)]
         return pq.read_table(pa.BufferReader(data), columns=wanted)
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
         raise CorruptRun(f"the {what} is not readable: {error}") from None

@@ -124,7 +124,7 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
                     yield parquet, row_number
         except FileNotFoundError:
             raise CorruptRun(f"{uri}, which _SUCCESS names, is missing") from None
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeDecodeError) as error:
             raise CorruptRun(f"{uri} is not readable Parquet: {error}") from None
 
 

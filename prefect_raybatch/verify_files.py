@@ -46,7 +46,7 @@ def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.n
         try:
             columns = [row_number] if same else None
             table = pq.ParquetFile(stream, pre_buffer=False).read(columns, use_threads=False)
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             fault(
                 f"{part.path}: its contents are not what finalize wrote ({_held(part)}); it is "
                 f"not readable Parquet: {error}"

@@ -124,6 +124,7 @@ def test_a_changed_record_is_refused_or_reads_back_the_same(kind, run, data):
 @given(
     cut=st.integers(1, 400), flips=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)))
 )
+@example(cut=1, flips=[(3642, 128)])  # a column's name that is no UTF-8
 def test_a_damaged_table_is_refused_or_a_partition(cut, flips):
     for good, read in (
         (shards_table(shard_starts(100, 7)), read_shards),

@@ -273,12 +273,12 @@ def test_all_runs_stop_with_the_process(ray: FakeRay, shared: Shared) -> None:
 
 
 ENDING = """
-import signal, os, time
+import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from prefect_raybatch.sharing import Shared, User
 
-there = []
+there, at_work = [], threading.Event()
 shared = Shared(SimpleNamespace(
     joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
 ))
@@ -286,6 +286,7 @@ shared = Shared(SimpleNamespace(
 def work(name):
     user = User(name)
     with shared.joined(user, None, 2), shared.admitted(user, {{"CPU": 2}}, {{"CPU": 2}}):
+        at_work.set()
         user.stopped.wait(60)
         print(name, type(user.halted()).__name__, flush=True)
 
@@ -294,7 +295,9 @@ def ended(*_):
 
 signal.signal(signal.SIGTERM, ended)
 with ThreadPoolExecutor() as pool:
-    futures = [pool.submit(work, name) for name in "ab"]
+    first = pool.submit(work, "a")
+    at_work.wait(60)
+    second = pool.submit(work, "b")
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)

@@ -97,6 +97,9 @@ class Note:
             self._file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
             self._file.flush()
             self._traced = faulthandler.is_enabled()
+            # Where it was enabled before Ray took the signals, only to enable it would leave them
+            # with Ray, whose handler says nothing here.
+            faulthandler.disable()
             faulthandler.enable(self._file, all_threads=False)
 
     def over(self) -> None:
