@@ -641,7 +641,7 @@ class Output(Group):
     on_cut_off: Literal["auto", "keep", "fail"] = _field(
         11,
         "auto",
-        title="Answer cut off at max_tokens",
+        title="Cut-off answers",
         text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
         "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
         "a form (choice, JSON, ...) and is not whole.",

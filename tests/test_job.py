@@ -433,3 +433,10 @@ def test_ray_data_llm_gives_one_answer_a_row() -> None:
     assert BatchJob.from_dict(two).sampling.model_extra == {"n": 2}
     said = refused(put(two, "engine.stage", "ray.data.llm"))
     assert said.startswith("job.yaml: sampling.n: ray.data.llm gives one answer a row; set")
+
+
+def test_titles_are_words_for_people():
+    """Prefect's form shows them in place of the names of the fields."""
+    titles = [f.title for _, model, _ in models(BatchJob) for f in model.model_fields.values()]
+    assert len(titles) > 60
+    assert not [t for t in titles if not t or "_" in t or not t[0].isupper()]
