@@ -7,8 +7,8 @@ import signal
 MEANINGS = {
     signal.SIGILL: "an illegal instruction; this CPU lacks what vLLM was built for, or AMX is not "
     "granted: take another machine, or engine.dtype: float32",
-    signal.SIGKILL: "killed, probably as the node was out of memory; lower engine.max_num_seqs "
-    "or VLLM_CPU_KVCACHE_SPACE in engine.env, or run fewer engines a node",
+    signal.SIGKILL: "killed, probably as the node was out of memory; lower engine.max_num_seqs, "
+    "on a CPU VLLM_CPU_KVCACHE_SPACE in engine.env, or run fewer engines a node",
     signal.SIGSEGV: "a fault in native code; its trace is in the engine's log",
     signal.SIGABRT: "native code gave up; its reason is in the engine's log",
     signal.SIGBUS: "memory that is not there; often /dev/shm is full",
