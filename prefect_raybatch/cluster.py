@@ -13,8 +13,10 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +62,9 @@ def address_of(job: BatchJob) -> str | None:
 class _Ray:
     """Ray as `sharing` asks for it."""
 
+    def __init__(self) -> None:
+        self._over = threading.Event()  # ends the thread that started Ray
+
     def joined(self) -> bool:
         ray = sys.modules.get("ray")
         return ray is not None and bool(ray.is_initialized())
@@ -79,7 +84,7 @@ class _Ray:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
         try:
             with _sigterm_kept(), _quiet_start(not address):
-                ray.init(address=address or "local", **quiet)
+                self._lasting(lambda: ray.init(address=address or "local", **quiet))
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise InsufficientResources(
                 f"no Ray cluster answers at {address or 'this machine'}: {error}"
@@ -89,6 +94,32 @@ class _Ray:
         import ray
 
         ray.shutdown()
+        self._over.set()
+
+    def _lasting(self, start: Callable[[], object]) -> None:
+        """Calls `start` in a thread that lasts until the cluster's end.
+
+        Linux kills the processes that Ray starts when the thread that started them ends
+        (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster.
+        """
+        if threading.current_thread() is threading.main_thread():
+            start()
+            return
+        outcome: Future[None] = Future()
+        self._over = over = threading.Event()
+
+        def work() -> None:
+            try:
+                start()
+            except BaseException as error:  # the caller's to handle
+                outcome.set_exception(error)
+                return
+            outcome.set_result(None)
+            over.wait()
+
+        run = copy_context().run
+        threading.Thread(target=run, args=(work,), name="raybatch-ray", daemon=True).start()
+        outcome.result()
 
     def free(self) -> dict[str, float]:
         import ray

@@ -18,7 +18,7 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 from test_heartbeat import wait_for
 
-from prefect_raybatch import runs
+from prefect_raybatch import cluster, runs
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job import BatchJob
@@ -349,6 +349,31 @@ def job_in(folder: Path) -> BatchJob:
         output={"uri": str(folder / "out")},
         limits={"max_failed": 1},
     )
+
+
+def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Linux kills Ray's processes with that thread, and Ray then ends this process."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started, joined = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with cluster.SHARED.joined(User("first"), None, 1):
+            started.set()
+            joined.wait(60)
+
+    thread = threading.Thread(target=first, daemon=True)
+    thread.start()
+    assert started.wait(120)
+    with cluster.SHARED.joined(User("second"), None, 1):
+        joined.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        time.sleep(1)
+        seven = ray.remote(num_cpus=1)(lambda: 7)
+        assert ray.get(seven.remote(), timeout=60) == 7
+    assert not ray.is_initialized()
 
 
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
