@@ -29,8 +29,9 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job import Limits
 from prefect_raybatch.ledger import Coverage, Ledger
-from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts, count
+from prefect_raybatch.plan_tables import Shards
+from prefect_raybatch.ranges import count
+from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts
 from prefect_raybatch.stops import Stop, sample
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.words import are, counted

@@ -18,18 +18,9 @@ import pyarrow.parquet as pq
 from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger import PIECES, Ledger
-from prefect_raybatch.plan import Shards
-from prefect_raybatch.records import (
-    Commit,
-    Part,
-    Piece,
-    Plan,
-    count,
-    digest,
-    dump,
-    merge,
-    to_ranges,
-)
+from prefect_raybatch.plan_tables import Shards
+from prefect_raybatch.ranges import count, merge, to_ranges
+from prefect_raybatch.records import Commit, Part, Piece, Plan, digest, dump
 from prefect_raybatch.result_parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.success import FOLDERS, check_no_strays, check_parts

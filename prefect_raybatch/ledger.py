@@ -17,7 +17,8 @@ import numpy as np
 
 from prefect_raybatch.checkpoints import Listing, folded
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.plan import Shards, check_same, read_files, read_shards
+from prefect_raybatch.plan_tables import Shards, read_files, read_shards
+from prefect_raybatch.ranges import Ranges, count, merge, missing
 from prefect_raybatch.record_files import (
     put_record,
     put_record_if_absent,
@@ -28,18 +29,15 @@ from prefect_raybatch.records import (
     Commit,
     InputFile,
     Plan,
-    Ranges,
     Receipt,
     add_counts,
-    count,
     digest,
     dump,
     fold_stats,
     load,
-    merge,
-    missing,
 )
 from prefect_raybatch.row_numbers import RowNumbers, read_numbers
+from prefect_raybatch.same_job import check_same
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.success import SUCCESS, Success, check_parts, read_success
 

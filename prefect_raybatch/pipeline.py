@@ -24,7 +24,7 @@ from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job import BatchJob, Stage
 from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import Shards, decode_schema
+from prefect_raybatch.plan_tables import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost

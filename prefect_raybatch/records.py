@@ -1,7 +1,6 @@
 """Frozen value types that travel between stages, processes and the run directory.
 
-A row is known by (shard, position); sets of positions are kept as sorted, disjoint, half-open
-ranges, because a shard done in one go is one range however many rows it has.
+A row is known by (shard, position).
 """
 
 from __future__ import annotations
@@ -11,70 +10,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ranges import Ranges, as_ranges, merge
 
 FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
-
-Ranges = tuple[tuple[int, int], ...]
-
-
-def to_ranges(positions: Iterable[int]) -> Ranges:
-    """Sorted positions (ints, ascending, no repeats) as half-open ranges: [0,1,2,5] -> (0,3),(5,6).
-
-    Raises ValueError when positions are not strictly ascending.
-    """
-    ranges: list[list[int]] = []
-    for position in positions:
-        if ranges and position < ranges[-1][1]:
-            raise ValueError(f"position {position} is repeated or out of order")
-        if ranges and position == ranges[-1][1]:
-            ranges[-1][1] = position + 1
-        else:
-            ranges.append([position, position + 1])
-    return tuple((start, stop) for start, stop in ranges)
-
-
-def count(ranges: Ranges) -> int:
-    """How many positions the ranges hold."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def merge(*parts: Ranges) -> Ranges | None:
-    """The union of disjoint range sets, or None when any position is held twice."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(r for part in parts for r in part):
-        if start >= stop or (merged and start < merged[-1][1]):
-            return None
-        if merged and start == merged[-1][1]:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def missing(held: Ranges, rows: int) -> Ranges:
-    """The positions of [0, rows) that `held` (sorted, disjoint) lacks."""
-    gaps, at = [], 0
-    for start, stop in held:
-        if start > at:
-            gaps.append((at, start))
-        at = stop
-    if at < rows:
-        gaps.append((at, rows))
-    return tuple(gaps)
-
-
-def _ranges(value: Any) -> Ranges:
-    ranges = tuple(map(tuple, value))
-    if not {*map(len, ranges)} <= {2} or not {*map(type, chain.from_iterable(ranges))} <= {int}:
-        raise TypeError("a position is not a whole number, or not one of a pair")
-    return ranges
 
 
 def dump(value: Any) -> bytes:
@@ -225,7 +169,7 @@ class Piece:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Piece:
-        piece = _build(cls, {**value, "positions": _ranges(value["positions"])}, "piece")
+        piece = _build(cls, {**value, "positions": as_ranges(value["positions"])}, "piece")
         if piece.kind not in ("data", "quarantine") or "/" in str(piece.path):
             raise CorruptRun(f"piece {piece.path!r} of kind {piece.kind!r} is not one of ours")
         _check_types(piece, "piece")
@@ -460,7 +404,7 @@ def _numbers(values: Any, length: int) -> tuple[float, ...]:
 def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
     try:
         for name in ("good", "failed", "skipped"):
-            value[name] = _ranges(value[name])
+            value[name] = as_ranges(value[name])
         value["pieces"] = tuple(Piece.from_dict(piece) for piece in value["pieces"])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptRun(f"{what} is malformed: {type(error).__name__}: {error}") from None

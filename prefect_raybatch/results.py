@@ -16,7 +16,8 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.family import Member
 from prefect_raybatch.finalize import POSITION, read_piece
 from prefect_raybatch.part_files import local_disk
-from prefect_raybatch.records import Commit, Part, Ranges
+from prefect_raybatch.ranges import Ranges
+from prefect_raybatch.records import Commit, Part
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.success import FOLDERS
 from prefect_raybatch.trust import check_types

@@ -22,8 +22,10 @@ from prefect_raybatch import plan as planning
 from prefect_raybatch import runs, sized, tokens
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import Family, Member, load_family, place
+from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.plan_tables import decode_schema
 from prefect_raybatch.record_files import put_record_if_absent, read_record
 from prefect_raybatch.records import Plan
 from prefect_raybatch.results import quarantine_of
@@ -134,7 +136,7 @@ def request(
     child = _job(parent, root.uri, overrides, job)
     known = keys(child)
     going = None
-    wanted = planning.fingerprint(known, runs.model_identity(known), selection)[0]
+    wanted = fingerprint(known, runs.model_identity(known), selection)[0]
     for member in family.children(key):
         if member.summary is None and member.plan.fingerprint == wanted:
             going = member  # the newest
@@ -142,7 +144,7 @@ def request(
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
     runs.check_schema_names(known)
-    planning.check_against_schema(known, planning.decode_schema(parent.plan.input_schema))
+    planning.check_against_schema(known, decode_schema(parent.plan.input_schema))
     return Request(family, parent, child, known, selection, going)
 
 
@@ -253,7 +255,7 @@ class _FailedRows:
         self.taken = {m.key: m.ledger.numbers(m.plan).all() for m in children}
         every = np.concatenate([np.zeros(0, np.int64), *self.taken.values()])
         self.all_taken = np.sort(every)
-        self.schema = planning.decode_schema(parent.plan.input_schema)
+        self.schema = decode_schema(parent.plan.input_schema)
         self._begin()
 
     def _begin(self) -> None:

@@ -30,12 +30,14 @@ from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
+from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.missing import need_plan
-from prefect_raybatch.plan import Shards
+from prefect_raybatch.plan_tables import Shards
 from prefect_raybatch.record_files import put_record, read_record
 from prefect_raybatch.records import Plan, RunReport
+from prefect_raybatch.same_job import check_same
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.stops import Stop
@@ -130,7 +132,7 @@ def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
     that running again after a crash continues, else a new key of this second."""
     if scheduled is not None:
         return f"{job.name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
-    wanted = planning.fingerprint(job, model_identity(job))[0]
+    wanted = fingerprint(job, model_identity(job))[0]
     root = open_store(job.output.uri, job.output.options or None)
     unfinished = []
     for key in run_keys(root):
@@ -195,7 +197,7 @@ def plan_run(
     ledger.finished()  # one without a plan is another's, and would be found at the end only
     if probe:
         store.probe()
-    planning.fingerprint(job, model)  # imports the user's functions: a wrong name fails here
+    fingerprint(job, model)  # imports the user's functions: a wrong name fails here
     check_schema_names(job)
     plan = _new_plan(job, run_key, ledger, model, dataset)
     return run_of(store, plan, ledger)
@@ -213,7 +215,7 @@ def precheck(job: BatchJob, store: Store) -> None:
     check_trust(job)
     check_schema_names(job)
     model = model_identity(job)
-    planning.fingerprint(job, model)
+    fingerprint(job, model)
     if job.cluster.job_server is None and (address := cluster.address_of(job)):
         check_reachable(address)
     plan = Ledger(store).load_plan()
@@ -243,7 +245,7 @@ def check_schema_names(job: BatchJob) -> None:
 def _check_same(plan: Plan, job: BatchJob, model: dict[str, Any] | None, where: str) -> None:
     """`PlanMismatch` unless the plan is this job's. The input of a run that retries failed rows
     is what it took, whatever the job reads."""
-    planning.check_same(plan, *planning.fingerprint(job, model, plan.parts.get("retry")), where)
+    check_same(plan, *fingerprint(job, model, plan.parts.get("retry")), where)
 
 
 def _new_plan(
@@ -320,7 +322,7 @@ def dry_run(
     check_places(job)
     check_trust(job)
     check_schema_names(job)
-    planning.fingerprint(job)
+    fingerprint(job)
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)

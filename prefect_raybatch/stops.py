@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger import PIECES
-from prefect_raybatch.plan import from_parquet
+from prefect_raybatch.plan_tables import from_parquet
 from prefect_raybatch.records import Piece
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store

@@ -14,7 +14,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.finalize import check_commit, read_pieces
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.missing import need_plan
-from prefect_raybatch.plan import Shards
+from prefect_raybatch.plan_tables import Shards
 from prefect_raybatch.records import Commit, Part, Plan
 from prefect_raybatch.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store

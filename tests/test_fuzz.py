@@ -19,13 +19,13 @@ from prefect_raybatch.checkpoints import CHECKPOINTS, Folder
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job import BatchJob, check_run_key
 from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
-from prefect_raybatch.plan import (
+from prefect_raybatch.plan import shard_starts
+from prefect_raybatch.plan_tables import (
     decode_schema,
     encode_schema,
     files_table,
     read_files,
     read_shards,
-    shard_starts,
     shards_table,
 )
 from prefect_raybatch.records import Commit, InputFile, Plan, Receipt, RunReport

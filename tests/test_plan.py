@@ -18,29 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefect_raybatch import plan as planning
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.fingerprint import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS, fingerprint
 from prefect_raybatch.job import BatchJob
-from prefect_raybatch.plan import (
-    FINGERPRINTED,
-    FREE,
-    FREE_ENGINE_ARGUMENTS,
+from prefect_raybatch.plan import check_against_schema, make_plan, public_job, shard_starts
+from prefect_raybatch.plan_tables import (
     Shards,
-    check_against_schema,
-    check_same,
     decode_schema,
-    difference,
     encode_schema,
     files_table,
-    fingerprint,
-    make_plan,
-    public_job,
     read_files,
     read_shards,
-    shard_starts,
     shards_table,
+    to_parquet,
 )
 from prefect_raybatch.records import QUARANTINE, InputFile, dump
+from prefect_raybatch.same_job import check_same, difference
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -72,7 +65,7 @@ def test_a_table_that_is_no_partition_is_corrupt(starts):
 
 
 def table_bytes(**columns: Any) -> bytes:
-    return planning.to_parquet(pa.table(columns))
+    return to_parquet(pa.table(columns))
 
 
 @pytest.mark.parametrize(

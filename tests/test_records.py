@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
+from prefect_raybatch.ranges import count, merge, missing, to_ranges
 from prefect_raybatch.records import (
     FORMAT,
     Commit,
@@ -24,14 +25,10 @@ from prefect_raybatch.records import (
     Receipt,
     RunReport,
     StageStats,
-    count,
     digest,
     dump,
     fold_stats,
     load,
-    merge,
-    missing,
-    to_ranges,
 )
 
 positions = st.sets(st.integers(0, 60), max_size=40)

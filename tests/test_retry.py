@@ -510,7 +510,7 @@ def plant(root: Path, key: str, parent: str, rows: list[int]) -> None:
         }
     )
     from prefect_raybatch import source
-    from prefect_raybatch.plan import decode_schema
+    from prefect_raybatch.plan_tables import decode_schema
 
     found = source.snapshot_tables(lambda: iter([("here", table)]), ledger.store, "a")
     plan, tables = make_plan(

@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
 from prefect_raybatch.job import Output
+from prefect_raybatch.ranges import Ranges, to_ranges
 from prefect_raybatch.record_files import put_record_if_absent, read_record
-from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
+from prefect_raybatch.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ANSWERS,

@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from prefect_raybatch.job import BatchJob
 from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import Shards, make_plan
+from prefect_raybatch.plan import make_plan
+from prefect_raybatch.plan_tables import Shards
 from prefect_raybatch.records import Commit, InputFile, Part, Plan, Receipt, Unit
 from prefect_raybatch.stages.blocks import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish
