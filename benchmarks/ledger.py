@@ -113,7 +113,7 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import job, runs, source  # noqa: F401
+        from prefect_raybatch import runs
     with steps.step("inventory, plan, write") as counts:
         made = runs.plan_run(_job(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
@@ -266,7 +266,7 @@ PHASES: dict[str, Callable[[argparse.Namespace, Steps], None]] = {
 
 
 def _job(args: argparse.Namespace) -> Any:
-    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.job.batch_job import BatchJob
 
     return BatchJob.from_dict(
         {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow import batch_inference, retry_failed, tune_job
     from prefect_raybatch.flow_runs import reconcile_jobs
-    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.records import RunReport
     from prefect_raybatch.runs import Run
     from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 # `prefect block register -m prefect_raybatch` finds the blocks by `dir()`, and fetches them.
 _HOMES = {
     "BatchInferenceJob": "blocks",
-    "BatchJob": "job",
+    "BatchJob": "job.batch_job",
     "ObjectStore": "blocks",
     "RayBatchError": "errors",
     "RayCluster": "blocks",

@@ -28,7 +28,7 @@ from rich.table import Table
 from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
-from prefect_raybatch.job import BatchJob, seconds_of, with_fields
+from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report import duration, failure_table, stage_table
 from prefect_raybatch.words import counted
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from prefect_raybatch.cards import card
 from prefect_raybatch.errors import InsufficientResources
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.reach import check_reachable
 from prefect_raybatch.sharing import Shared, User
 from prefect_raybatch.sizing import Capacity, Pool, choose_pool

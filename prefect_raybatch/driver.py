@@ -27,7 +27,7 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import Coverage, Ledger
 from prefect_raybatch.plan_tables import Shards
 from prefect_raybatch.ranges import count

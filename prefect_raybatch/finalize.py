@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
+from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger import PIECES, Ledger
 from prefect_raybatch.plan_tables import Shards
 from prefect_raybatch.ranges import count, merge, to_ranges
@@ -25,7 +26,6 @@ from prefect_raybatch.result_parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.tally import Tally
-from prefect_raybatch.trust import check_types
 from prefect_raybatch.words import are, counted
 
 POSITION = "__rb_pos"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.functions import source_digest
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.records import digest, dump
-from prefect_raybatch.secrets import hide_argument
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.

@@ -43,7 +43,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import LogFeed
 from prefect_raybatch.job_records import JobRecords, Outcome, Record, sendable
 from prefect_raybatch.job_server import JobServer, RayJob

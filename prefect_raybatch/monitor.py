@@ -23,7 +23,7 @@ from prefect_raybatch.heartbeat import (
     Ticker,
     path_of,
 )
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import COMMITS
 from prefect_raybatch.record_files import put_record
 from prefect_raybatch.records import Plan

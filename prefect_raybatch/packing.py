@@ -15,7 +15,7 @@ from typing import Any
 
 from prefect_raybatch.cards import Card
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.memory import Model, gib, share
 
 HOST = 0.9e-3  # seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200

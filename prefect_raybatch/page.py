@@ -26,7 +26,7 @@ from prefect_raybatch.heartbeat import (
     alive,
     newest,
 )
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
 from prefect_raybatch.shard_sizes import SEQUENCES, concurrent_batches, sequences_seen

@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 from prefect_raybatch import cluster
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job import BatchJob, Stage
+from prefect_raybatch.job.batch_job import BatchJob, Stage
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan_tables import Shards, decode_schema
 from prefect_raybatch.records import Plan, Receipt, Unit

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.records import InputFile, Shard
-from prefect_raybatch.trust import check_types
 
 if TYPE_CHECKING:
     import pyarrow as pa

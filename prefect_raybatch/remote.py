@@ -18,7 +18,7 @@ from types import FrameType
 from prefect_raybatch import runs
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import MarkedLines
 from prefect_raybatch.job_records import JobRecords, Outcome
 from prefect_raybatch.jobs import OUTPUT_ENV

@@ -23,7 +23,7 @@ from prefect_raybatch import runs, sized, tokens
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import Family, Member, load_family, place
 from prefect_raybatch.fingerprint import fingerprint
-from prefect_raybatch.job import BatchJob, with_fields
+from prefect_raybatch.job.batch_job import BatchJob, with_fields
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan_tables import decode_schema
 from prefect_raybatch.record_files import put_record_if_absent, read_record

@@ -31,7 +31,8 @@ from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.fingerprint import fingerprint
-from prefect_raybatch.job import NAME, BatchJob, Output, check_run_key
+from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.missing import need_plan
 from prefect_raybatch.plan_tables import Shards
@@ -45,7 +46,6 @@ from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.success import Success
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
-from prefect_raybatch.trust import check_trust
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.errors import PlanMismatch
+from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.records import Plan
-from prefect_raybatch.secrets import masked
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefect_raybatch.cards import Card
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.memory import Model
 from prefect_raybatch.misfit import rows_held
 from prefect_raybatch.packing import Tokens, gpu_seconds

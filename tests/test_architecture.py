@@ -23,7 +23,7 @@ FLOORS = [
     "errors",
     "words exits bounded installed",
     "demo",
-    "job secrets trust functions vllm_fields sampling_ranges",
+    "job",
     "storage",
     "plan_tables same_job records ranges record_files ledger checkpoints row_numbers family "
     "part_files success missing",

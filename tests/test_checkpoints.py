@@ -16,7 +16,7 @@ from prefect_raybatch.checkpoints import CHECKPOINTS, Folder
 from prefect_raybatch.driver import Driver
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify

@@ -25,7 +25,7 @@ from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob, Limits
+from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence

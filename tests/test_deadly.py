@@ -19,7 +19,7 @@ from helpers.small import MODEL, make_job, receipts, small_run
 
 from prefect_raybatch import tokens
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob, Output, Prompt
+from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
 from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.records import Unit
 from prefect_raybatch.stages import apart

@@ -28,7 +28,7 @@ from s3server import S3Server, proxy, start_s3
 from prefect_raybatch import cli, cluster, doctor, installed
 from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 
 Check = Callable[[Patient], Iterator[Finding]]
 

@@ -23,7 +23,7 @@ from prefect_raybatch.errors import (
     StoreError,
 )
 from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import commit_path
 from prefect_raybatch.ranges import count
 from prefect_raybatch.records import Commit, Receipt, Unit

@@ -361,7 +361,7 @@ def test_the_stage_of_ray_data_llm_keeps_the_contract(tmp_path: Path, env: dict[
 def test_another_job_is_refused_with_the_difference(tmp_path: Path, env: dict[str, str]) -> None:
     write_customers(tmp_path / "customers.csv", 50, 3)
     job = job_file(tmp_path)
-    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.runs import plan_run
 
     loaded = BatchJob.from_dict(

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from prefect_raybatch import checkpoints
 from prefect_raybatch.checkpoints import CHECKPOINTS, Folder
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.job import BatchJob, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob, check_run_key
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
 from prefect_raybatch.plan import shard_starts
 from prefect_raybatch.plan_tables import (
@@ -31,7 +32,6 @@ from prefect_raybatch.plan_tables import (
 from prefect_raybatch.records import Commit, InputFile, Plan, Receipt, RunReport
 from prefect_raybatch.row_numbers import numbers_table
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.trust import check_trust
 from prefect_raybatch.verify import verify
 
 OURS = (ConfigError, CorruptRun, PlanMismatch)

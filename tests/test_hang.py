@@ -24,7 +24,7 @@ from helpers.small import input_rows, make_job
 
 from prefect_raybatch import runs
 from prefect_raybatch.errors import EngineStartError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.pipeline import Pipeline
 from prefect_raybatch.sizing import Capacity, resolve
 from prefect_raybatch.stages import last_words

@@ -27,7 +27,7 @@ from prefect_raybatch.heartbeat import (
     path_of,
     read_beats,
 )
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.monitor import Monitor
 from prefect_raybatch.records import dump
 

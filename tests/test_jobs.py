@@ -39,7 +39,7 @@ from prefect_raybatch.heartbeat import (
     Listener,
     path_of,
 )
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import LogFeed, MarkedLines
 from prefect_raybatch.job_records import JOBS, JobRecords, Outcome, sendable
 from prefect_raybatch.job_server import JobServer

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from prefect_raybatch import cluster, runs
 from prefect_raybatch.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.job_records import JobRecords
 from prefect_raybatch.ledger import Coverage, Ledger, commit_path
 from prefect_raybatch.plan import make_plan

@@ -18,7 +18,7 @@ from prefect_raybatch import metrics
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.heartbeat import Beat
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.metrics import COUNTERS, GAUGES, LABELS
 from prefect_raybatch.monitor import Monitor
 

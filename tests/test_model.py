@@ -164,7 +164,7 @@ import logging, time
 from huggingface_hub import HfApi, hf_hub_download
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import Engine
+from prefect_raybatch.job.batch_job import Engine
 logging.basicConfig(format="%(message)s")
 began = time.monotonic()
 try:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.fingerprint import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS, fingerprint
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan import check_against_schema, make_plan, public_job, shard_starts
 from prefect_raybatch.plan_tables import (
     Shards,

@@ -23,7 +23,7 @@ from prefect_raybatch import runs, source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
 from prefect_raybatch.family import load_family
 from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Source
+from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
 from prefect_raybatch.reap import orphans, reap
 from prefect_raybatch.records import Receipt, digest

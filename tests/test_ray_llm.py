@@ -11,7 +11,7 @@ import pytest
 from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import Output
+from prefect_raybatch.job.batch_job import Output
 from prefect_raybatch.records import Receipt, Unit
 from prefect_raybatch.sizing import Pool
 from prefect_raybatch.stages.blocks import (

@@ -16,7 +16,7 @@ from prefect_raybatch.driver import Driver
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.finalize import finalize
 from prefect_raybatch.heartbeat import path_of
-from prefect_raybatch.job import Limits
+from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import ATTEMPTS, COMMITS, PLAN, SUCCESS, TABLES, Ledger, commit_path
 from prefect_raybatch.record_files import KINDS, limit_of, put_record, read_record
 from prefect_raybatch.records import Part, Piece, Receipt, Unit

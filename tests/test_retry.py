@@ -24,7 +24,7 @@ from prefect_raybatch import cli, runs
 from prefect_raybatch.chain import ChainVerdict, verify_chain
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.family import load_family, place
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import make_plan
 from prefect_raybatch.reap import reap

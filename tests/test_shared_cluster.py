@@ -21,7 +21,7 @@ from test_heartbeat import wait_for
 from prefect_raybatch import cluster, runs
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.sharing import Shared, User
 
 ROWS = 48

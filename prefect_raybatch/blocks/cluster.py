@@ -11,7 +11,7 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_vali
 
 from prefect_raybatch.blocks.fields import field
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 
 CLIENT_REFUSED = (
     "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "

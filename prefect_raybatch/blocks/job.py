@@ -25,7 +25,7 @@ from prefect_raybatch.blocks.cluster import RayCluster
 from prefect_raybatch.blocks.fields import field
 from prefect_raybatch.blocks.store import ObjectStore, reference
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
-from prefect_raybatch.job import BatchJob, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob, check_run_key
 from prefect_raybatch.records import RunReport
 from prefect_raybatch.storage import is_remote
 

@@ -19,7 +19,7 @@ from prefect_raybatch import cluster
 from prefect_raybatch.bounded import within
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.reach import silent
 from prefect_raybatch.words import counted
 
@@ -33,7 +33,7 @@ import json, sys
 from dataclasses import asdict
 from prefect_raybatch import cluster
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
     with cluster.connected(job) as have:

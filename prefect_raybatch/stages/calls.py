@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.functions import load_function
+from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.stages.apart import START, Apart, raised
 from prefect_raybatch.stages.child import shown
 

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.functions import load_function
+from prefect_raybatch.job.functions import load_function
 
 IDLE = 60.0  # seconds without a row after which a child ends by itself
 TEXT = 500  # characters of an error's message

@@ -20,7 +20,7 @@ import pyarrow as pa
 from prefect_raybatch import installed
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.memory import describe, packed
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages import canary, note

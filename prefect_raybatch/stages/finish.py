@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
-from prefect_raybatch.job import Output
+from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ranges import Ranges, to_ranges
 from prefect_raybatch.record_files import put_record_if_absent, read_record
 from prefect_raybatch.records import Piece, Receipt, Unit, digest
@@ -53,7 +54,6 @@ from prefect_raybatch.stages.blocks import (
 from prefect_raybatch.stages.calls import HERE, Calls
 from prefect_raybatch.stages.figures import told
 from prefect_raybatch.storage import Store, put_proved
-from prefect_raybatch.trust import check_types
 from prefect_raybatch.words import counted
 
 PIECES = "_raybatch/pieces"

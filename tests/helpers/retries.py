@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch import runs
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.records import RunReport, Unit
 from prefect_raybatch.retry import Retry, plan_retry

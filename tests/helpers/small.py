@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import Ledger
 from prefect_raybatch.plan import make_plan
 from prefect_raybatch.plan_tables import Shards

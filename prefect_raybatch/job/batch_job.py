@@ -31,9 +31,9 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from prefect_raybatch import sampling_ranges, vllm_fields
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.secrets import (
+from prefect_raybatch.job import sampling_ranges, vllm_fields
+from prefect_raybatch.job.secrets import (
     CLEAR,
     USERINFO,
     hide_argument,

@@ -17,7 +17,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.job.batch_job import BatchJob
 
 MODULES = "RAYBATCH_FUNCTION_MODULES"
 ENGINE_CODE = "RAYBATCH_ALLOW_ENGINE_CODE"

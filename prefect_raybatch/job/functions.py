@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.trust import check_module
+from prefect_raybatch.job.trust import check_module
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
