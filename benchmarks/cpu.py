@@ -112,7 +112,7 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
     os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     from prefect_raybatch import batch_inference
-    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
     with tempfile.TemporaryDirectory() as out:

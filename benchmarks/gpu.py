@@ -353,7 +353,7 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
     from prefect_raybatch import cluster, sized
-    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
     ledger = Ledger(open_store(run.uri))

@@ -124,8 +124,8 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         import numpy as np
 
-        from prefect_raybatch.checkpoints import Folder
-        from prefect_raybatch.ledger import Ledger
+        from prefect_raybatch.ledger.checkpoints import Folder
+        from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store, read_ahead
     ledger = Ledger(open_store(_run_folder(args)))
     plan = ledger.load_plan()
@@ -154,7 +154,7 @@ def _receipts() -> Callable[[int, int], Any]:
     """A function (shard, rows) -> receipt of about the size a real one has."""
     import uuid
 
-    from prefect_raybatch.records import Receipt
+    from prefect_raybatch.ledger.records import Receipt
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
     names = ("prompt_tokens", "cached_tokens", "output_tokens", "cut_off")
@@ -179,7 +179,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
         import numpy as np
 
         from prefect_raybatch.driver import Driver
-        from prefect_raybatch.ledger import Ledger
+        from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store
     job, store = _job(args), open_store(_run_folder(args))
     ledger = Ledger(store)

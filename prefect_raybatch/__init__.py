@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.flow import batch_inference, retry_failed, tune_job
     from prefect_raybatch.flow_runs import reconcile_jobs
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.records import RunReport
+    from prefect_raybatch.ledger.records import RunReport
     from prefect_raybatch.runs import Run
     from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
 
@@ -31,7 +31,7 @@ _HOMES = {
     "RayBatchError": "errors",
     "RayCluster": "blocks",
     "Run": "runs",
-    "RunReport": "records",
+    "RunReport": "ledger.records",
     "batch_inference": "flow",
     "finalize_run": "tasks",
     "infer_shards": "tasks",

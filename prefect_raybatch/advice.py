@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
-from prefect_raybatch.records import Advice, RunReport
+from prefect_raybatch.ledger.records import Advice, RunReport
 from prefect_raybatch.shard_sizes import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted
 

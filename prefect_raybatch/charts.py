@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefect_raybatch.records import Charts
+from prefect_raybatch.ledger.records import Charts
 from prefect_raybatch.tally import Tally
 
 POINTS = 120  # of throughput over time

@@ -411,7 +411,7 @@ def reconcile(
 
 def _verify_chain(run_dir: str, as_json: bool) -> None:
     from prefect_raybatch.chain import verify_chain
-    from prefect_raybatch.family import place
+    from prefect_raybatch.ledger.family import place
 
     found = verify_chain(*place(run_dir))
     if as_json:
@@ -475,7 +475,7 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
 
 def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
-    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.ledger.ledger import Ledger
 
     known = _with_keys(job)
     runs.check_places(known)

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 
-from prefect_raybatch.checkpoints import Folder
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -28,10 +27,11 @@ from prefect_raybatch.errors import (
     StoreError,
 )
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger import Coverage, Ledger
-from prefect_raybatch.plan_tables import Shards
-from prefect_raybatch.ranges import count
-from prefect_raybatch.records import Commit, Plan, Receipt, Unit, add_counts
+from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.ledger import Coverage, Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.ranges import count
+from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit, add_counts
 from prefect_raybatch.stops import Stop, sample
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.words import are, counted

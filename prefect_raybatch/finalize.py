@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.checkpoints import Listing
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger import PIECES, Ledger
-from prefect_raybatch.plan_tables import Shards
-from prefect_raybatch.ranges import count, merge, to_ranges
-from prefect_raybatch.records import Commit, Part, Piece, Plan, digest, dump
+from prefect_raybatch.ledger.checkpoints import Listing
+from prefect_raybatch.ledger.ledger import PIECES, Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.ranges import count, merge, to_ranges
+from prefect_raybatch.ledger.records import Commit, Part, Piece, Plan, digest, dump
+from prefect_raybatch.ledger.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.result_parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
-from prefect_raybatch.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.words import are, counted
 

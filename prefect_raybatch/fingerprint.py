@@ -8,7 +8,7 @@ from typing import Any
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.secrets import hide_argument
-from prefect_raybatch.records import digest, dump
+from prefect_raybatch.ledger.records import digest, dump
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.

@@ -14,7 +14,7 @@ from pydantic import AwareDatetime, Field
 
 from prefect_raybatch import runs
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.records import RunReport
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.retry import Nothing
 from prefect_raybatch.tasks import (
     finalize_run,

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.record_files import read_record
-from prefect_raybatch.records import dump, load
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.storage import Store
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect_raybatch import plots
 from prefect_raybatch import report as reports
-from prefect_raybatch.records import RunReport
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.svg import clean
 from prefect_raybatch.words import are, counted
 

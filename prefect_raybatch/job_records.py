@@ -21,9 +21,9 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
+from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.plan import public_job
-from prefect_raybatch.record_files import put_record, put_record_if_absent, read_record
-from prefect_raybatch.records import dump, load
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"

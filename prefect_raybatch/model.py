@@ -15,7 +15,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Engine
-from prefect_raybatch.records import digest, dump
+from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.storage import Store, is_remote, open_store
 
 log = logging.getLogger(__name__)

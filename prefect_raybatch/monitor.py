@@ -24,9 +24,9 @@ from prefect_raybatch.heartbeat import (
     path_of,
 )
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger import COMMITS
-from prefect_raybatch.record_files import put_record
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.ledger import COMMITS
+from prefect_raybatch.ledger.record_files import put_record
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted

@@ -23,9 +23,9 @@ from prefect_raybatch import cluster
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan_tables import Shards, decode_schema
-from prefect_raybatch.records import Plan, Receipt, Unit
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
+from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
 from prefect_raybatch.stages.calls import Calls

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger import PIECES, TABLES, Ledger
-from prefect_raybatch.missing import need_plan
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.ledger import PIECES, TABLES, Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.storage import FileInfo, Store
-from prefect_raybatch.success import Success, check_parts
 from prefect_raybatch.verify import verify
 
 KINDS = {

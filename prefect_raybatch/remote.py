@@ -22,8 +22,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import MarkedLines
 from prefect_raybatch.job_records import JobRecords, Outcome
 from prefect_raybatch.jobs import OUTPUT_ENV
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.missing import need_plan
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.runs import Run
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import are, counted

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prefect_raybatch.charts import charts
-from prefect_raybatch.records import Part, Plan, RunReport
+from prefect_raybatch.ledger.records import Part, Plan, RunReport
 from prefect_raybatch.tally import Tally
 
 DASH = "-"  # what is not known

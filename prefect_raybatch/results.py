@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.family import Member
 from prefect_raybatch.finalize import POSITION, read_piece
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.part_files import local_disk
-from prefect_raybatch.ranges import Ranges
-from prefect_raybatch.records import Commit, Part
-from prefect_raybatch.row_numbers import RowNumbers
-from prefect_raybatch.success import FOLDERS
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.ledger.ranges import Ranges
+from prefect_raybatch.ledger.records import Commit, Part
+from prefect_raybatch.ledger.row_numbers import RowNumbers
+from prefect_raybatch.ledger.success import FOLDERS
 
 CHUNK = 8 << 20
 BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large

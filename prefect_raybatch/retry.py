@@ -21,15 +21,15 @@ from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import runs, sized, tokens
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.family import Family, Member, load_family, place
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan_tables import decode_schema
-from prefect_raybatch.record_files import put_record_if_absent, read_record
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.results import quarantine_of
-from prefect_raybatch.row_numbers import among, numbers_table
 from prefect_raybatch.runs import Run
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options

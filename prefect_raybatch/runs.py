@@ -33,17 +33,17 @@ from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.missing import need_plan
-from prefect_raybatch.plan_tables import Shards
-from prefect_raybatch.record_files import put_record, read_record
-from prefect_raybatch.records import Plan, RunReport
-from prefect_raybatch.same_job import check_same
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import Plan, RunReport
+from prefect_raybatch.ledger.same_job import check_same
+from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, is_remote, join, open_store
-from prefect_raybatch.success import Success
 from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
 

@@ -10,8 +10,8 @@ from prefect_raybatch import cluster, memory, sizing
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.sizing import Capacity, Sizing
 
 

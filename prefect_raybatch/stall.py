@@ -12,7 +12,7 @@ from typing import Any
 from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.heartbeat import Counts
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.records import Receipt, Unit
+from prefect_raybatch.ledger.records import Receipt, Unit
 
 LEAST = 60.0  # seconds: shorter pauses are nobody's business
 INTERVALS = 10  # mean times between commits without one

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger import PIECES
-from prefect_raybatch.plan_tables import from_parquet
-from prefect_raybatch.records import Piece
-from prefect_raybatch.row_numbers import RowNumbers
+from prefect_raybatch.ledger.ledger import PIECES
+from prefect_raybatch.ledger.plan_tables import from_parquet
+from prefect_raybatch.ledger.records import Piece
+from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 

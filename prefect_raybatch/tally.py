@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prefect_raybatch.ranges import count
-from prefect_raybatch.records import MEANS, PEAKS, Commit, NodeStats, StageStats, WorkerStats
+from prefect_raybatch.ledger.ranges import count
+from prefect_raybatch.ledger.records import MEANS, PEAKS, Commit, NodeStats, StageStats, WorkerStats
 
 STAGES = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 SHOWN = 64  # engines and nodes that a report names; the rest are one line

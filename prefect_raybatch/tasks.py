@@ -23,8 +23,8 @@ from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.page import OBSERVERS, Page
-from prefect_raybatch.records import RunReport
 from prefect_raybatch.runs import Run
 from prefect_raybatch.words import counted
 

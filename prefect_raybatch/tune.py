@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch import runs, sized, sizing
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
-from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan import settled
-from prefect_raybatch.records import Receipt, Unit
 from prefect_raybatch.report import duration
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted

@@ -13,8 +13,8 @@ from test_records import COMMIT
 from prefect_raybatch.advice import advise
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ranges import to_ranges
-from prefect_raybatch.records import Advice, Commit, RunReport
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.records import Advice, Commit, RunReport
 from prefect_raybatch.report import build, markdown
 from prefect_raybatch.tally import Tally
 

@@ -25,8 +25,7 @@ FLOORS = [
     "demo",
     "job",
     "storage",
-    "plan_tables same_job records ranges record_files ledger checkpoints row_numbers family "
-    "part_files success missing",
+    "ledger ledger",
     "source",
     "model model_check memory",
     "cards packing sequences misfit shard_sizes sizing figures",

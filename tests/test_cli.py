@@ -26,7 +26,7 @@ from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Limits
-from prefect_raybatch.records import RunReport
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
@@ -243,7 +243,7 @@ def test_other_settings_after_a_crash_in_finalize_leave_no_row_twice(tmp_path, m
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefect_raybatch.ledger.Ledger.succeed", kill)
+        patch.setattr("prefect_raybatch.ledger.ledger.Ledger.succeed", kill)
         with pytest.raises(Killed):
             runs.finalize_run(small.job, run)
     assert len(list((tmp_path / "key/data").iterdir())) == 3

@@ -20,8 +20,8 @@ from helpers.small import MODEL, make_job, receipts, small_run
 from prefect_raybatch import tokens
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
+from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.pipeline import Pipeline
-from prefect_raybatch.records import Unit
 from prefect_raybatch.stages import apart
 from prefect_raybatch.stages.apart import Apart, FunctionDied, FunctionHung, NoChild
 from prefect_raybatch.stages.blocks import ERROR, LOST, tag

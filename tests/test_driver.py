@@ -24,9 +24,9 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.finalize import finalize
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger import commit_path
-from prefect_raybatch.ranges import count
-from prefect_raybatch.records import Commit, Receipt, Unit
+from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.ranges import count
+from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.stops import Stop
 
 

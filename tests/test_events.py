@@ -228,7 +228,7 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
     """An `infer_run` that commits at an even pace."""
 
     def infer_run(job: Any, run: Run, observe: Any) -> Progress:
-        from prefect_raybatch.records import Commit
+        from prefect_raybatch.ledger.records import Commit
 
         progress = Progress(run.rows, run.shards)
         observe(progress)

@@ -12,7 +12,7 @@ import pytest
 from helpers.engines import Factory, FakeEngine, completion, with_answers
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
 
-from prefect_raybatch.records import RunReport, Unit, fold_stats
+from prefect_raybatch.ledger.records import RunReport, Unit, fold_stats
 from prefect_raybatch.report import build, engine_table, node_table, stage_table
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import figures, stepper

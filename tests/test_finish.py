@@ -14,7 +14,7 @@ from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job.batch_job import Output
-from prefect_raybatch.records import QUARANTINE, Receipt, Unit, digest
+from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.blocks import (
     ANSWERS,
     ERROR_TYPE,

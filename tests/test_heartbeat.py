@@ -28,8 +28,8 @@ from prefect_raybatch.heartbeat import (
     read_beats,
 )
 from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.monitor import Monitor
-from prefect_raybatch.records import dump
 
 
 def wait_for(what, seconds: float = 20.0):

@@ -16,7 +16,7 @@ from test_records import REPORT
 from prefect_raybatch import cli, runs
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.html_report import html, verdict
-from prefect_raybatch.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.ledger.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
 
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"
 VOID = {"meta", "img", "br", "path", "rect", "circle"}

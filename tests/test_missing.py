@@ -11,7 +11,7 @@ from helpers.small import small_run
 from prefect_raybatch import cli, retry, runs
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.family import load_family
+from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.reap import reap
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify

@@ -21,8 +21,7 @@ from pydantic import BaseModel
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.fingerprint import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS, fingerprint
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.plan import check_against_schema, make_plan, public_job, shard_starts
-from prefect_raybatch.plan_tables import (
+from prefect_raybatch.ledger.plan_tables import (
     Shards,
     decode_schema,
     encode_schema,
@@ -32,8 +31,9 @@ from prefect_raybatch.plan_tables import (
     shards_table,
     to_parquet,
 )
-from prefect_raybatch.records import QUARANTINE, InputFile, dump
-from prefect_raybatch.same_job import check_same, difference
+from prefect_raybatch.ledger.records import QUARANTINE, InputFile, dump
+from prefect_raybatch.ledger.same_job import check_same, difference
+from prefect_raybatch.plan import check_against_schema, make_plan, public_job, shard_starts
 
 # --- shards -------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from helpers.small import MODEL
 
 from prefect_raybatch import demo
 from prefect_raybatch.job.batch_job import Prompt
-from prefect_raybatch.records import Unit
+from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.blocks import (
     ERROR,

@@ -19,8 +19,8 @@ from s3server import S3Server, start_s3
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.batch_job import Source
-from prefect_raybatch.plan_tables import files_table, read_files
-from prefect_raybatch.records import InputFile, Unit
+from prefect_raybatch.ledger.plan_tables import files_table, read_files
+from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.source import inventory, snapshot, snapshot_dataset
 from prefect_raybatch.stages import blocks, read
 from prefect_raybatch.stages.read import ShardReader, Task

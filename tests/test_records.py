@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
-from prefect_raybatch.ranges import count, merge, missing, to_ranges
-from prefect_raybatch.records import (
+from prefect_raybatch.ledger.ranges import count, merge, missing, to_ranges
+from prefect_raybatch.ledger.records import (
     FORMAT,
     Commit,
     Part,

@@ -7,8 +7,8 @@ from helpers.small import small_run
 from test_records import COMMIT, REPORT
 
 from prefect_raybatch import report as reports
-from prefect_raybatch.ranges import to_ranges
-from prefect_raybatch.records import Commit, RunReport
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.records import Commit, RunReport
 from prefect_raybatch.report import build, cached_share, duration, failure_table, markdown
 from prefect_raybatch.tally import Tally
 

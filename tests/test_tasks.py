@@ -32,7 +32,7 @@ from prefect_raybatch import (
 )
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
-from prefect_raybatch.records import Commit, RunReport
+from prefect_raybatch.ledger.records import Commit, RunReport
 from prefect_raybatch.runs import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)

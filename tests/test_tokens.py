@@ -16,9 +16,9 @@ from prefect_raybatch import runs, source, tokens
 from prefect_raybatch.cli import app
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger import Ledger
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import settled
-from prefect_raybatch.records import Plan
 from prefect_raybatch.stages.prepare import Prepare
 
 TEMPLATE = "{Text}"

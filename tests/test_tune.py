@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from prefect_raybatch import cli, runs, tune
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.records import Receipt
+from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.tune import Trial, Tuned, job_file, search, settings, spread, steady, verdict
 

@@ -26,7 +26,7 @@ from prefect_raybatch.blocks.fields import field
 from prefect_raybatch.blocks.store import ObjectStore, reference
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, check_run_key
-from prefect_raybatch.records import RunReport
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.storage import is_remote
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class BatchInferenceRun(JobRun[RunReport]):
 
     def _result(self) -> RunReport:
         from prefect_raybatch import runs
-        from prefect_raybatch.ledger import Ledger
+        from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.tasks import with_blocks
 
         store = runs.run_store(with_blocks(self.job), self.run_key)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.records import Unit
+from prefect_raybatch.ledger.records import Unit
 
 SHARD, POSITION = "__rb_shard", "__rb_pos"  # int32 each; position counts from 0 in the shard
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch import runs
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.records import RunReport, Unit
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import RunReport, Unit
 from prefect_raybatch.retry import Retry, plan_retry
 from prefect_raybatch.runs import Run
 from prefect_raybatch.stages.blocks import Failure, tag

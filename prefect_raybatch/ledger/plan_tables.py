@@ -13,7 +13,7 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.records import InputFile, Shard
+from prefect_raybatch.ledger.records import InputFile, Shard
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.record_files import read_record
-from prefect_raybatch.records import Part, Plan, dump, load
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import Part, Plan, dump, load
 from prefect_raybatch.storage import FileInfo, Store
 from prefect_raybatch.storage.proof import sha256_of
 

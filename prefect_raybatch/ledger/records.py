@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ranges import Ranges, as_ranges, merge
+from prefect_raybatch.ledger.ranges import Ranges, as_ranges, merge
 
 FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
 

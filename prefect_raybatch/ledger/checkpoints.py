@@ -21,8 +21,8 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.record_files import limit_of, put_record, read_record
-from prefect_raybatch.records import Commit
+from prefect_raybatch.ledger.record_files import limit_of, put_record, read_record
+from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)

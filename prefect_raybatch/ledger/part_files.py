@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import StoreError
-from prefect_raybatch.records import Part
+from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.plan_tables import from_parquet, to_parquet
+from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 
 NAMED = 5  # rows named one by one where they are not neighbours
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.records import Plan
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch.checkpoints import Listing, folded
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.plan_tables import Shards, read_files, read_shards
-from prefect_raybatch.ranges import Ranges, count, merge, missing
-from prefect_raybatch.record_files import (
+from prefect_raybatch.ledger.checkpoints import Listing, folded
+from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
+from prefect_raybatch.ledger.ranges import Ranges, count, merge, missing
+from prefect_raybatch.ledger.record_files import (
     put_record,
     put_record_if_absent,
     put_record_proved,
     read_record,
 )
-from prefect_raybatch.records import (
+from prefect_raybatch.ledger.records import (
     Commit,
     InputFile,
     Plan,
@@ -36,10 +36,10 @@ from prefect_raybatch.records import (
     fold_stats,
     load,
 )
-from prefect_raybatch.row_numbers import RowNumbers, read_numbers
-from prefect_raybatch.same_job import check_same
+from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
+from prefect_raybatch.ledger.same_job import check_same
+from prefect_raybatch.ledger.success import SUCCESS, Success, check_parts, read_success
 from prefect_raybatch.storage import Store, read_ahead
-from prefect_raybatch.success import SUCCESS, Success, check_parts, read_success
 
 PLAN = "_raybatch/plan.json"
 ATTEMPTS = "_raybatch/attempts"

@@ -12,11 +12,11 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import check_run_key
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.missing import no_run
-from prefect_raybatch.records import Plan
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import no_run
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.storage import Store, join, open_store
-from prefect_raybatch.success import Success
 
 MOST = 9999  # children of a root; a longer number in a folder's name is not one of ours
 
