@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import Model, gib
 from prefect_raybatch.misfit import usable
+from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing import BATCHED, Capacity, Sizing
 from prefect_raybatch.words import counted
 

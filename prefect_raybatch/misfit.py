@@ -8,7 +8,7 @@ from typing import Any
 from prefect_raybatch.cards import CARDS, GB, without_nvlink
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import LEAST_FIXED, USABLE, Model, gib
+from prefect_raybatch.model.memory import LEAST_FIXED, USABLE, Model, gib
 
 LITTLE = 0.05
 SHARES = (2, 4, 8)  # GPUs of one node that may share a model

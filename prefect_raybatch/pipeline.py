@@ -20,12 +20,12 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch import cluster
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
 from prefect_raybatch.stages.calls import Calls

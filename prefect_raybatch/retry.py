@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch import model as models
 from prefect_raybatch import plan as planning
 from prefect_raybatch import runs, sized, tokens
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
@@ -29,6 +28,7 @@ from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.results import quarantine_of
 from prefect_raybatch.runs import Run
 

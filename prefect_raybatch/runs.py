@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import model as models
-from prefect_raybatch import model_check, sized
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
+from prefect_raybatch import sized
 from prefect_raybatch import sizing as sizes
 from prefect_raybatch import tokens as counting
 from prefect_raybatch.advice import advise
@@ -40,6 +39,8 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan, RunReport
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.model import check as model_check
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing import Capacity, Sizing
 from prefect_raybatch.stops import Stop

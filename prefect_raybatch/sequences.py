@@ -11,8 +11,8 @@ from typing import Any
 
 from prefect_raybatch.cards import Card
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import Model
 from prefect_raybatch.misfit import rows_held
+from prefect_raybatch.model.memory import Model
 from prefect_raybatch.packing import Tokens, gpu_seconds
 from prefect_raybatch.shard_sizes import SEQUENCES
 

@@ -12,8 +12,8 @@ from typing import Any
 from prefect_raybatch import packing, sequences
 from prefect_raybatch.cards import Card, card
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import Model, packed
 from prefect_raybatch.misfit import check_memory, cramped, over_pcie, step_tokens
+from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.shard_sizes import (
     SEQUENCES,
     choose_rows_per_shard,

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob, template_fields
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 

@@ -27,7 +27,6 @@ from pydantic import SecretStr, ValidationError
 from s3server import start_s3
 
 from prefect_raybatch import BatchJob, runs, tasks
-from prefect_raybatch import model as models
 from prefect_raybatch.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
@@ -36,6 +35,7 @@ from prefect_raybatch.blocks import (
     options_of,
 )
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.model import pinned as models
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
 ROOT = Path(__file__).parent.parent

@@ -136,7 +136,7 @@ def test_what_the_command_line_sets_is_told_as_it_is() -> None:
 
 
 def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
-    from prefect_raybatch.model import with_tokenizer
+    from prefect_raybatch.model.pinned import with_tokenizer
 
     _, _, rest = text_of("job.md").partition("The CPU stages load the tokenizer")
     both, _, engine_only = rest.partition(" only.")[0].partition(";")

@@ -16,7 +16,7 @@ from prefect_raybatch.cluster import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.figures import figures
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import USABLE, Model, describe
+from prefect_raybatch.model.memory import USABLE, Model, describe
 from prefect_raybatch.shard_sizes import (
     MOST_BYTES,
     MOST_ROWS,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefect_raybatch import installed
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.memory import describe, packed
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing import Sizing
 from prefect_raybatch.stages import canary, note
 from prefect_raybatch.stages.blocks import (

@@ -21,13 +21,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
 from prefect_raybatch.job.batch_job import Output
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.ranges import Ranges, to_ranges
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ANSWERS,

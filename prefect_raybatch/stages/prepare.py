@@ -14,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.job.batch_job import Prompt, template_fields
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.apart import NoChild
 from prefect_raybatch.stages.blocks import (
     ERROR,

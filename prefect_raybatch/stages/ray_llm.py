@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import Pool
 from prefect_raybatch.stages.blocks import (
     ERROR,

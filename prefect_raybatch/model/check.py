@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob, Engine, Sampling
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store, is_remote
 
 INDEX = "model.safetensors.index.json"
