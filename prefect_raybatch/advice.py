@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
 from prefect_raybatch.ledger.records import Advice, RunReport
-from prefect_raybatch.shard_sizes import SEQUENCES, sequences_seen
+from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted
 
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full

@@ -141,7 +141,7 @@ def plan(
     """Dry run: every size with its reason, shards, needs against the cluster."""
     what_if = None
     if gpu is not None or gpus is not None or cpus is not None:
-        from prefect_raybatch.sizing import imagined
+        from prefect_raybatch.sizing.sizes import imagined
 
         what_if = imagined(gpu, gpus, cpus)
     found = runs.dry_run(_with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)

@@ -29,7 +29,7 @@ from prefect_raybatch.heartbeat import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import duration, table_lines
 from prefect_raybatch.runs import Run
-from prefect_raybatch.shard_sizes import SEQUENCES, concurrent_batches, sequences_seen
+from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 

@@ -26,7 +26,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.sizing import Sizing
+from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages.blocks import Failure, is_lost
 from prefect_raybatch.stages.calls import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec

@@ -15,8 +15,8 @@ from prefect_raybatch.job.batch_job import RESERVED, UNWRITTEN, BatchJob, templa
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
-from prefect_raybatch.shard_sizes import choose_rows_per_shard
-from prefect_raybatch.sizing import expected_engines
+from prefect_raybatch.sizing.shards import choose_rows_per_shard
+from prefect_raybatch.sizing.sizes import expected_engines
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
 from prefect_raybatch import sized
-from prefect_raybatch import sizing as sizes
 from prefect_raybatch import tokens as counting
 from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
-from prefect_raybatch.figures import Figure, figures
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.job.trust import check_trust
@@ -41,8 +39,10 @@ from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.shard_sizes import SEQUENCES, problems, sequences_seen
-from prefect_raybatch.sizing import Capacity, Sizing
+from prefect_raybatch.sizing import sizes
+from prefect_raybatch.sizing.explain import Figure, figures
+from prefect_raybatch.sizing.shards import SEQUENCES, problems, sequences_seen
+from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.tally import Tally

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from prefect_raybatch import cluster, sizing
+from prefect_raybatch import cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import memory
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.sizing import Capacity, Sizing
+from prefect_raybatch.sizing import sizes as sizing
+from prefect_raybatch.sizing.sizes import Capacity, Sizing
 
 
 def expected_engines(job: BatchJob) -> int:

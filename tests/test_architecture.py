@@ -28,7 +28,7 @@ FLOORS = [
     "ledger",
     "source",
     "model",
-    "cards packing sequences misfit shard_sizes sizing figures",
+    "sizing",
     "stages",
     "tally charts report plots svg html_report advice",
     "cluster reach sharing pipeline sized",

@@ -18,7 +18,7 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 
 from prefect_raybatch import cluster, runs, sized
-from prefect_raybatch.sizing import Capacity
+from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
 GPUS = 3

@@ -24,7 +24,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages import canary, note, stepper
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages.blocks import (

@@ -26,7 +26,7 @@ from prefect_raybatch import runs
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.pipeline import Pipeline
-from prefect_raybatch.sizing import Capacity, resolve
+from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages import last_words
 from prefect_raybatch.stages.blocks import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec

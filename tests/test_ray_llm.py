@@ -13,7 +13,7 @@ from helpers.small import MODEL, input_rows, receipts
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.sizing import Pool
+from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,

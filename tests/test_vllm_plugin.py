@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.small import MODEL
 
-from prefect_raybatch.sizing import Pool
+from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages import ray_llm, vllm_plugin
 from prefect_raybatch.stages.engine import EngineSpec
 

@@ -22,7 +22,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import describe, packed
-from prefect_raybatch.sizing import Sizing
+from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import canary, note
 from prefect_raybatch.stages.blocks import (
     ANSWERS,

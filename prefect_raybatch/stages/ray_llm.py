@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.sizing import Pool
+from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.blocks import (
     ERROR,
     ERROR_TYPE,

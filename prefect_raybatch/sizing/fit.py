@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.cards import CARDS, GB, without_nvlink
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.memory import LEAST_FIXED, USABLE, Model, gib
+from prefect_raybatch.sizing.cards import CARDS, GB, without_nvlink
 
 LITTLE = 0.05
 SHARES = (2, 4, 8)  # GPUs of one node that may share a model

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.misfit import usable
 from prefect_raybatch.model.memory import Model, gib
-from prefect_raybatch.sizing import BATCHED, Capacity, Sizing
+from prefect_raybatch.sizing.fit import usable
+from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.words import counted
 
 

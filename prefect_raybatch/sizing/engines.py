@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.cards import Card
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.memory import Model, gib, share
+from prefect_raybatch.sizing.cards import Card
 
 HOST = 0.9e-3  # seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200
 PEAK = 0.6  # share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55

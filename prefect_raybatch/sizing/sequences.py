@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from prefect_raybatch.cards import Card
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.misfit import rows_held
 from prefect_raybatch.model.memory import Model
-from prefect_raybatch.packing import Tokens, gpu_seconds
-from prefect_raybatch.shard_sizes import SEQUENCES
+from prefect_raybatch.sizing.cards import Card
+from prefect_raybatch.sizing.engines import Tokens, gpu_seconds
+from prefect_raybatch.sizing.fit import rows_held
+from prefect_raybatch.sizing.shards import SEQUENCES
 
 MORE = 512  # the most for which vLLM captures CUDA graphs: 1024 gave no more on an H200
 GAIN = 0.05  # that they must bring

@@ -9,12 +9,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefect_raybatch import packing, sequences
-from prefect_raybatch.cards import Card, card
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.misfit import check_memory, cramped, over_pcie, step_tokens
 from prefect_raybatch.model.memory import Model, packed
-from prefect_raybatch.shard_sizes import (
+from prefect_raybatch.sizing import engines as packing
+from prefect_raybatch.sizing import sequences
+from prefect_raybatch.sizing.cards import Card, card
+from prefect_raybatch.sizing.fit import check_memory, cramped, over_pcie, step_tokens
+from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     choose_rows_per_shard,
     concurrent_batches,
