@@ -352,7 +352,8 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 
 def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
-    from prefect_raybatch import cluster, sized
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster import sizes as sized
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 

@@ -190,7 +190,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
 
     def build(units: Any, isolated: bool) -> Iterator[Any]:
         with steps.step("import Ray"):
-            from prefect_raybatch.pipeline import Pipeline
+            from prefect_raybatch.cluster.pipeline import Pipeline
             from prefect_raybatch.sizing.sizes import Capacity, resolve
             from prefect_raybatch.stages.read import ShardDatasource
         with steps.step("read tasks") as counts:

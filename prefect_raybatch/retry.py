@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch import plan as planning
-from prefect_raybatch import runs, sized, tokens
+from prefect_raybatch import runs, tokens
+from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import BatchJob, with_fields

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch import plan as planning
 from prefect_raybatch import report as reports
-from prefect_raybatch import sized
 from prefect_raybatch import tokens as counting
 from prefect_raybatch.advice import advise
 from prefect_raybatch.charts import charts
+from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
@@ -209,8 +209,9 @@ def precheck(job: BatchJob, store: Store) -> None:
 
     Looks at the plan of the run directory where there is one, else at a sample of the input.
     """
-    from prefect_raybatch import cluster, source
-    from prefect_raybatch.reach import check_reachable
+    from prefect_raybatch import source
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.reach import check_reachable
 
     check_places(job)
     check_trust(job)
@@ -380,9 +381,9 @@ def infer_run(
     Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
     beats as well. `engine` replaces the engine stage in tests.
     """
+    from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.driver import Driver
     from prefect_raybatch.monitor import Monitor
-    from prefect_raybatch.sharing import User
     from prefect_raybatch.stall import interruptible
 
     check_trust(job)
@@ -406,8 +407,8 @@ def infer_run(
     monitor(progress)
     # Also where the plan is an earlier attempt's: what it found may since have changed.
     store.probe()
-    from prefect_raybatch import cluster
-    from prefect_raybatch.pipeline import Pipeline
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.pipeline import Pipeline
 
     whoami = _whoami(plan)
     driver.on_stop = partial(_note_stop, ledger, attempt, whoami)

@@ -92,7 +92,7 @@ def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> T
 def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
     import numpy as np
 
-    from prefect_raybatch.stages.blocks import LOST, is_lost
+    from prefect_raybatch.stages.block import LOST, is_lost
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
@@ -149,7 +149,7 @@ def measure(
     seconds: float = SECONDS,
 ) -> Tokens:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
-    from prefect_raybatch.stages.calls import Calls
+    from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.prepare import Prepare
 
     pinned = models.with_tokenizer(model, job.engine)
@@ -178,8 +178,8 @@ def measure(
 def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table: pa.Table) -> None:
     import numpy as np
 
-    from prefect_raybatch.stages.apart import NoChild
-    from prefect_raybatch.stages.blocks import Failure
+    from prefect_raybatch.stages.block import Failure
+    from prefect_raybatch.stages.calls.apart import NoChild
 
     try:
         requests, tokens = prepare.prompts(table)
@@ -278,7 +278,7 @@ def _models_own(model: dict[str, Any]) -> int | None:
     """The model's context length, from its config.json or, of a name, from its tokenizer."""
     own = models.context_length(models.local_path(model))
     if own is None:
-        from prefect_raybatch.stages.blocks import load_tokenizer
+        from prefect_raybatch.stages.block import load_tokenizer
 
         said = load_tokenizer(*models.tokenizer_place(model)).model_max_length
         own = said if isinstance(said, int) and said < 1 << 30 else None

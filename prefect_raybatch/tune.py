@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import runs, sized
+from prefect_raybatch import runs
+from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
 from prefect_raybatch.ledger.ledger import Ledger
@@ -26,7 +27,7 @@ from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
-    from prefect_raybatch.pipeline import Pipeline
+    from prefect_raybatch.cluster.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ def tune(
     `deadline`: seconds in which the whole input should be done. `engine` replaces the engine stage
     in tests. Raises `ConfigError` when nothing worked, and what planning raises.
     """
-    from prefect_raybatch import cluster
-    from prefect_raybatch.sharing import User
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.sharing import User
 
     ends = time.monotonic() + 60 * minutes
     rows = runs.dry_run(job).rows
@@ -196,8 +197,8 @@ class Bench:
             return Trial(changes, error=f"{type(error).__name__}: {error}")
 
     def _trial(self, changes: Mapping[str, Any]) -> Trial:
-        from prefect_raybatch import cluster
-        from prefect_raybatch.pipeline import Pipeline
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.pipeline import Pipeline
 
         job = changed(self.job, changes)
         size = sized.for_attempt(job, self.plan, self.ledger, self.have)

@@ -31,7 +31,7 @@ FLOORS = [
     "sizing",
     "stages",
     "tally charts report plots svg html_report advice",
-    "cluster reach sharing pipeline sized",
+    "cluster",
     "driver stops monitor heartbeat stall metrics",
     "plan fingerprint tokens",
     "finalize results row_sums verify verify_files chain result_parts reap",
@@ -50,7 +50,7 @@ ENDS = {*PREFECT_SIDE, "cli", "remote"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster", "pipeline", "stages.read", "stages.window"},
+    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "cluster.window"},
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -59,7 +59,7 @@ AT_MODULE_LEVEL = {
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
-    "vllm": {"stages.engine", "stages.stepper"},
+    "vllm": {"stages.engine", "stages.vllm.stepper"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
@@ -192,9 +192,9 @@ def test_only_the_engine_stages_know_the_stepper():
     users = {
         module
         for module, path in MODULES.items()
-        if any(ours(n) == "stages.stepper" for n in imports(path, lazy=True))
+        if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
-    assert users <= {"stages.engine", "stages.ray_llm", "stages.forward"}
+    assert users <= {"stages.engine", "cluster.ray_llm", "stages.vllm.forward"}
 
 
 def test_flows_and_deployments_use_only_the_public_names():
@@ -273,7 +273,7 @@ except SystemExit:
 
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
-    heavy = {"pipeline", "stages.read", "stages.window", *ENDS}
+    heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
     light = [module for module in MODULES if module and not within(module, heavy)] + ["cli"]
     code = "".join(f"import prefect_raybatch.{module}\n" for module in light)
     assert python(code + LOADED) == []

@@ -22,7 +22,7 @@ from prefect_raybatch.fingerprint import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.metrics import COUNTERS, GAUGES
-from prefect_raybatch.stages.last_words import PLACE as LAST_WORDS
+from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefect_raybatch"

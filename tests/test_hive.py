@@ -20,7 +20,7 @@ from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parq
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import check_against_schema, make_plan
 from prefect_raybatch.source import Inventory, heads, inventory, peek, snapshot
-from prefect_raybatch.stages import blocks
+from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.storage import open_store
 

@@ -752,7 +752,7 @@ def test_ray_does_not_keep_prefects_place_for_sigterm(monkeypatch: pytest.Monkey
 
     import ray
 
-    from prefect_raybatch import cluster
+    from prefect_raybatch.cluster import connect as cluster
 
     def init(**_: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)

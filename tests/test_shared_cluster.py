@@ -18,11 +18,12 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 from test_heartbeat import wait_for
 
-from prefect_raybatch import cluster, runs
+from prefect_raybatch import runs
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.sharing import Shared, User
 
 ROWS = 48
 
@@ -276,7 +277,7 @@ ENDING = """
 import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from prefect_raybatch.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import Shared, User
 
 there, at_work = [], threading.Event()
 shared = Shared(SimpleNamespace(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, MIXTRAL
 
-from prefect_raybatch.cluster import check_fit
+from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.memory import USABLE, Model, describe

@@ -21,7 +21,7 @@ from prefect_raybatch.heartbeat import WAITING
 from prefect_raybatch.job.batch_job import BatchJob, Limits, with_fields
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.monitor import Monitor, probe
-from prefect_raybatch.stages.blocks import passes_by
+from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stall import Flowing, Stall, StallWatch, interruptible
 
 

@@ -28,8 +28,7 @@ from prefect_raybatch.ledger.ranges import Ranges, to_ranges
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.stages.apart import NoChild
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     ERROR,
@@ -51,8 +50,9 @@ from prefect_raybatch.stages.blocks import (
     load_tokenizer,
     rows_of,
 )
-from prefect_raybatch.stages.calls import HERE, Calls
-from prefect_raybatch.stages.figures import told
+from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.load import told
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
 

@@ -19,7 +19,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import RunReport, Unit
 from prefect_raybatch.retry import Retry, plan_retry
 from prefect_raybatch.runs import Run
-from prefect_raybatch.stages.blocks import Failure, tag
+from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import open_store
 

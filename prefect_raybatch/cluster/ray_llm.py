@@ -18,7 +18,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Pool
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
@@ -30,8 +30,8 @@ from prefect_raybatch.stages.blocks import (
 )
 from prefect_raybatch.stages.engine import EngineSpec, answered, fields_of
 from prefect_raybatch.stages.finish import Finish
-from prefect_raybatch.stages.stepper import Completion, plain_fields
-from prefect_raybatch.stages.vllm_plugin import allow
+from prefect_raybatch.stages.vllm.plugin import allow
+from prefect_raybatch.stages.vllm.stepper import Completion, plain_fields
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:

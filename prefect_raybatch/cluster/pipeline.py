@@ -19,7 +19,8 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
-from prefect_raybatch import cluster
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.window import limit_in_flight
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
 from prefect_raybatch.ledger.ledger import Ledger
@@ -27,13 +28,12 @@ from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
-from prefect_raybatch.stages.blocks import Failure, is_lost
-from prefect_raybatch.stages.calls import Calls
+from prefect_raybatch.stages.block import Failure, is_lost
+from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
-from prefect_raybatch.stages.window import limit_in_flight
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Pipeline:
         self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
     ) -> Dataset:
         # Imported here: ray.data.llm takes seconds, and few jobs want it.
-        from prefect_raybatch.stages.ray_llm import Gather, Spread, through
+        from prefect_raybatch.cluster.ray_llm import Gather, Spread, through
 
         asked = prepared.map_batches(
             Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)

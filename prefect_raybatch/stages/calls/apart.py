@@ -20,7 +20,7 @@ import weakref
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.stages.child import HEADER, RAISED, REFUSED
+from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
 
 START = 120.0  # seconds a child has at least to start and to import the function's module
 LOOK = 0.5  # seconds between looks whether the child lives
@@ -28,7 +28,7 @@ STARTS = 3  # children in a row that may end before a row begins
 HUNG = 3  # rows one after the other that may hang: what they wait for may be away for all of them
 BOOT = (  # as this process finds its modules, so does the child
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from prefect_raybatch.stages.child import serve; "
+    "from prefect_raybatch.stages.calls.child import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])"
 )
 

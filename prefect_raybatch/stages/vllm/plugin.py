@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
-from prefect_raybatch.stages import last_words
+from prefect_raybatch.stages.vllm import last_words
 
 log = logging.getLogger(__name__)
 

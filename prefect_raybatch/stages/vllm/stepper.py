@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.exits import exit_text
-from prefect_raybatch.stages.hang import LOOK, HangWatch, end_process
-from prefect_raybatch.stages.last_words import LastWords, named
-from prefect_raybatch.stages.vllm_plugin import allow, register
+from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
+from prefect_raybatch.stages.vllm.last_words import LastWords, named
+from prefect_raybatch.stages.vllm.plugin import allow, register
 
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
@@ -112,7 +112,7 @@ class SteppedEngine:
     """
 
     def __init__(self, engine_kwargs: dict[str, Any], hang_seconds: float | None = None) -> None:
-        from prefect_raybatch.stages.reaper import watch_children
+        from prefect_raybatch.stages.vllm.reaper import watch_children
 
         watch_children()
         self._wake = threading.Condition()  # guards everything below
@@ -521,7 +521,7 @@ class SteppedEngine:
     def _end_hung(self, cause: str) -> None:
         """End an engine that hangs, first of all its processes: who hears of it starts another,
         on the same GPU."""
-        from prefect_raybatch.stages.reaper import kill_all
+        from prefect_raybatch.stages.vllm.reaper import kill_all
 
         if not self._processes:
             end_process(cause)

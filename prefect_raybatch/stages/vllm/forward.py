@@ -1,8 +1,8 @@
 """One short answer of an engine, in a process of its own, for `raybatch doctor`.
 
-`python -m prefect_raybatch.stages.forward '{"model": ...}'` starts an engine with these arguments
-of vLLM, asks it the fixed prompt and ends with 0 when that was answered; else the last line of what
-it writes to standard error says why, or the signal that ended it does.
+`python -m prefect_raybatch.stages.vllm.forward '{"model": ...}'` starts an engine with these
+arguments of vLLM, asks it the fixed prompt and ends with 0 when that was answered; else the last
+line of what it writes to standard error says why, or the signal that ended it does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import sys
 
-from prefect_raybatch.stages.canary import PROMPT, fields_for
-from prefect_raybatch.stages.stepper import Request, SteppedEngine
+from prefect_raybatch.stages.vllm.canary import PROMPT, fields_for
+from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
 
 
 def main(text: str) -> None:

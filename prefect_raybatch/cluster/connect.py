@@ -20,10 +20,10 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.cluster.reach import check_reachable
+from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.reach import check_reachable
-from prefect_raybatch.sharing import Shared, User
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, choose_pool
 from prefect_raybatch.words import counted

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from prefect_raybatch.stages import note
-from prefect_raybatch.stages.note import Left
+from prefect_raybatch.stages.vllm import note
+from prefect_raybatch.stages.vllm.note import Left
 
 PROMPT = (1, 2, 3)  # token ids that any vocabulary has
 MOST = 2  # tokens asked for: a first step, and one that goes on from it

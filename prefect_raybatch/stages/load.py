@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from prefect_raybatch.stages.blocks import SHARD
+from prefect_raybatch.stages.block import SHARD
 
 log = logging.getLogger(__name__)
 

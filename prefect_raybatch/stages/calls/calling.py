@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.job.functions import load_function
-from prefect_raybatch.stages.apart import START, Apart, raised
-from prefect_raybatch.stages.child import shown
+from prefect_raybatch.stages.calls.apart import START, Apart, raised
+from prefect_raybatch.stages.calls.child import shown
 
 SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
 STDERR = 2  # Ray's log of the worker
