@@ -29,7 +29,7 @@ from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
-from prefect_raybatch.report import duration, failure_table, stage_table
+from prefect_raybatch.report.report import duration, failure_table, stage_table
 from prefect_raybatch.words import counted
 
 app = typer.Typer(
@@ -248,7 +248,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """The report of a run as Markdown, or as HTML with plots; also while it runs."""
-    from prefect_raybatch import report as reports
+    from prefect_raybatch.report import report as reports
 
     found = runs.report_of(run_dir)
     if html is not None:

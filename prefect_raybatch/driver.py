@@ -32,8 +32,8 @@ from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit, add_counts
+from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stops import Stop, sample
-from prefect_raybatch.tally import Tally
 from prefect_raybatch.words import are, counted
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
 
-from prefect_raybatch import plots
 from prefect_raybatch.artifacts import artifact_key, put, update
-from prefect_raybatch.charts import charts
 from prefect_raybatch.driver import Progress
 from prefect_raybatch.events import LiveEvents, RunEvents
 from prefect_raybatch.heartbeat import (
@@ -27,7 +25,9 @@ from prefect_raybatch.heartbeat import (
     newest,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.report import duration, table_lines
+from prefect_raybatch.report import plots
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs import Run
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store

@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch import plan as planning
-from prefect_raybatch import report as reports
 from prefect_raybatch import tokens as counting
-from prefect_raybatch.advice import advise
-from prefect_raybatch.charts import charts
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.fingerprint import fingerprint
@@ -39,13 +36,16 @@ from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.advice import advise
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.shards import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, is_remote, join, open_store
-from prefect_raybatch.tally import Tally
 from prefect_raybatch.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -589,7 +589,7 @@ def load_report(store: Store) -> RunReport:
 
 def html_page(report: RunReport) -> str:
     """The report as one HTML file, with the present time in its footer."""
-    from prefect_raybatch.html_report import html
+    from prefect_raybatch.report.html import html
 
     return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 

@@ -30,7 +30,7 @@ FLOORS = [
     "model",
     "sizing",
     "stages",
-    "tally charts report plots svg html_report advice",
+    "report",
     "cluster",
     "driver stops monitor heartbeat stall metrics",
     "plan fingerprint tokens",
@@ -279,7 +279,7 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     assert python(code + LOADED) == []
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "report"])
+@pytest.mark.parametrize("command", ["status", "verify", "report.report"])
 def test_looking_at_a_run_loads_nothing_heavy(tmp_path, command):
     run = small_run(tmp_path)
     run.commit_all()

@@ -13,14 +13,14 @@ from helpers.engines import Factory, FakeEngine, completion, with_answers
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
 
 from prefect_raybatch.ledger.records import RunReport, Unit, fold_stats
-from prefect_raybatch.report import build, engine_table, node_table, stage_table
+from prefect_raybatch.report.report import build, engine_table, node_table, stage_table
+from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
 from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
 from prefect_raybatch.stages.vllm import stepper
-from prefect_raybatch.tally import Tally
 
 
 @dataclass

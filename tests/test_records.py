@@ -296,7 +296,7 @@ def test_a_damaged_record_is_read_or_corrupt_never_another_error(kind, data):
     except CorruptRun:
         return
     if isinstance(record, (Commit, Receipt)):
-        from prefect_raybatch.tally import Tally
+        from prefect_raybatch.report.tally import Tally
 
         assert record.shard >= 0
         assert isinstance(record.attempt, str)

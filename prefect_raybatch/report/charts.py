@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefect_raybatch.ledger.records import Charts
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.report.tally import Tally
 
 POINTS = 120  # of throughput over time
 CELLS = 2000  # of the shard map

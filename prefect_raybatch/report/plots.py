@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from prefect_raybatch.ledger.records import Charts, RunReport, WorkerStats
-from prefect_raybatch.svg import (
+from prefect_raybatch.report.svg import (
     BLUE,
     GREEN,
     GREY,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from prefect_raybatch import plots
-from prefect_raybatch import report as reports
 from prefect_raybatch.ledger.records import RunReport
-from prefect_raybatch.svg import clean
+from prefect_raybatch.report import plots
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.svg import clean
 from prefect_raybatch.words import are, counted
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

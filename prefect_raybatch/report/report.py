@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prefect_raybatch.charts import charts
 from prefect_raybatch.ledger.records import Part, Plan, RunReport
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.tally import Tally
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
