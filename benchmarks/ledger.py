@@ -178,7 +178,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         import numpy as np
 
-        from prefect_raybatch.driver import Driver
+        from prefect_raybatch.driver.driver import Driver
         from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store
     job, store = _job(args), open_store(_run_folder(args))

@@ -26,8 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from prefect_raybatch import runs
+from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
-from prefect_raybatch.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report.report import duration, failure_table, stage_table
 from prefect_raybatch.words import counted
@@ -264,7 +264,7 @@ def report(
 
 
 def _heard(beat: dict[str, Any]) -> str:
-    from prefect_raybatch.heartbeat import SILENT, alive
+    from prefect_raybatch.driver.heartbeat import SILENT, alive
 
     place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
     if beat["age"] > SILENT:

@@ -10,8 +10,8 @@ from typing import Any
 from prefect.events import emit_event
 from prefect.runtime import task_run
 
+from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.errors import ErrorBudgetExceeded, is_transient
-from prefect_raybatch.heartbeat import Beat
 from prefect_raybatch.ledger.records import RunReport
 
 log = logging.getLogger(__name__)

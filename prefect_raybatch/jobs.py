@@ -34,7 +34,8 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch import errors, runs
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
@@ -42,7 +43,6 @@ from prefect_raybatch.errors import (
     JobStopped,
     RayBatchError,
 )
-from prefect_raybatch.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import LogFeed
 from prefect_raybatch.job_records import JobRecords, Outcome, Record, sendable

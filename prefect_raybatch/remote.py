@@ -16,7 +16,7 @@ import time
 from types import FrameType
 
 from prefect_raybatch import runs
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import MarkedLines

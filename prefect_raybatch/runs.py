@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch import plan as planning
 from prefect_raybatch import tokens as counting
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
@@ -44,7 +45,6 @@ from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.shards import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
-from prefect_raybatch.stops import Stop
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.tokens import Tokens
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import numpy as np
     import ray.data
 
-    from prefect_raybatch.driver import Progress
+    from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.finalize import Result
 
 log = logging.getLogger(__name__)
@@ -382,9 +382,9 @@ def infer_run(
     beats as well. `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.driver import Driver
-    from prefect_raybatch.monitor import Monitor
-    from prefect_raybatch.stall import interruptible
+    from prefect_raybatch.driver.driver import Driver
+    from prefect_raybatch.driver.monitor import Monitor
+    from prefect_raybatch.driver.stall import interruptible
 
     check_trust(job)
     store = open_store(run.uri, job.output.options or None)
@@ -596,7 +596,7 @@ def html_page(report: RunReport) -> str:
 
 def _dashboard(store: Store) -> str:
     """Ray's dashboard as the latest heartbeat names it; "" where none does."""
-    from prefect_raybatch.heartbeat import newest
+    from prefect_raybatch.driver.heartbeat import newest
 
     try:
         beat = newest(store)
@@ -686,7 +686,7 @@ def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
-    from prefect_raybatch.heartbeat import ENDED, read_beats
+    from prefect_raybatch.driver.heartbeat import ENDED, read_beats
 
     now = time.time()
     known = {str(attempt["attempt"]): attempt for attempt in attempts[-SHOWN:]}

@@ -18,7 +18,7 @@ from prefect_raybatch import flow_runs, jobs, retry, runs, tune
 from prefect_raybatch.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of

@@ -32,7 +32,7 @@ FLOORS = [
     "stages",
     "report",
     "cluster",
-    "driver stops monitor heartbeat stall metrics",
+    "driver",
     "plan fingerprint tokens",
     "finalize results row_sums verify verify_files chain result_parts reap",
     "runs retry tune",

@@ -11,7 +11,7 @@ import pytest
 from helpers.small import Passes, SmallRun, small_run
 from s3server import start_s3
 
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.finalize import finalize
 from prefect_raybatch.job.batch_job import Limits

@@ -23,7 +23,7 @@ from test_memory import LLAMA_8B
 import prefect_raybatch
 from prefect_raybatch import cli, errors, runs
 from prefect_raybatch.cli import exit_status
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.ledger.records import RunReport

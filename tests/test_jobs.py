@@ -19,6 +19,15 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import job_server as servers
 from prefect_raybatch import jobs, remote, runs
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    INFERRING,
+    STARTING,
+    UNHEARD,
+    Beat,
+    Listener,
+    path_of,
+)
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -29,15 +38,6 @@ from prefect_raybatch.errors import (
     JobServerUnavailable,
     JobStopped,
     StoreUnavailable,
-)
-from prefect_raybatch.heartbeat import (
-    ENDED,
-    INFERRING,
-    STARTING,
-    UNHEARD,
-    Beat,
-    Listener,
-    path_of,
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import LogFeed, MarkedLines

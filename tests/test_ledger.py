@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import runs
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.job_records import JobRecords

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.driver.heartbeat import path_of
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.finalize import finalize
-from prefect_raybatch.heartbeat import path_of
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import checkpoints, record_files
 from prefect_raybatch.ledger.checkpoints import CHECKPOINTS

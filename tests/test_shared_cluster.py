@@ -21,7 +21,7 @@ from test_heartbeat import wait_for
 from prefect_raybatch import runs
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job.batch_job import BatchJob
 

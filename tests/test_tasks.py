@@ -30,7 +30,7 @@ from prefect_raybatch import (
     runs,
     tasks,
 )
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.ledger.records import Commit, RunReport
 from prefect_raybatch.runs import Run

@@ -9,8 +9,8 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.driver.heartbeat import Counts
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.heartbeat import Counts
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.driver.heartbeat import Beat, alive
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.heartbeat import Beat, alive
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

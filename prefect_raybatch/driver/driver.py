@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from prefect_raybatch.driver.stops import Stop, sample
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -33,7 +34,6 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit, add_counts
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.stops import Stop, sample
 from prefect_raybatch.words import are, counted
 
 log = logging.getLogger(__name__)

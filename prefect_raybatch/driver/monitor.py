@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import metrics
-from prefect_raybatch.errors import EngineFailure, StoreError
-from prefect_raybatch.heartbeat import (
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.heartbeat import (
     ENDED,
     EVERY,
     INFERRING,
@@ -23,16 +22,17 @@ from prefect_raybatch.heartbeat import (
     Ticker,
     path_of,
 )
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
+from prefect_raybatch.errors import EngineFailure, StoreError
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.ledger import COMMITS
 from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
-    from prefect_raybatch.driver import Progress
+    from prefect_raybatch.driver.driver import Progress
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.storage import Store
 
 if TYPE_CHECKING:
-    from prefect_raybatch.driver import Progress
+    from prefect_raybatch.driver.driver import Progress
 
 log = logging.getLogger(__name__)
 
