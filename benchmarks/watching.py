@@ -19,7 +19,7 @@ from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.ledger.records import Commit, InputFile
 from prefect_raybatch.page import Page
-from prefect_raybatch.plan import make_plan
+from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.runs import Run
 from prefect_raybatch.storage import open_store
 

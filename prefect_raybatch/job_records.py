@@ -23,7 +23,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import dump, load
-from prefect_raybatch.plan import public_job
+from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.storage import Store
 
 JOBS = "_raybatch/jobs"

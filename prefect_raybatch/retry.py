@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch import plan as planning
-from prefect_raybatch import runs, tokens
+from prefect_raybatch import runs
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.ledger import Ledger
@@ -30,6 +28,9 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, read_reco
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.plan import prompt_lengths as tokens
+from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.results import quarantine_of
 from prefect_raybatch.runs import Run
 

@@ -20,12 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import plan as planning
-from prefect_raybatch import tokens as counting
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
-from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.ledger import Ledger
@@ -37,6 +34,10 @@ from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.prompt_lengths import Tokens
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.charts import charts
@@ -46,7 +47,6 @@ from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.shards import SEQUENCES, problems, sequences_seen
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.storage import Store, is_remote, join, open_store
-from prefect_raybatch.tokens import Tokens
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.plan import settled
+from prefect_raybatch.plan.plan import settled
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store

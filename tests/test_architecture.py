@@ -33,7 +33,7 @@ FLOORS = [
     "report",
     "cluster",
     "driver",
-    "plan fingerprint tokens",
+    "plan",
     "finalize results row_sums verify verify_files chain result_parts reap",
     "runs retry tune",
     "doctor",

@@ -17,11 +17,11 @@ import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, make_job, receipts, small_run
 
-from prefect_raybatch import tokens
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.stages.block import ERROR, LOST, tag
 from prefect_raybatch.stages.calls import apart
 from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild

@@ -30,7 +30,7 @@ from prefect_raybatch.ledger.plan_tables import (
 )
 from prefect_raybatch.ledger.records import Commit, InputFile, Plan, Receipt, RunReport
 from prefect_raybatch.ledger.row_numbers import numbers_table
-from prefect_raybatch.plan import shard_starts
+from prefect_raybatch.plan.plan import shard_starts
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.verify import verify
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.fingerprint import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS, fingerprint
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.plan_tables import (
     Shards,
@@ -33,7 +32,13 @@ from prefect_raybatch.ledger.plan_tables import (
 )
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, dump
 from prefect_raybatch.ledger.same_job import check_same, difference
-from prefect_raybatch.plan import check_against_schema, make_plan, public_job, shard_starts
+from prefect_raybatch.plan.fingerprint import (
+    FINGERPRINTED,
+    FREE,
+    FREE_ENGINE_ARGUMENTS,
+    fingerprint,
+)
+from prefect_raybatch.plan.plan import check_against_schema, make_plan, public_job, shard_starts
 
 # --- shards -------------------------------------------------------------------------------------
 

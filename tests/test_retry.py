@@ -28,7 +28,7 @@ from prefect_raybatch.ledger.family import load_family, place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
-from prefect_raybatch.plan import make_plan
+from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.reap import reap
 from prefect_raybatch.retry import Nothing, Request, Retry, plan_retry, request
 from prefect_raybatch.storage import open_store

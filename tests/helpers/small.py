@@ -15,7 +15,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.plan import make_plan
+from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish

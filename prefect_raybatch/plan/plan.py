@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.fingerprint import fingerprint
 from prefect_raybatch.job.batch_job import RESERVED, UNWRITTEN, BatchJob, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
+from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
 
