@@ -243,8 +243,8 @@ def finalize(args: argparse.Namespace, steps: Steps) -> None:
 
 def verify(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
+        from prefect_raybatch.result.verify import verify as prove
         from prefect_raybatch.storage import open_store
-        from prefect_raybatch.verify import verify as prove
     with steps.step("raybatch verify") as counts:
         found = prove(open_store(_run_folder(args)))
         counts["rows"], counts["shards"] = found.skipped, found.committed_shards

@@ -312,7 +312,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove coverage from the files: every planned row once, in data or in quarantine."""
-    from prefect_raybatch import verify as verifying
+    from prefect_raybatch.result import verify as verifying
     from prefect_raybatch.storage import open_store
 
     if chain:
@@ -370,7 +370,7 @@ def reap(
     as_json: Json = False,
 ) -> None:
     """Remove what killed attempts left, and nothing that may still become part of the result."""
-    from prefect_raybatch import reap as reaping
+    from prefect_raybatch.result import reap as reaping
     from prefect_raybatch.storage import open_store
 
     age = seconds_of(older_than)
@@ -410,8 +410,8 @@ def reconcile(
 
 
 def _verify_chain(run_dir: str, as_json: bool) -> None:
-    from prefect_raybatch.chain import verify_chain
     from prefect_raybatch.ledger.family import place
+    from prefect_raybatch.result.verify_chain import verify_chain
 
     found = verify_chain(*place(run_dir))
     if as_json:
@@ -749,7 +749,7 @@ def _show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _show_sample(report: Any, columns: list[str]) -> None:
-    from prefect_raybatch.finalize import sample
+    from prefect_raybatch.result.finalize import sample
     from prefect_raybatch.storage import open_store
 
     files = [part.path for part in report.parts if part.path.startswith("data/")]

@@ -31,7 +31,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.fingerprint import fingerprint
-from prefect_raybatch.results import quarantine_of
+from prefect_raybatch.result.rows import quarantine_of
 from prefect_raybatch.runs import Run
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options

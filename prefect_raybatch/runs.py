@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import ray.data
 
     from prefect_raybatch.driver.driver import Progress
-    from prefect_raybatch.finalize import Result
+    from prefect_raybatch.result.finalize import Result
 
 log = logging.getLogger(__name__)
 SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
@@ -500,7 +500,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
     """
-    from prefect_raybatch.finalize import finalize
+    from prefect_raybatch.result.finalize import finalize
 
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
@@ -572,7 +572,7 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 
     Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
     """
-    from prefect_raybatch.reap import orphans
+    from prefect_raybatch.result.reap import orphans
 
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))

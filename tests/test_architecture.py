@@ -34,7 +34,7 @@ FLOORS = [
     "cluster",
     "driver",
     "plan",
-    "finalize results row_sums verify verify_files chain result_parts reap",
+    "result",
     "runs retry tune",
     "doctor",
     "jobs job_server job_records job_logs",
@@ -279,7 +279,7 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     assert python(code + LOADED) == []
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "report.report"])
+@pytest.mark.parametrize("command", ["status", "result.verify", "report.report"])
 def test_looking_at_a_run_loads_nothing_heavy(tmp_path, command):
     run = small_run(tmp_path)
     run.commit_all()

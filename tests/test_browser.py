@@ -18,8 +18,8 @@ from helpers.ray_head import start_head
 from playwright.sync_api import Page
 
 from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 pytestmark = pytest.mark.e2e
 

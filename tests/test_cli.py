@@ -27,10 +27,10 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
-from prefect_raybatch.verify import verify
 
 ROWS = 40
 

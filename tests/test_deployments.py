@@ -19,8 +19,8 @@ from prefect_raybatch import BatchJob, batch_inference, runs
 from prefect_raybatch import flow as flows
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 FOLDER = ROOT / "deployments"
 DEPLOYMENTS: dict[str, dict[str, Any]] = {

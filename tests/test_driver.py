@@ -23,11 +23,11 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
-from prefect_raybatch.finalize import finalize
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.ledger import commit_path
 from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
+from prefect_raybatch.result.finalize import finalize
 
 
 def driver_of(run: SmallRun, passes: Any, **kwargs: Any) -> Driver:

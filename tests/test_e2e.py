@@ -22,8 +22,8 @@ from s3server import S3Server, start_s3
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import Store, open_store
-from prefect_raybatch.verify import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -31,8 +31,8 @@ from prefect_raybatch.ledger.plan_tables import (
 from prefect_raybatch.ledger.records import Commit, InputFile, Plan, Receipt, RunReport
 from prefect_raybatch.ledger.row_numbers import numbers_table
 from prefect_raybatch.plan.plan import shard_starts
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 OURS = (ConfigError, CorruptRun, PlanMismatch)
 texts = st.text(st.characters(codec="utf-8"), max_size=12)

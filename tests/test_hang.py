@@ -26,6 +26,7 @@ from prefect_raybatch import runs
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
@@ -33,7 +34,6 @@ from prefect_raybatch.stages.vllm import last_words
 from prefect_raybatch.stages.vllm.hang import LOOK, STATUS, HangWatch
 from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 ROOT = Path(__file__).parents[1]
 

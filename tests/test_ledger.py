@@ -34,8 +34,8 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import LocalStore, open_store
-from prefect_raybatch.verify import verify
 
 WRITERS = 16
 

@@ -13,7 +13,6 @@ from helpers.small import Passes, SmallRun, small_run, success_of
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.driver.heartbeat import path_of
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.finalize import finalize
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import checkpoints, record_files
 from prefect_raybatch.ledger.checkpoints import CHECKPOINTS
@@ -29,10 +28,11 @@ from prefect_raybatch.ledger.ledger import (
 from prefect_raybatch.ledger.record_files import KINDS, limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import REPORT
 from prefect_raybatch.stages.finish import SCHEMA, _ranges
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
 

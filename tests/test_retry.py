@@ -21,7 +21,6 @@ from helpers.small import job_dict, make_job, read_json, small_run
 from s3server import S3Server, start_s3
 
 from prefect_raybatch import cli, runs
-from prefect_raybatch.chain import ChainVerdict, verify_chain
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import load_family, place
@@ -29,10 +28,11 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
 from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.reap import reap
+from prefect_raybatch.result.reap import reap
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.retry import Nothing, Request, Retry, plan_retry, request
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 
 def planned(uri: str, *arguments: Any, **more: Any) -> Retry:

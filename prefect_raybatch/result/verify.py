@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import check_commit, read_pieces
 from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.ledger import PIECES, Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -18,8 +17,9 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Part, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import FOLDERS, read_success
+from prefect_raybatch.result.finalize import check_commit, read_pieces
+from prefect_raybatch.result.verify_files import check_folder
 from prefect_raybatch.storage import Store
-from prefect_raybatch.verify_files import check_folder
 from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one

@@ -15,9 +15,9 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.family import Family, Member, load_family
 from prefect_raybatch.ledger.row_numbers import among, name_rows
-from prefect_raybatch.results import rows_of
+from prefect_raybatch.result.rows import rows_of
+from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
 from prefect_raybatch.storage import Store
-from prefect_raybatch.verify import MOST_NAMED, Verdict, verify
 
 
 @dataclass

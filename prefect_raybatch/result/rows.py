@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import POSITION, read_piece
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.part_files import local_disk
@@ -21,6 +20,7 @@ from prefect_raybatch.ledger.ranges import Ranges
 from prefect_raybatch.ledger.records import Commit, Part
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import FOLDERS
+from prefect_raybatch.result.finalize import POSITION, read_piece
 
 CHUNK = 8 << 20
 BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large

@@ -20,8 +20,8 @@ from prefect_raybatch.ledger.ledger import PIECES, TABLES, Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success, check_parts
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import FileInfo, Store
-from prefect_raybatch.verify import verify
 
 KINDS = {
     "pieces": "pieces that no commit names",

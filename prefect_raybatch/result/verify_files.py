@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.records import Part, digest
 from prefect_raybatch.ledger.success import strays
-from prefect_raybatch.row_sums import decode, row_sums, sums_path
+from prefect_raybatch.result.row_sums import decode, row_sums, sums_path
 from prefect_raybatch.storage import Store
 
 MOST_ROWS = 10  # rows of a file named one by one

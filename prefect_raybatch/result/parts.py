@@ -22,11 +22,11 @@ from prefect_raybatch.errors import CorruptRun, SourceError
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import Part, digest
-from prefect_raybatch.row_sums import decode, encode, row_sums, sums_path
+from prefect_raybatch.result.row_sums import decode, encode, row_sums, sums_path
 from prefect_raybatch.storage import FileInfo, Store, Sums, holds, put_proved
 from prefect_raybatch.storage.proof import bad_upload, sha256_of
 
-log = logging.getLogger("prefect_raybatch.finalize")
+log = logging.getLogger("prefect_raybatch.result.finalize")
 
 LOOKS = 6  # at one part: each but the last may write it
 

@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import Commit, Part, Piece, Plan, digest, dump
 from prefect_raybatch.ledger.success import FOLDERS, check_no_strays, check_parts
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.result_parts import ResultParts
+from prefect_raybatch.result.parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.words import are, counted
 
