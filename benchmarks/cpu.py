@@ -142,8 +142,8 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
 def peer_quiet(data: Path, rows: int) -> dict[str, float]:
     from contextlib import nullcontext
 
-    from prefect_raybatch import runs
     from prefect_raybatch.driver import monitor
+    from prefect_raybatch.runs import runs
 
     class Nobody(nullcontext):  # type: ignore[type-arg]
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""

@@ -297,7 +297,7 @@ def job_of(
 def peer_ours(
     args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
 ) -> dict[str, float]:
-    from prefect_raybatch import runs
+    from prefect_raybatch.runs import runs
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)

@@ -113,7 +113,7 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import runs
+        from prefect_raybatch.runs import runs
     with steps.step("inventory, plan, write") as counts:
         made = runs.plan_run(_job(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
@@ -235,7 +235,7 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
 
 def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import runs
+        from prefect_raybatch.runs import runs
     job = _job(args)
     with steps.step("finalize"):
         runs.finalize_run(job, runs.plan_run(job, RUN_KEY))

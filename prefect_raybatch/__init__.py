@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.flow_runs import reconcile_jobs
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.ledger.records import RunReport
-    from prefect_raybatch.runs import Run
+    from prefect_raybatch.runs.runs import Run
     from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ _HOMES = {
     "ObjectStore": "blocks",
     "RayBatchError": "errors",
     "RayCluster": "blocks",
-    "Run": "runs",
+    "Run": "runs.runs",
     "RunReport": "ledger.records",
     "batch_inference": "flow",
     "finalize_run": "tasks",

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prefect_raybatch import runs
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report.report import duration, failure_table, stage_table
+from prefect_raybatch.runs import runs
 from prefect_raybatch.words import counted
 
 app = typer.Typer(
@@ -170,7 +170,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Try engine settings on a sample of the job's rows, and write the best as a job file."""
-    from prefect_raybatch import tune as tuning
+    from prefect_raybatch.runs import tune as tuning
 
     loaded = _job(job, set_)
     wanted = deadline or loaded.limits.deadline
@@ -289,7 +289,7 @@ def retry_failed(
     as_json: Json = False,
 ) -> None:
     """Ask again about the failed rows of a finished run, in a run of their own beside it."""
-    from prefect_raybatch import retry
+    from prefect_raybatch.runs import retry
 
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
@@ -503,7 +503,7 @@ def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: _Show) ->
 
 def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
     """The report of the run that retries, or `Nothing` when no row was free."""
-    from prefect_raybatch import retry
+    from prefect_raybatch.runs import retry
 
     with _shown(quiet) as show:
         if prefect:

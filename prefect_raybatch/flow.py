@@ -12,10 +12,10 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch import runs
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import RunReport
-from prefect_raybatch.retry import Nothing
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.tasks import (
     finalize_run,
     infer_shards,

@@ -33,7 +33,7 @@ from functools import partial
 
 import numpy as np
 
-from prefect_raybatch import errors, runs
+from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
 from prefect_raybatch.errors import (
@@ -49,7 +49,8 @@ from prefect_raybatch.job_records import JobRecords, Outcome, Record, sendable
 from prefect_raybatch.job_server import JobServer, RayJob
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
-from prefect_raybatch.runs import Run
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.storage import open_store, read_ahead
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
-from prefect_raybatch import flow_runs, jobs, retry, runs, tune
+from prefect_raybatch import flow_runs, jobs
 from prefect_raybatch.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
@@ -26,7 +26,8 @@ from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.page import OBSERVERS, Page
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.runs import Run
+from prefect_raybatch.runs import retry, runs, tune
+from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.words import counted
 
 __all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]

@@ -35,7 +35,7 @@ FLOORS = [
     "driver",
     "plan",
     "result",
-    "runs retry tune",
+    "runs",
     "doctor",
     "jobs job_server job_records job_logs",
     "tasks flow page events assets flow_runs artifacts blocks",

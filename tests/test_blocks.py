@@ -26,7 +26,7 @@ from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
 from s3server import start_s3
 
-from prefect_raybatch import BatchJob, runs, tasks
+from prefect_raybatch import BatchJob, tasks
 from prefect_raybatch.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
@@ -36,6 +36,7 @@ from prefect_raybatch.blocks import (
 )
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.runs import runs
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
 ROOT = Path(__file__).parent.parent

@@ -21,14 +21,15 @@ from helpers.small import job_dict, receipts, small_run
 from test_memory import LLAMA_8B
 
 import prefect_raybatch
-from prefect_raybatch import cli, errors, runs
+from prefect_raybatch import cli, errors
 from prefect_raybatch.cli import exit_status
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import Run, Status
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
 

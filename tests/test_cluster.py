@@ -17,9 +17,9 @@ import pytest
 from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.runs import runs
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 

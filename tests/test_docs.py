@@ -108,7 +108,7 @@ def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
 def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 
-    from prefect_raybatch import runs
+    from prefect_raybatch.runs import runs
 
     (block,) = re.findall(r"```yaml\n(name: .*?)```", (ROOT / "README.md").read_text(), re.S)
     job = BatchJob.from_dict(yaml.safe_load(block))

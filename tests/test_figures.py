@@ -405,7 +405,7 @@ def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path)
     import pyarrow.parquet as pq
     from helpers.small import make_job
 
-    from prefect_raybatch import runs
+    from prefect_raybatch.runs import runs
 
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     job = make_job(

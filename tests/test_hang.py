@@ -22,11 +22,11 @@ from helpers import fake_vllm
 from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec

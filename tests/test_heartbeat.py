@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
-from prefect_raybatch import cli, runs
+from prefect_raybatch import cli
 from prefect_raybatch.driver import heartbeat, monitor
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.driver.heartbeat import (
@@ -31,6 +31,7 @@ from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.runs import runs
 
 
 def wait_for(what, seconds: float = 20.0):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch import job_server as servers
-from prefect_raybatch import jobs, remote, runs
+from prefect_raybatch import jobs, remote
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
@@ -43,6 +43,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job_logs import LogFeed, MarkedLines
 from prefect_raybatch.job_records import JOBS, JobRecords, Outcome, sendable
 from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.runs import runs
 
 URL, OTHER = "http://head:8265", "http://old-head:8265"
 

@@ -23,7 +23,6 @@ from helpers.small import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
@@ -35,6 +34,7 @@ from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import LocalStore, open_store
 
 WRITERS = 16

@@ -15,12 +15,12 @@ import pytest
 from helpers.small import SmallRun, small_run
 from s3server import start_s3
 
-from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job.batch_job import seconds_of
 from prefect_raybatch.ledger.ledger import Ledger, commit_path
 from prefect_raybatch.result.reap import Reaped, reap
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import open_store
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution

@@ -20,7 +20,7 @@ from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 from s3server import S3Server, start_s3
 
-from prefect_raybatch import cli, runs
+from prefect_raybatch import cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import load_family, place
@@ -31,7 +31,8 @@ from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
-from prefect_raybatch.retry import Nothing, Request, Retry, plan_retry, request
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Nothing, Request, Retry, plan_retry, request
 from prefect_raybatch.storage import open_store
 
 

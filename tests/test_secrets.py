@@ -19,12 +19,12 @@ from prefect.runtime import flow_run
 from prefect.testing.utilities import prefect_test_harness
 from s3server import start_s3
 
-from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.job_records import sendable
 from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import S3Store, s3_silence
 
 SECRETS = {

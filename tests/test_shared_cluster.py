@@ -18,12 +18,12 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 from test_heartbeat import wait_for
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs import runs
 
 ROWS = 48
 

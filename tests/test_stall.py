@@ -14,7 +14,6 @@ from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job, small_run
 from test_heartbeat import Heard, counts, wait_for
 
-from prefect_raybatch import runs
 from prefect_raybatch.driver import monitor, stall
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import WAITING
@@ -23,6 +22,7 @@ from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interrupti
 from prefect_raybatch.errors import EngineFailure, StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob, Limits, with_fields
 from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.runs import runs
 from prefect_raybatch.stages.block import passes_by
 
 

@@ -27,13 +27,13 @@ from prefect_raybatch import (
     infer_shards,
     plan_shards,
     retry_failed,
-    runs,
     tasks,
 )
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.ledger.records import Commit, RunReport
-from prefect_raybatch.runs import Run
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
 

@@ -15,12 +15,22 @@ from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job
 from typer.testing import CliRunner
 
-from prefect_raybatch import cli, runs, tune
+from prefect_raybatch import cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.runs import runs, tune
+from prefect_raybatch.runs.tune import (
+    Trial,
+    Tuned,
+    job_file,
+    search,
+    settings,
+    spread,
+    steady,
+    verdict,
+)
 from prefect_raybatch.stages.block import passes_by
-from prefect_raybatch.tune import Trial, Tuned, job_file, search, settings, spread, steady, verdict
 
 Axes = dict[str, Callable[[Any], list[Any]]]
 AXES: Axes = {

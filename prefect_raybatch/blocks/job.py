@@ -130,8 +130,8 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self._start(run_key)
 
     def _start(self, run_key: str | None) -> BatchInferenceRun:
-        from prefect_raybatch import runs
         from prefect_raybatch.flow import batch_inference, scheduled_start
+        from prefect_raybatch.runs import runs
         from prefect_raybatch.tasks import with_blocks
 
         job = self.batch_job()
@@ -238,8 +238,8 @@ class BatchInferenceRun(JobRun[RunReport]):
             return found
 
     def _result(self) -> RunReport:
-        from prefect_raybatch import runs
         from prefect_raybatch.ledger.ledger import Ledger
+        from prefect_raybatch.runs import runs
         from prefect_raybatch.tasks import with_blocks
 
         store = runs.run_store(with_blocks(self.job), self.run_key)

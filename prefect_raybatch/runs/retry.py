@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
@@ -32,7 +31,8 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs import Run
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
 FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")

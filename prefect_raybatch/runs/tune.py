@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch import runs
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, with_fields
@@ -22,6 +21,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import settled
 from prefect_raybatch.report.report import duration
+from prefect_raybatch.runs import runs
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
