@@ -493,7 +493,7 @@ def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool
 
 def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: _Show) -> Any:
     """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
-    from prefect_raybatch import jobs
+    from prefect_raybatch.remote import follower as jobs
 
     show.begin(planned.uri)
     progress = jobs.infer(job, known, planned, show)

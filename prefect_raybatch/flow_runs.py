@@ -28,8 +28,8 @@ from prefect.states import Crashed
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Cluster
-from prefect_raybatch.job_server import JobServer, RayJob
-from prefect_raybatch.jobs import STOP_WAIT, Owner
+from prefect_raybatch.remote.follower import STOP_WAIT, Owner
+from prefect_raybatch.remote.server import JobServer, RayJob
 
 log = logging.getLogger(__name__)
 

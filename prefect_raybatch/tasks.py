@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
-from prefect_raybatch import flow_runs, jobs
+from prefect_raybatch import flow_runs
 from prefect_raybatch.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.assets import materialize_result
 from prefect_raybatch.blocks.store import options_of
@@ -24,6 +24,7 @@ from prefect_raybatch.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.page import OBSERVERS, Page
+from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.runs import retry, runs, tune

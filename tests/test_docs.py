@@ -20,8 +20,8 @@ from prefect_raybatch import errors
 from prefect_raybatch.cli import app
 from prefect_raybatch.driver.metrics import COUNTERS, GAUGES
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
+from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS
 
 ROOT = Path(__file__).parent.parent

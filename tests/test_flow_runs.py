@@ -18,7 +18,7 @@ from prefect.testing.utilities import prefect_test_harness
 from prefect_raybatch import flow_runs
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow_runs import Action, reconcile_jobs
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
 

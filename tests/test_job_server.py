@@ -15,9 +15,9 @@ import pytest
 from helpers.ray_head import start_head
 from helpers.small import SmallRun, make_job, small_run
 
-from prefect_raybatch import jobs
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.remote import follower as jobs
+from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.runs import runs
 
 SCRIPT = """

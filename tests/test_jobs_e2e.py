@@ -22,7 +22,7 @@ from helpers.ray_head import ROOT, free_ports, start_head
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.remote.server import JobServer
 
 pytestmark = pytest.mark.e2e
 

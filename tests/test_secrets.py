@@ -22,8 +22,8 @@ from s3server import start_s3
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
-from prefect_raybatch.job_records import sendable
 from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import S3Store, s3_silence
 

@@ -18,11 +18,11 @@ from types import FrameType
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job_logs import MarkedLines
-from prefect_raybatch.job_records import JobRecords, Outcome
-from prefect_raybatch.jobs import OUTPUT_ENV
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.remote.follower import OUTPUT_ENV
+from prefect_raybatch.remote.logs import MarkedLines
+from prefect_raybatch.remote.records import JobRecords, Outcome
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.storage import open_store

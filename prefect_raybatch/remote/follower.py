@@ -44,11 +44,11 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job_logs import LogFeed
-from prefect_raybatch.job_records import JobRecords, Outcome, Record, sendable
-from prefect_raybatch.job_server import JobServer, RayJob
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
+from prefect_raybatch.remote.logs import LogFeed
+from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
+from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.storage import open_store, read_ahead
