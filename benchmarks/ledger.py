@@ -224,7 +224,7 @@ def _no_quarantine(unit: Any, reason: str) -> Any:
 
 def status(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import cli
+        from prefect_raybatch.cli import commands as cli
     shown = StringIO()
     with steps.step("raybatch status --json") as counts:
         with redirect_stdout(shown):

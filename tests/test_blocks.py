@@ -26,15 +26,16 @@ from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
 from s3server import start_s3
 
-from prefect_raybatch import BatchJob, tasks
-from prefect_raybatch.blocks import (
+from prefect_raybatch import BatchJob
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.flow import tasks
+from prefect_raybatch.flow.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
     ObjectStore,
     RayCluster,
     options_of,
 )
-from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.runs import runs
 

@@ -21,8 +21,9 @@ from helpers.small import job_dict, receipts, small_run
 from test_memory import LLAMA_8B
 
 import prefect_raybatch
-from prefect_raybatch import cli, errors
-from prefect_raybatch.cli import exit_status
+from prefect_raybatch import errors
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Limits

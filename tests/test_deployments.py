@@ -16,9 +16,9 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
 from prefect_raybatch import BatchJob, batch_inference
-from prefect_raybatch import flow as flows
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.flow import flows
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import open_store

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from prefect_raybatch import errors
-from prefect_raybatch.cli import app
+from prefect_raybatch.cli.commands import app
 from prefect_raybatch.driver.metrics import COUNTERS, GAUGES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
@@ -129,7 +129,7 @@ def test_the_engine_arguments_that_may_change_are_all_named() -> None:
 
 
 def test_what_the_command_line_sets_is_told_as_it_is() -> None:
-    source = (PACKAGE / "cli.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "cli/commands.py").read_text(encoding="utf-8")
     pairs = re.findall(r'os\.environ\.setdefault\("(\w+)", "(\w+)"\)', source)
     _, _, rest = text_of("job.md").partition("sets these for its own process")
     assert pairs and sorted(re.findall(r"`(\w+)=(\w+)`", rest)) == sorted(pairs)

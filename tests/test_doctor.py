@@ -25,7 +25,8 @@ from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3server import S3Server, proxy, start_s3
 
-from prefect_raybatch import cli, doctor, installed
+from prefect_raybatch import doctor, installed
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError

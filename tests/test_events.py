@@ -29,13 +29,14 @@ from test_html_report import full
 from test_records import COMMIT
 from test_tasks import report
 
-from prefect_raybatch import assets, cli, events, page, tasks
-from prefect_raybatch.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat, path_of
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
-from prefect_raybatch.events import LiveEvents, RunEvents
-from prefect_raybatch.page import Page
+from prefect_raybatch.flow import assets, events, page, tasks
+from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.flow.page import Page
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run
 

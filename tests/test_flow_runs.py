@@ -15,9 +15,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
 from prefect.testing.utilities import prefect_test_harness
 
-from prefect_raybatch import flow_runs
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
-from prefect_raybatch.flow_runs import Action, reconcile_jobs
+from prefect_raybatch.flow import reconcile as flow_runs
+from prefect_raybatch.flow.reconcile import Action, reconcile_jobs
 from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
-from prefect_raybatch import cli
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.driver import heartbeat, monitor
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.driver.heartbeat import (

@@ -13,7 +13,7 @@ import pytest
 from helpers.small import small_run
 from test_records import REPORT
 
-from prefect_raybatch import cli
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.ledger.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
 from prefect_raybatch.report.html import html, verdict

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from helpers.small import small_run
 
-from prefect_raybatch import cli
-from prefect_raybatch.cli import exit_status
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
 from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.result.reap import reap

@@ -16,7 +16,8 @@ import pytest
 import yaml
 from helpers.small import input_rows, job_dict, make_job
 
-from prefect_raybatch import bounded, cli
+from prefect_raybatch import bounded
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User

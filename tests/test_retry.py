@@ -20,7 +20,7 @@ from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 from s3server import S3Server, start_s3
 
-from prefect_raybatch import cli
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import load_family, place

@@ -321,7 +321,7 @@ def test_a_signal_ends_runs_in_threads_that_the_main_thread_waits_for(error: str
 def test_log_lines_stay_in_the_page_until_the_last_run_of_several_ends() -> None:
     from prefect.logging.handlers import APILogHandler
 
-    from prefect_raybatch import tasks
+    from prefect_raybatch.flow import tasks
 
     def shown() -> int:
         return sum(isinstance(handler, APILogHandler) for handler in tasks.OURS.handlers)

@@ -20,17 +20,10 @@ from prefect.states import State
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr
 
-from prefect_raybatch import (
-    BatchJob,
-    artifacts,
-    batch_inference,
-    infer_shards,
-    plan_shards,
-    retry_failed,
-    tasks,
-)
+from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
+from prefect_raybatch.flow import artifacts, tasks
 from prefect_raybatch.ledger.records import Commit, RunReport
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run

@@ -13,7 +13,7 @@ from helpers.small import MODEL, make_job
 from typer.testing import CliRunner
 
 from prefect_raybatch import source
-from prefect_raybatch.cli import app
+from prefect_raybatch.cli.commands import app
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger

@@ -15,7 +15,7 @@ from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job
 from typer.testing import CliRunner
 
-from prefect_raybatch import cli
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt

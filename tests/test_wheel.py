@@ -26,7 +26,7 @@ NEEDED = [
     "demo/model/model.safetensors",
     "demo/model/tokenizer.json",
     "py.typed",
-    "stages/reaper.py",
+    "stages/vllm/reaper.py",
 ]
 
 

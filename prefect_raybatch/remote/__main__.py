@@ -87,7 +87,7 @@ def _output(uri: str) -> BatchJob:
 def _with_keys(job: BatchJob) -> BatchJob:
     if not (job.source.credentials_block or job.output.credentials_block):
         return job
-    from prefect_raybatch.tasks import with_blocks
+    from prefect_raybatch.flow.tasks import with_blocks
 
     return with_blocks(job)
 

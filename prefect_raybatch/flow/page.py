@@ -11,7 +11,6 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
 
-from prefect_raybatch.artifacts import artifact_key, put, update
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
@@ -23,7 +22,8 @@ from prefect_raybatch.driver.heartbeat import (
     alive,
     newest,
 )
-from prefect_raybatch.events import LiveEvents, RunEvents
+from prefect_raybatch.flow.artifacts import artifact_key, put, update
+from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts

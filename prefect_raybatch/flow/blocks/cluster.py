@@ -9,8 +9,8 @@ from prefect.blocks.abstract import CredentialsBlock
 from prefect.types import SecretDict
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_raybatch.blocks.fields import field
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.fields import field
 from prefect_raybatch.job.batch_job import BatchJob
 
 CLIENT_REFUSED = (
@@ -34,7 +34,7 @@ class RayCluster(CredentialsBlock):
     Example:
         Use a saved cluster for a job:
         ```python
-        from prefect_raybatch.blocks import RayCluster
+        from prefect_raybatch.flow.blocks import RayCluster
 
         cluster = RayCluster.load("BLOCK_NAME")
         job = cluster.apply(job)

@@ -396,7 +396,7 @@ def reconcile(
 ) -> None:
     """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished."""
     from prefect_raybatch.doctor.services import check_api
-    from prefect_raybatch.flow_runs import reconcile_jobs
+    from prefect_raybatch.flow.reconcile import reconcile_jobs
 
     check_api()
     actions = reconcile_jobs(job_server, dry_run)
@@ -522,7 +522,7 @@ def _with_keys(job: BatchJob) -> BatchJob:
     if not (job.source.credentials_block or job.output.credentials_block):
         return job
     from prefect_raybatch.doctor.services import check_api
-    from prefect_raybatch.tasks import with_blocks
+    from prefect_raybatch.flow.tasks import with_blocks
 
     check_api()
     return with_blocks(job)
@@ -535,8 +535,9 @@ def _run_flow(name: str, arguments: tuple[Any, ...], show: _Show) -> Any:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     show.say("starting Prefect")
-    from prefect_raybatch import flow, tasks
     from prefect_raybatch.doctor.services import check_api
+    from prefect_raybatch.flow import flows as flow
+    from prefect_raybatch.flow import tasks
 
     check_api()
 

@@ -12,11 +12,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.records import RunReport
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.retry import Nothing
-from prefect_raybatch.tasks import (
+from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
     plan_retry,
@@ -24,6 +20,10 @@ from prefect_raybatch.tasks import (
     tune_engine,
     with_blocks,
 )
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Nothing
 
 
 def titled(title: str) -> Any:

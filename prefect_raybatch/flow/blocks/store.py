@@ -8,8 +8,8 @@ from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_raybatch.blocks.fields import field
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.fields import field
 from prefect_raybatch.storage import Store, open_store
 
 # s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
@@ -40,7 +40,7 @@ class ObjectStore(CredentialsBlock):
     Example:
         Look into a folder with the keys of a saved block:
         ```python
-        from prefect_raybatch.blocks import ObjectStore
+        from prefect_raybatch.flow.blocks import ObjectStore
 
         store = ObjectStore.load("BLOCK_NAME")
         for file in store.get_client("s3://bucket/folder").list():

@@ -6,8 +6,8 @@ Importing this package registers them; Prefect does so itself through the entry 
 
 from __future__ import annotations
 
-from prefect_raybatch.blocks.cluster import RayCluster
-from prefect_raybatch.blocks.job import BatchInferenceJob, BatchInferenceRun
-from prefect_raybatch.blocks.store import ObjectStore, options_of
+from prefect_raybatch.flow.blocks.cluster import RayCluster
+from prefect_raybatch.flow.blocks.job import BatchInferenceJob, BatchInferenceRun
+from prefect_raybatch.flow.blocks.store import ObjectStore, options_of
 
 __all__ = ["BatchInferenceJob", "BatchInferenceRun", "ObjectStore", "RayCluster", "options_of"]

@@ -21,10 +21,10 @@ from prefect.settings import get_current_settings
 from prefect.states import Pending
 from pydantic import ConfigDict, HttpUrl, model_validator
 
-from prefect_raybatch.blocks.cluster import RayCluster
-from prefect_raybatch.blocks.fields import field
-from prefect_raybatch.blocks.store import ObjectStore, reference
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.flow.blocks.cluster import RayCluster
+from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob, check_run_key
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.storage import is_remote
@@ -52,7 +52,7 @@ class BatchInferenceJob(JobBlock[RunReport]):
     Example:
         Run a saved job to its end:
         ```python
-        from prefect_raybatch.blocks import BatchInferenceJob
+        from prefect_raybatch.flow.blocks import BatchInferenceJob
 
         nightly = BatchInferenceJob.load("BLOCK_NAME")
         run = nightly.trigger()
@@ -130,9 +130,9 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self._start(run_key)
 
     def _start(self, run_key: str | None) -> BatchInferenceRun:
-        from prefect_raybatch.flow import batch_inference, scheduled_start
+        from prefect_raybatch.flow.flows import batch_inference, scheduled_start
+        from prefect_raybatch.flow.tasks import with_blocks
         from prefect_raybatch.runs import runs
-        from prefect_raybatch.tasks import with_blocks
 
         job = self.batch_job()
         key = run_key or runs.default_run_key(with_blocks(job), scheduled_start())
@@ -238,9 +238,9 @@ class BatchInferenceRun(JobRun[RunReport]):
             return found
 
     def _result(self) -> RunReport:
+        from prefect_raybatch.flow.tasks import with_blocks
         from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.runs import runs
-        from prefect_raybatch.tasks import with_blocks
 
         store = runs.run_store(with_blocks(self.job), self.run_key)
         if Ledger(store).finished() is None:
