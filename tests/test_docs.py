@@ -206,6 +206,13 @@ def test_every_error_class_is_explained() -> None:
             assert re.search(rf"^\| `{name}` \| .* \| {retried} \|", page, re.M), name
 
 
+def test_the_room_table_names_every_room() -> None:
+    """Every package and module right below ours has its duty there."""
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    table = re.findall(r"^\| `(\w+)(?:/|\.py)` \| .+ \|$", text_of("architecture.md"), re.M)
+    assert sorted(table) == sorted(rooms - {"__init__", "__pycache__"})
+
+
 def test_every_file_that_a_page_names_is_there() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
