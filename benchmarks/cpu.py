@@ -121,7 +121,7 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
         plan = ledger.load_plan()
         if plan is None or report.good != rows:
             raise SystemExit(f"{report.good} of {rows} rows were answered")
-        ends = [c.stats["ended"] for c in ledger.commits(plan, ledger.listing(plan))]
+        ends = [c.stats.ended for c in ledger.commits(plan, ledger.listing(plan))]
     return {
         "rows_s": report.steady_rows_per_s,
         "first_row_s": min(ends) - START,
@@ -134,7 +134,7 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as out:
         done = without_commits(job(data, rows, out))
-    ends = sorted((receipt.stats["ended"], receipt.stats["rows"]) for receipt in done)
+    ends = sorted((receipt.stats.ended, receipt.stats.rows) for receipt in done)
     steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
     return {"rows_s": steady, "first_row_s": ends[0][0] - START, "total_s": time.time() - START}
 

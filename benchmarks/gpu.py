@@ -309,7 +309,7 @@ def peer_ours(
         report = runs.finalize_run(job, run, progress)
         if report.good != args.rows:
             raise SystemExit(f"{report.good} of {args.rows} rows: {report.failures}")
-        sums = progress.tally.sums
+        sums = progress.tally.stats.to_dict()
         return {
             "rows_s": report.rows / progress.tally.busy_seconds,
             "steady_rows_s": report.steady_rows_per_s,
@@ -333,7 +333,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
         _init_ray()
-        done = [receipt.stats for receipt in without_commits(job)]
+        done = [receipt.stats.to_dict() for receipt in without_commits(job)]
     if sum(stats["rows"] for stats in done) != args.rows:
         raise SystemExit("rows are missing")
     began, ended = min(s["started"] for s in done), max(s["ended"] for s in done)

@@ -155,6 +155,7 @@ def _receipts() -> Callable[[int, int], Any]:
     import uuid
 
     from prefect_raybatch.ledger.records import Receipt
+    from prefect_raybatch.ledger.stats import ShardStats
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
     names = ("prompt_tokens", "cached_tokens", "output_tokens", "cut_off")
@@ -166,7 +167,7 @@ def _receipts() -> Callable[[int, int], Any]:
             shard=shard,
             attempt=attempt,
             skipped=((0, rows),),
-            stats={**sums, **times, "rows": rows, "started": began, "ended": began + shard / 100},
+            stats=ShardStats(**sums, **times, rows=rows, started=began, ended=began + shard / 100),
             where={"node": "10.0.0.17", "pid": "4711"},
         )
 

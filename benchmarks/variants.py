@@ -77,12 +77,10 @@ def resumed(job: BatchJob) -> dict[str, float]:
         at = float(ready.read_text())
     ledger = Ledger(open_store(run.uri))
     plan, _ = runs.load_run(ledger, run)
-    new = [
-        c.stats for c in ledger.commits(plan, ledger.listing(plan)) if c.stats["started"] > began
-    ]
+    new = [c.stats for c in ledger.commits(plan, ledger.listing(plan)) if c.stats.started > began]
     return {
         "new_shards": len(new),
         "engine_ready_s": at - began,
-        "first_row_s": max(0.0, min(stats["started"] for stats in new) - at),
-        "first_commit_s": max(0.0, min(stats["ended"] for stats in new) - at),
+        "first_row_s": max(0.0, min(stats.started for stats in new) - at),
+        "first_commit_s": max(0.0, min(stats.ended for stats in new) - at),
     }

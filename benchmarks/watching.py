@@ -45,7 +45,7 @@ def microseconds(observe: Any) -> float:
     commits = [commit(shard) for shard in range(SHARDS)]
     began = time.perf_counter()
     for one in commits:
-        progress.add(one, one.stats["started"])
+        progress.add(one, one.stats.started)
         observe(progress)
     return (time.perf_counter() - began) / SHARDS * 1e6
 

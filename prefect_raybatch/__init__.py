@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.flow.reconcile import reconcile_jobs
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.ledger.records import RunReport
+    from prefect_raybatch.report.records import RunReport
     from prefect_raybatch.runs.runs import Run
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ _HOMES = {
     "RayBatchError": "errors",
     "RayCluster": "flow.blocks",
     "Run": "runs.runs",
-    "RunReport": "ledger.records",
+    "RunReport": "report.records",
     "batch_inference": "flow.flows",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",

@@ -18,8 +18,9 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob, check_run_key
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger import checkpoints
-from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder
-from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import (
     decode_schema,
     encode_schema,
@@ -28,9 +29,10 @@ from prefect_raybatch.ledger.plan_tables import (
     read_shards,
     shards_table,
 )
-from prefect_raybatch.ledger.records import Commit, InputFile, Plan, Receipt, RunReport
+from prefect_raybatch.ledger.records import Commit, InputFile, Plan, Receipt
 from prefect_raybatch.ledger.row_numbers import numbers_table
 from prefect_raybatch.plan.plan import shard_starts
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 

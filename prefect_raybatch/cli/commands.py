@@ -28,6 +28,7 @@ from rich.table import Table
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
+from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.report import duration, failure_table, stage_table
 from prefect_raybatch.runs import runs
 from prefect_raybatch.words import counted
@@ -720,7 +721,7 @@ def _show_report(report: Any, fresh: bool) -> None:
     table.add_row("result", escape(f"{report.run}/data/"))
     if report.failed:
         table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
-    table.add_row("report", escape(f"{report.run}/_raybatch/report.html"))
+    table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     _show_rows(stage_table(report))
     _print_failures(report.failures)

@@ -23,6 +23,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.window import limit_in_flight
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
@@ -38,7 +39,9 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
-NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working on or had kept"
+NODE_LOST = Loss(
+    "NodeLost", "a node of the cluster was lost, with what it was working on or had kept"
+)
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
@@ -186,7 +189,7 @@ class Pipeline:
             if thread.name == name and isinstance(thread, StreamingExecutor):
                 thread.shutdown(force=True)
 
-    def quarantine(self, unit: Unit, reason: str) -> Receipt:
+    def quarantine(self, unit: Unit, why: Loss) -> Receipt:
         """The receipt of a single row that keeps killing its engine, with its piece written."""
         (task,) = self.reader.tasks(self._starts([unit]))
         table = next(self.reader.read(task), None)
@@ -194,8 +197,7 @@ class Pipeline:
             return Receipt(unit.shard, self.attempt)
         if is_lost(table):
             raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
-        kind, _, message = reason.partition(": ")
-        failure = Failure("engine", kind or "EngineDied", message[:500])
+        failure = Failure("engine", why.kind, why.message[:500])
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
     def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.block import (
@@ -214,7 +215,8 @@ class Gather:
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
         if set(done) != set(well):
             missing = len(set(well) - set(done))
-            return lost_all(table, f"ray.data.llm lost {counted(missing, 'row')} of the block")
+            why = f"ray.data.llm lost {counted(missing, 'row')} of the block"
+            return lost_all(table, Loss("", why))
         own = table[PARAMS].to_pylist()
         answers = [(i, [i], self._completion(done[i], own[i])) for i in well]
         took = max((done[i].get("seconds") or 0.0 for i in well), default=0.0)

@@ -29,10 +29,11 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count
-from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit, add_counts
+from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.words import are, counted
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
 ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
 STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+NO_RECEIPT = "no receipt came back"
 LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
 RATE_WINDOW = 30  # commits the shown rate is taken over
 COMMON = 5  # failures named in an error
@@ -98,7 +100,7 @@ class Progress:
 class Driver:
     """Drives one attempt at a run to its end.
 
-    `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
+    `quarantine(unit, why)` writes the piece for a single row that kills its engine and returns
     its receipt. `observe` is called after each commit, and once more when the error budget is
     crossed, of which `on_stop` is told. `suspects`: units that engines can have in flight together.
     """
@@ -110,7 +112,7 @@ class Driver:
         ledger: Ledger,
         limits: Limits,
         run_pass: RunPass,
-        quarantine: Callable[[Unit, str], Receipt],
+        quarantine: Callable[[Unit, Loss], Receipt],
         observe: Callable[[Progress], None] = lambda progress: None,
         suspects: int = 64,
         on_stop: Callable[[Stop], None] = lambda stop: None,
@@ -123,7 +125,7 @@ class Driver:
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
         self._last = time.time()
-        self._lost: dict[int, str] = {}  # why a shard was lost in this pass, latest reason
+        self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
         self._warned: set[int] = set()
 
     def resume(self) -> Progress:
@@ -170,7 +172,7 @@ class Driver:
             moved = self._held() > before or (works and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
             if units and strikes >= STRIKES:
-                reason = next(iter(self._lost.values()), "no receipt came back")
+                reason = next(iter(self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(
                     f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
                     f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
@@ -191,7 +193,7 @@ class Driver:
         self._lost = {}  # what an earlier pass was told says nothing of a death in this one
         for receipt in self.run_pass(units, isolated):
             if receipt.lost is not None:
-                self._note_lost(receipt)
+                self._note_lost(receipt.shard, receipt.lost)
                 continue
             self._accept(receipt)
 
@@ -214,7 +216,7 @@ class Driver:
         self._lost.pop(shard, None)
         now = time.time()
         # The first commit's work began with the engines, not with this loop's start.
-        since = self._last if self.progress.recent else commit.stats.get("started", self._last)
+        since = self._last if self.progress.recent else commit.stats.started or self._last
         self.progress.add(commit, since)
         self.folder.add(commit)
         self._last = now
@@ -231,9 +233,12 @@ class Driver:
         stop = Stop(failed, more, allowed, self.plan.rows)
         if receipts:
             stop = self._stopped(stop, receipts)
-        failures = add_counts(self.progress.tally.failures, *(r.failures for r in receipts))
-        common = Counter(failures).most_common(COMMON)
-        lines = [f"  {counted(n, 'row')}: {k.replace('|', ': ')}" for k, n in common]
+        failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
+        common = failures.most_common(COMMON)
+        lines = [
+            f"  {counted(rows, 'row')}: {key.stage}: {key.error}: {key.message}"
+            for key, rows in common
+        ]
         lines += ["Such as:"] if stop.sample else []
         lines += [f"  {line}" for line in stop.lines()]
         done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
@@ -257,18 +262,18 @@ class Driver:
         self.on_stop(stop)
         return stop
 
-    def _note_lost(self, receipt: Receipt) -> None:
-        reason = receipt.lost or ""
-        if receipt.fatal:
-            raise _fatal(reason)
-        if is_death(reason):
+    def _note_lost(self, shard: int, why: Loss) -> None:
+        if why.fatal:
+            raise _error_of(why)
+        if why.is_death:
             self.progress.engine_deaths += 1
-        if receipt.shard not in self._warned:
-            self._warned.add(receipt.shard)
-            log.warning("shard %d was lost: %s", receipt.shard, reason)
-        if reason[:LOSS] in self.progress.losses or len(self.progress.losses) < LOSSES:
-            self.progress.losses[reason[:LOSS]] += 1
-        self._lost[receipt.shard] = reason
+        if shard not in self._warned:
+            self._warned.add(shard)
+            log.warning("shard %d was lost: %s", shard, why)
+        text = str(why)[:LOSS]
+        if text in self.progress.losses or len(self.progress.losses) < LOSSES:
+            self.progress.losses[text] += 1
+        self._lost[shard] = why
 
     def _held(self) -> int:
         """Rows that are committed or held by receipts: what must grow in every pass."""
@@ -295,8 +300,8 @@ class Driver:
         """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
         rest: list[Unit] = []
         for unit in units:
-            reason = self._lost.get(unit.shard, "EngineDied: no receipt came back")
-            if not (is_death(reason) or reason.startswith("BlockHung")):
+            why = self._lost.get(unit.shard, Loss(ENGINE_DIED, NO_RECEIPT))
+            if not why.may_be_of_a_row:
                 rest.append(unit)  # the store's or the input's fault: cutting would not help
             elif unit.rows > 1:
                 rest += cut(unit)
@@ -305,7 +310,7 @@ class Driver:
                 if deaths[unit] < self.limits.engine_deaths:
                     rest.append(unit)
                 else:
-                    self._accept(self.quarantine(unit, reason))
+                    self._accept(self.quarantine(unit, why))
         return rest
 
 
@@ -318,22 +323,12 @@ def cut(unit: Unit) -> list[Unit]:
     ]
 
 
-def is_death(reason: str) -> bool:
-    """Whether a unit was lost with its engine, and not because of store or input."""
-    return reason.startswith("EngineDied")
+FATAL: dict[str, type[RayBatchError]] = {
+    kind.__name__: kind for kind in (SourceError, StoreError, CorruptRun, ConfigError)
+}
 
 
-FATAL: tuple[tuple[str, type[RayBatchError]], ...] = (
-    ("SourceError", SourceError),
-    ("StoreError", StoreError),
-    ("CorruptRun", CorruptRun),
-    ("ConfigError", ConfigError),
-)
-
-
-def _fatal(reason: str) -> RayBatchError:
-    """The error a fatal receipt stands for; its text begins with the class."""
-    for name, kind in FATAL:
-        if reason.startswith(name):
-            return kind(reason.removeprefix(name).lstrip(": "))
-    return EngineStartError(f"the engine cannot work: {reason}")
+def _error_of(why: Loss) -> RayBatchError:
+    """The error that a fatal loss stands for."""
+    kind = FATAL.get(why.kind)
+    return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import HEARTBEATS, heartbeat_path
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.storage import Store
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEATS = "_raybatch/heartbeats"
 EVERY = 10.0  # seconds between two records of an attempt
 SILENT = 60.0  # seconds without one after which an attempt is shown as silent
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
@@ -70,8 +70,8 @@ class Counts:
             committed=tally.shards,
             passes=progress.passes,
             engine_deaths=progress.engine_deaths,
-            prompt_tokens=tally.sums.get("prompt_tokens", 0.0),
-            output_tokens=tally.sums.get("output_tokens", 0.0),
+            prompt_tokens=tally.stats.prompt_tokens or 0.0,
+            output_tokens=tally.stats.output_tokens or 0.0,
             commits=len(recent),
             window_rows=sum(rows for _, rows in recent),
             window_start=recent[0][0] if recent else 0.0,
@@ -178,15 +178,11 @@ class Listener:
         """The state now, also while nothing is committed."""
 
 
-def path_of(attempt: str) -> str:
-    return f"{HEARTBEATS}/{attempt}.json"
-
-
 def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
     """The last beats of these attempts; one that is missing or damaged is left out."""
     found = {}
     for attempt in attempts:
-        path = path_of(attempt)
+        path = heartbeat_path(attempt)
         try:
             found[attempt] = Beat.from_bytes(read_record(store, path), path)
         except FileNotFoundError:

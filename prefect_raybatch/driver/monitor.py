@@ -20,12 +20,11 @@ from prefect_raybatch.driver.heartbeat import (
     Counts,
     Listener,
     Ticker,
-    path_of,
 )
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.errors import EngineFailure, StoreError
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger.ledger import COMMITS
+from prefect_raybatch.ledger.layout import COMMITS, heartbeat_path
 from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.storage import Store
@@ -175,7 +174,7 @@ class Monitor:
     # --- the thread that writes -------------------------------------------------------------
 
     def _write(self) -> None:
-        put_record(self.store, path_of(self.attempt), self.beat().to_bytes())
+        put_record(self.store, heartbeat_path(self.attempt), self.beat().to_bytes())
         self._written = self.clock()
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger.ledger import PIECES
+from prefect_raybatch.ledger.layout import piece_path
 from prefect_raybatch.ledger.plan_tables import from_parquet
 from prefect_raybatch.ledger.records import Piece
 from prefect_raybatch.ledger.row_numbers import RowNumbers
@@ -99,7 +99,7 @@ def _of_piece(
 ) -> list[Sample]:
     names = [POSITION, "stage", "error", "message"]
     try:
-        data = store.read(f"{PIECES}/{piece.path}", MAX_PIECE)
+        data = store.read(piece_path(piece.path), MAX_PIECE)
         table = from_parquet(data, piece.path, names).slice(0, KEPT)
         rows = numbers().of(table[POSITION].to_numpy() + start).tolist()
         columns = [table[name].to_pylist() for name in names[1:]]

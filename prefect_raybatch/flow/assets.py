@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect.assets import Asset, add_asset_metadata, materialize
 
-from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.report.records import RunReport
 
 log = logging.getLogger(__name__)
 

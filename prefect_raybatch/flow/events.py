@@ -12,7 +12,7 @@ from prefect.runtime import task_run
 
 from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.errors import ErrorBudgetExceeded, is_transient
-from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.report.records import RunReport
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.retry import Nothing
 

@@ -137,7 +137,7 @@ class Page(Listener):
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self._progress.tally
-        seqs = sequences_seen(self.job, tally.whole.figures()) or SEQUENCES
+        seqs = sequences_seen(self.job, tally.stats.figures()) or SEQUENCES
         working = engines * concurrent_batches(self.job, a_shard, seqs)
         return plots.live(charts(tally, self.run.shards), working)
 

@@ -23,10 +23,10 @@ from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.page import OBSERVERS, Page
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
-from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import retry, runs, tune
 from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.words import counted

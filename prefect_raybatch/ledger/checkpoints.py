@@ -21,20 +21,19 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.ledger.layout import CHECKPOINT_NAME, CHECKPOINTS
 from prefect_raybatch.ledger.record_files import limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "_raybatch/checkpoints"
 FOLD = 1000  # commits a file: at 400 reads a second what is not folded yet costs 2.5 s
 FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
 LEAST = 200  # fewer than these are not worth a file at the end of an attempt
 MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
 READERS = 4
 MOST_STRAYS = 20
-_FILE = re.compile(rf"{CHECKPOINTS}/[0-9a-f]{{32}}\.gz\Z")
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -114,7 +113,7 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> dict[
     found: dict[int, bytes] = {}
     if not listing.done.any() or (exact and not any(listing.md5)):
         return found
-    names = [info.path for info in store.list(CHECKPOINTS) if _FILE.match(info.path)]
+    names = [info.path for info in store.list(CHECKPOINTS) if CHECKPOINT_NAME.match(info.path)]
     for lines in read_ahead(partial(_lines, store, plan_hash), names, READERS, READERS):
         for shard, body in lines:
             if shard < len(listing.done) and shard not in found and confirmed(shard, body):

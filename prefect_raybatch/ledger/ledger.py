@@ -6,7 +6,6 @@ stands beside the code that follows from it.
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,18 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing, folded
+from prefect_raybatch.ledger.failures import FailureKey, Failures, add_failures
+from prefect_raybatch.ledger.layout import (
+    ATTEMPT_NAME,
+    ATTEMPTS,
+    COMMIT_NAME,
+    COMMITS,
+    PLAN,
+    SUCCESS,
+    attempt_path,
+    commit_path,
+    table_path,
+)
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
 from prefect_raybatch.ledger.ranges import Ranges, count, merge, missing
 from prefect_raybatch.ledger.record_files import (
@@ -30,28 +41,18 @@ from prefect_raybatch.ledger.records import (
     InputFile,
     Plan,
     Receipt,
-    add_counts,
     digest,
     dump,
-    fold_stats,
     load,
 )
 from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
 from prefect_raybatch.ledger.same_job import check_same
-from prefect_raybatch.ledger.success import SUCCESS, Success, check_parts, read_success
+from prefect_raybatch.ledger.stats import fold_stats
+from prefect_raybatch.ledger.success import Success, check_parts, read_success
 from prefect_raybatch.storage import Store, read_ahead
 
-PLAN = "_raybatch/plan.json"
-ATTEMPTS = "_raybatch/attempts"
-COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
 FAILURES = 1000  # messages that a commit keeps apart
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
-_COMMIT = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
-_ATTEMPT = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
-
-
-def commit_path(shard: int) -> str:
-    return f"{COMMITS}/{shard:08d}.json"
 
 
 class Ledger:
@@ -77,7 +78,7 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            put_record_proved(self.store, f"{TABLES}/{name}", data)
+            put_record_proved(self.store, table_path(name), data)
         if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()
@@ -103,7 +104,7 @@ class Ledger:
 
     def _table(self, name: str) -> bytes:
         try:
-            data = read_record(self.store, f"{TABLES}/{name}")
+            data = read_record(self.store, table_path(name))
         except FileNotFoundError:
             raise CorruptRun(f"plan.json names {name}, which does not exist") from None
         if digest(data)[:16] not in name:
@@ -120,7 +121,7 @@ class Ledger:
         """
         found = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
-            match = _COMMIT.match(info.path)
+            match = COMMIT_NAME.match(info.path)
             if match is None or info.path != commit_path(int(match[1])):
                 found.stray(info.path)
                 continue
@@ -213,8 +214,8 @@ class Ledger:
             failed=_union(r.failed for r in receipts),
             skipped=_union(r.skipped for r in receipts),
             pieces=tuple(piece for r in receipts for piece in r.pieces),
-            stats=fold_stats([r.stats for r in receipts]),
-            failures=_commonest(add_counts(*(r.failures for r in receipts))),
+            stats=fold_stats(r.stats for r in receipts),
+            failures=_commonest(add_failures(r.failures for r in receipts)),
             where=receipts[-1].where,
             committed=time.time(),
         )
@@ -254,16 +255,16 @@ class Ledger:
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""
-        put_record(self.store, f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
+        put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
     def attempts(self) -> list[str]:
         """Attempts that were noted. Says nothing about which of them are alive."""
-        found = (_ATTEMPT.match(info.path) for info in self.store.list(ATTEMPTS))
+        found = (ATTEMPT_NAME.match(info.path) for info in self.store.list(ATTEMPTS))
         return [match[1] for match in found if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
         """What `note_attempt` wrote; CorruptRun, or FileNotFoundError when it is gone."""
-        path = f"{ATTEMPTS}/{attempt}.json"
+        path = attempt_path(attempt)
         return load(read_record(self.store, path), path)
 
 
@@ -324,15 +325,14 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
         return fault
 
 
-def _commonest(failures: Mapping[str, float]) -> dict[str, int]:
-    """The FAILURES commonest of {"stage|class|message": rows}, and what is left by class alone: a
-    text that differs from row to row would make the record as large as the rows."""
+def _commonest(failures: Failures) -> Failures:
+    """The FAILURES commonest of them, and what is left by class alone: a text that differs from row
+    to row would make the record as large as the rows."""
     ordered = sorted(failures.items(), key=lambda item: -item[1])
-    kept = {key: int(rows) for key, rows in ordered[:FAILURES]}
+    kept = dict(ordered[:FAILURES])
     for key, rows in ordered[FAILURES:]:
-        stage, kind, _ = [*key.split("|", 2), "", ""][:3]
-        rest = f"{stage}|{kind}|(other messages)"
-        kept[rest] = kept.get(rest, 0) + int(rows)
+        rest = FailureKey(key.stage, key.error, "(other messages)")
+        kept[rest] = kept.get(rest, 0) + rows
     return kept
 
 

@@ -7,7 +7,8 @@ import logging
 from itertools import islice
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.ledger.ledger import COMMITS, PLAN, Ledger
+from prefect_raybatch.ledger.layout import COMMITS, PLAN
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.storage import Store
 

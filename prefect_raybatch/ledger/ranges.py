@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
-from typing import Any
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -53,11 +51,3 @@ def missing(held: Ranges, rows: int) -> Ranges:
     if at < rows:
         gaps.append((at, rows))
     return tuple(gaps)
-
-
-def as_ranges(value: Any) -> Ranges:
-    """Ranges out of JSON; TypeError or ValueError for what is none."""
-    ranges = tuple(map(tuple, value))
-    if not {*map(len, ranges)} <= {2} or not {*map(type, chain.from_iterable(ranges))} <= {int}:
-        raise TypeError("a position is not a whole number, or not one of a pair")
-    return ranges

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger import layout
 from prefect_raybatch.storage import Store, put_proved
 
 
@@ -24,19 +25,19 @@ class Kind(NamedTuple):
 _URIS = "source.uri names very many files one by one: name their folder or a glob"
 _PARTS = "the result would have very many files: raise output.file_mb, under a new run key"
 KINDS = (
-    Kind("_raybatch/plan.json", 64 << 20, _URIS),
+    Kind(layout.PLAN, 64 << 20, _URIS),
     # A commit of 1,000,000 rows, the most a shard may have, needs 34 MB at worst.
-    Kind("_raybatch/commits/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
-    Kind("_SUCCESS", 64 << 20, _PARTS),
-    Kind("_raybatch/report.json", 64 << 20, _PARTS),
-    Kind("_raybatch/jobs/", 64 << 20, _URIS),
-    Kind("_raybatch/checkpoints/", 64 << 20, "nothing, a resume only takes longer"),
-    Kind("_raybatch/attempts/", 1 << 20, "the names of this host and user"),
-    Kind("_raybatch/heartbeats/", 1 << 16, "nothing, the run goes on without it"),
-    Kind("_raybatch/output_schema.arrow", 1 << 20, "let postprocess return fewer columns"),
+    Kind(f"{layout.COMMITS}/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
+    Kind(layout.SUCCESS, 64 << 20, _PARTS),
+    Kind(layout.REPORT, 64 << 20, _PARTS),
+    Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
+    Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "nothing, a resume only takes longer"),
+    Kind(f"{layout.ATTEMPTS}/", 1 << 20, "the names of this host and user"),
+    Kind(f"{layout.HEARTBEATS}/", 1 << 16, "nothing, the run goes on without it"),
+    Kind(layout.OUTPUT_SCHEMA, 1 << 20, "let postprocess return fewer columns"),
 )
 TABLE = Kind(
-    "_raybatch/", 1 << 30, "the input has very many files or rows: take it in several runs"
+    f"{layout.TABLES}/", 1 << 30, "the input has very many files or rows: take it in several runs"
 )
 
 

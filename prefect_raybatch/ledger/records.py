@@ -7,18 +7,57 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, FailFast, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.ranges import Ranges, as_ranges, merge
+from prefect_raybatch.ledger.failures import Failures, Loss, failure_texts
+from prefect_raybatch.ledger.ranges import Ranges, merge
+from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
 FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
+
+
+def _table_name(name: str) -> str:
+    if "/" in name or not name.endswith(".parquet"):
+        raise PydanticCustomError("table_name", "not a table name")
+    return name
+
+
+def _run_key(key: str) -> str:
+    if "/" in key:
+        raise PydanticCustomError("run_key", "not a run key")
+    return key
+
+
+def _piece_name(name: str) -> str:
+    if "/" in name:
+        raise PydanticCustomError("piece_name", "not one of ours")
+    return name
+
+
+def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    length = value.get("max_model_len")
+    if type(length) is not int or length <= 0:
+        raise PydanticCustomError("context", "not a length")
+    return value
+
+
+TableName = Annotated[str, AfterValidator(_table_name)]
+RunKey = Annotated[str, AfterValidator(_run_key)]
+PieceKind = Literal["data", "quarantine"]
+PieceName = Annotated[str, AfterValidator(_piece_name)]
+Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
+Positions = Annotated[Ranges, FailFast()]
 
 
 def dump(value: Any) -> bytes:
@@ -95,25 +134,27 @@ class Plan:
     `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures}.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     run_key: str
     job_name: str
     created: str
-    rows: int
-    rows_per_shard: int
-    shards: int
+    rows: Count
+    rows_per_shard: Count
+    shards: Count
     fingerprint: str
     parts: Mapping[str, Any]
     model: Mapping[str, Any]
     input_schema: str
-    shards_table: str
-    files_table: str
+    shards_table: TableName
+    files_table: TableName
     snapshot: bool
     job: Mapping[str, Any]
-    parent: str | None = None
+    parent: RunKey | None = None
     format: int = FORMAT
-    numbers_table: str | None = None
-    row_bytes: float | None = None
-    context: Mapping[str, Any] | None = None
+    numbers_table: TableName | None = None
+    row_bytes: Number | None = None
+    context: Context | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
@@ -129,28 +170,13 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        value = load(data, "plan.json")
-        if value.get("format") != FORMAT:
+        found = load(data, "plan.json").get("format")
+        if found != FORMAT:  # said first: of another format the fields may be others, too
             raise CorruptRun(
-                f"plan.json has format {value.get('format')!r}; this version reads {FORMAT}. "
+                f"plan.json has format {found!r}; this version reads {FORMAT}. "
                 "Finish the run with the version that began it, or start a new run key."
             )
-        plan = _build(cls, value, "plan.json")
-        for name in ("rows", "rows_per_shard", "shards"):
-            if not isinstance(getattr(plan, name), int) or getattr(plan, name) < 0:
-                raise CorruptRun(f"plan.json: {name} is {getattr(plan, name)!r}, not a count")
-        if not isinstance(plan.row_bytes, (int, float, type(None))):
-            raise CorruptRun(f"plan.json: row_bytes is {plan.row_bytes!r}, not a number")
-        for name in ("shards_table", "files_table", "numbers_table"):
-            table = getattr(plan, name)
-            if name == "numbers_table" and table is None:
-                continue
-            if not isinstance(table, str) or "/" in table or not table.endswith(".parquet"):
-                raise CorruptRun(f"plan.json: {name} is {table!r}, not a table name")
-        if plan.parent is not None and (not isinstance(plan.parent, str) or "/" in plan.parent):
-            raise CorruptRun(f"plan.json: parent is {plan.parent!r}, not a run key")
-        if plan.context is not None and not _is_context(plan.context):
-            raise CorruptRun(f"plan.json: context is {str(plan.context)[:80]!r}, not a length")
+        plan = read_json(_PLAN, data, "plan.json")
         if (plan.parent is None) != (plan.numbers_table is None):
             raise CorruptRun("plan.json: parent and numbers_table go together; one is missing")
         return plan
@@ -160,20 +186,14 @@ class Plan:
 class Piece:
     """One Parquet file that finish wrote; `kind` is data or quarantine."""
 
-    path: str
-    kind: str
-    rows: int
-    bytes: int
-    sha256: str
-    positions: Ranges
+    __pydantic_config__: ClassVar = STRICT
 
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Piece:
-        piece = _build(cls, {**value, "positions": as_ranges(value["positions"])}, "piece")
-        if piece.kind not in ("data", "quarantine") or "/" in str(piece.path):
-            raise CorruptRun(f"piece {piece.path!r} of kind {piece.kind!r} is not one of ours")
-        _check_types(piece, "piece")
-        return piece
+    path: PieceName
+    kind: PieceKind
+    rows: Count
+    bytes: Count
+    sha256: str
+    positions: Positions
 
 
 @dataclass(frozen=True)
@@ -181,9 +201,8 @@ class Receipt:
     """What one trip of (a part of) a shard through the stages gave.
 
     `lost` carries the reason when the positions did not get through (an engine died): such a
-    receipt holds no positions and only tells the driver why. `failures` counts failed rows as
-    {"stage|class|message": rows}. `stats` holds sums (tokens, seconds a stage), times, and means
-    and peaks of what the engine did meanwhile. `where`: node and process of finish, engine.
+    receipt holds no positions and only tells the driver why. `failures` counts failed rows.
+    `where`: node and process of finish, engine.
     """
 
     shard: int
@@ -192,11 +211,10 @@ class Receipt:
     failed: Ranges = ()
     skipped: Ranges = ()
     pieces: tuple[Piece, ...] = ()
-    stats: Mapping[str, float] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
+    stats: ShardStats = field(default_factory=ShardStats)
+    failures: Failures = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)
-    lost: str | None = None
-    fatal: bool = False
+    lost: Loss | None = None
 
     @property
     def held(self) -> Ranges | None:
@@ -204,12 +222,34 @@ class Receipt:
         return merge(self.good, self.failed, self.skipped)
 
     def to_json(self) -> str:
-        return dump(_shallow(self)).decode()
+        lost = None if self.lost is None else str(self.lost)
+        fatal = self.lost is not None and self.lost.fatal
+        return dump({**_shallow(self), "lost": lost, "fatal": fatal}).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Receipt:
-        data = text.encode() if isinstance(text, str) else text
-        return _from_positions(cls, load(data, "receipt"), "receipt")
+        value = dict(read_json(_RECEIPT, text, "receipt").__dict__)
+        lost, fatal = value.pop("lost"), value.pop("fatal")
+        return cls(**value, lost=None if lost is None else Loss.parse(lost, fatal))
+
+
+@dataclass(frozen=True)
+class _ReceiptText:
+    """A receipt as `to_json` writes it."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    shard: Count
+    attempt: str
+    good: Positions
+    failed: Positions
+    skipped: Positions
+    pieces: tuple[Piece, ...]
+    stats: ShardStats = field(default_factory=ShardStats)
+    failures: Failures = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+    lost: str | None = None
+    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,18 +259,20 @@ class Commit:
     `token` is fresh for every write, so a writer can tell its own record from another's.
     """
 
-    shard: int
+    __pydantic_config__: ClassVar = STRICT
+
+    shard: Count
     attempt: str
     token: str
     plan_hash: str
-    good: Ranges
-    failed: Ranges
-    skipped: Ranges
+    good: Positions
+    failed: Positions
+    skipped: Positions
     pieces: tuple[Piece, ...]
-    stats: Mapping[str, float]
-    failures: Mapping[str, int]
+    stats: ShardStats
+    failures: Failures
     where: Mapping[str, str]
-    committed: float
+    committed: Number
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
@@ -238,7 +280,10 @@ class Commit:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
-        return _from_positions(cls, load(data, what), what)
+        commit = read_json(_COMMIT, data, what)
+        if commit.format != FORMAT:
+            raise CorruptRun(f"{what} has format {commit.format!r}; this version reads {FORMAT}")
+        return commit
 
 
 @dataclass(frozen=True)
@@ -250,9 +295,11 @@ class Part:
     a disk.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     path: str
-    rows: int
-    bytes: int
+    rows: Count
+    bytes: Count
     sha256: str
     first: int | None = None
     last: int | None = None
@@ -260,241 +307,15 @@ class Part:
     etag: str | None = None
 
 
-@dataclass(frozen=True)
-class StageStats:
-    """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
-    time over the longest (1 is even), `busiest` the rows of the busiest worker (engine) or node
-    (finish) over the mean one. What is not known is None."""
-
-    name: str
-    tasks: int
-    rows: int
-    seconds: float
-    rows_per_s: float
-    balance: float
-    mean_s: float | None = None
-    slowest_s: float | None = None
-    busiest: float | None = None
-
-
-@dataclass(frozen=True)
-class WorkerStats:
-    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side. A report
-    names those of the attempt that did most rows."""
-
-    name: str
-    shards: int
-    rows: int
-    tokens: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class NodeStats:
-    """A node with engines: `figures` holds those of MEANS and PEAKS that are known."""
-
-    name: str
-    engines: int
-    shards: int
-    rows: int
-    figures: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Charts:
-    """What the plots show, of bounded size whatever the run's.
-
-    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of
-    up to 120 equal times. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds.
-    cells: (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in
-    order.
-    """
-
-    throughput: tuple[tuple[float, ...], ...] = ()
-    durations: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    cells: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Charts:
-        """Raises TypeError or ValueError for what is not of this shape."""
-        throughput = tuple(_numbers(point, 4) for point in value["throughput"])
-        durations = {str(k)[:40]: _numbers(v, 6) for k, v in dict(value["durations"]).items()}
-        cells = tuple(tuple(map(int, _numbers(cell, 4))) for cell in value["cells"])
-        if len(throughput) > 1000 or len(cells) > 10_000 or len(durations) > 20:
-            raise ValueError("charts hold more than a report's")
-        return cls(throughput, durations, cells)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
-
-    about: str
-    evidence: str
-    change: str
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second."""
-
-    run: str
-    run_key: str
-    job: str
-    state: str
-    rows: int
-    good: int
-    failed: int
-    skipped: int
-    shards: int
-    resumed_shards: int
-    seconds: float
-    rows_per_s: float
-    tokens: Mapping[str, float]
-    stages: tuple[StageStats, ...]
-    failures: Mapping[str, int]
-    model: Mapping[str, Any]
-    parts: tuple[Part, ...] = ()
-    notes: tuple[str, ...] = ()
-    steady_rows_per_s: float = 0.0
-    engine_deaths: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)  # MEANS and PEAKS, where known
-    workers: tuple[WorkerStats, ...] = ()
-    nodes: tuple[NodeStats, ...] = ()
-    charts: Charts = field(default_factory=Charts)
-    dashboard: str = ""  # of Ray, while its cluster lives
-    engines: int = 0  # of the attempt that did most rows; 0 in reports of before
-    other_engines: int = 0  # of other attempts
-    losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
-    advice: tuple[Advice, ...] = ()
-
-    def to_bytes(self) -> bytes:
-        return dump(asdict(self))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RunReport:
-        value = load(data, "report.json")
-        try:
-            value["stages"] = tuple(StageStats(**s) for s in value["stages"])
-            value["parts"] = tuple(Part(**p) for p in value["parts"])
-            value["notes"] = tuple(value["notes"])
-            value["workers"] = tuple(WorkerStats(**w) for w in value.get("workers", ()))
-            value["nodes"] = tuple(NodeStats(**n) for n in value.get("nodes", ()))
-            value["advice"] = tuple(Advice(**a) for a in value.get("advice", ()))
-            if "charts" in value:  # else the report of an earlier version
-                value["charts"] = Charts.from_dict(value["charts"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptRun(f"report.json is malformed: {error}") from None
-        return _build(cls, value, "report.json")
-
-
 def _shallow(record: Receipt | Commit) -> dict[str, Any]:
     """As `asdict`, without a copy of each position: of those there may be a million."""
-    value = {name: getattr(record, name) for name in record.__dataclass_fields__}
-    return {**value, "pieces": [dict(piece.__dict__) for piece in record.pieces]}
+    value = dict(record.__dict__)
+    value["pieces"] = [piece.__dict__ for piece in record.pieces]
+    value["stats"] = record.stats.to_dict()
+    value["failures"] = failure_texts(record.failures)
+    return value
 
 
-def _numbers(values: Any, length: int) -> tuple[float, ...]:
-    found = tuple(values)
-    if len(found) != length or not all(map(_is_number, found)):
-        raise ValueError(f"{str(values)[:80]} are not {length} numbers")
-    return found
-
-
-def _from_positions(cls: Any, value: dict[str, Any], what: str) -> Any:
-    try:
-        for name in ("good", "failed", "skipped"):
-            value[name] = as_ranges(value[name])
-        value["pieces"] = tuple(Piece.from_dict(piece) for piece in value["pieces"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRun(f"{what} is malformed: {type(error).__name__}: {error}") from None
-    record = _build(cls, value, what)
-    if isinstance(record, Commit) and record.format != FORMAT:
-        raise CorruptRun(f"{what} has format {record.format!r}; this version reads {FORMAT}")
-    _check_types(record, what)
-    return record
-
-
-def _check_types(record: Any, what: str) -> None:
-    """`CorruptRun` naming the first field of another type: what is read is used unchecked."""
-    for name in record.__dataclass_fields__:
-        value = getattr(record, name)
-        if not _TYPED.get(name, lambda _: True)(value):
-            raise CorruptRun(f"{what} is malformed: {name} is {str(value)[:80]!r}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_context(value: Any) -> bool:
-    length = value.get("max_model_len") if isinstance(value, dict) else None
-    return type(length) is int and length > 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # neither NaN nor infinite
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_TYPED: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("shard", "rows", "bytes"), _is_count),
-    **dict.fromkeys(("attempt", "token", "plan_hash", "path", "sha256"), _is_text),
-    "committed": _is_number,
-    "stats": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-    "failures": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-    "where": lambda value: isinstance(value, dict),
-    "lost": lambda value: value is None or _is_text(value),
-    "fatal": lambda value: isinstance(value, bool),
-}
-
-
-def _build(cls: Any, value: Mapping[str, Any], what: str) -> Any:
-    names = {f for f in cls.__dataclass_fields__}
-    unknown = sorted(set(value) - names)
-    if unknown:
-        raise CorruptRun(f"{what} has unknown fields {', '.join(unknown)}")
-    try:
-        return cls(**value)
-    except TypeError as error:
-        raise CorruptRun(f"{what} is malformed: {error}") from None
-
-
-def add_counts(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Key-wise sums."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0) + value
-    return total
-
-
-def fold_stats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of sums; `started` is the earliest and `ended` the latest of the parts, a `_peak` the
-    highest; means are weighted by the `samples` behind them. A part that does not know a figure
-    has no say in it."""
-    apart = {*CHOSEN, *MEANS}
-    total = add_counts(*({k: v for k, v in p.items() if k not in apart} for p in parts))
-    for key, choose in CHOSEN.items():
-        known = [p[key] for p in parts if key in p]
-        if known:
-            total[key] = choose(known)
-    for key in MEANS:
-        weighed = [(p[key], p.get("samples", 1.0)) for p in parts if key in p]
-        if weighed:
-            weight = sum(samples for _, samples in weighed) or 1.0
-            total[key] = sum(value * samples for value, samples in weighed) / weight
-    return total
-
-
-# Figures of the engine and its node while a shard was in it: see stages/figures.py.
-MEANS = ("running", "waiting", "sequences", "kv_cache", "steps_per_s", "node_cpu", "gpu")
-PEAKS = ("kv_cache_peak", "node_memory_peak", "gpu_memory_peak")
-CHOSEN: Mapping[str, Callable[[Iterable[float]], float]] = {
-    "started": min,
-    "ended": max,
-    **dict.fromkeys(PEAKS, max),
-}
+_PLAN = TypeAdapter(Plan)
+_COMMIT = TypeAdapter(Commit)
+_RECEIPT = TypeAdapter(_ReceiptText)

@@ -6,18 +6,27 @@ pieces are deleted that cannot be had again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import FOLDERS, SUCCESS
 from prefect_raybatch.ledger.record_files import read_record
-from prefect_raybatch.ledger.records import Part, Plan, dump, load
+from prefect_raybatch.ledger.records import Part, Plan, dump
+from prefect_raybatch.ledger.strict import STRICT, Count, read_json
 from prefect_raybatch.storage import FileInfo, Store
 from prefect_raybatch.storage.proof import sha256_of
 
-SUCCESS = "_SUCCESS"
-FOLDERS = {"data": "data", "quarantine": "quarantine"}
+
+def _of_result(part: Part) -> Part:
+    folder, _, name = part.path.partition("/")
+    if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
+        raise PydanticCustomError("part_path", "no file of the result")
+    return part
 
 
 @dataclass(frozen=True)
@@ -25,14 +34,16 @@ class Success:
     """The end of a run: rows by what became of them, the files of the result in order, seconds
     since 1970. `plan` is the plan's hash, None in runs finished by a version that kept none."""
 
-    rows: int
-    data: int
-    quarantine: int
-    skipped: int
-    parts: tuple[Part, ...]
-    compact: bool
-    row_number: str
-    finished: float
+    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+
+    rows: Count
+    data: Count
+    quarantine: Count
+    skipped: Count
+    parts: tuple[Annotated[Part, AfterValidator(_of_result)], ...]
+    compact: bool = True
+    row_number: str = "_row"
+    finished: float = 0.0
     plan: str | None = None
 
     def to_bytes(self) -> bytes:
@@ -46,7 +57,7 @@ class Success:
         """
         path = f"{where}/{SUCCESS}"
         try:
-            found = _parsed(load(data, path), path)
+            found = read_json(_SUCCESS, data, path)
         except CorruptRun as error:
             raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
         if found.plan is not None and found.plan != plan.hash:
@@ -75,29 +86,7 @@ def _path(part: Part) -> str:
     return part.path
 
 
-def _parsed(value: Mapping[str, Any], path: str) -> Success:
-    try:
-        parts = tuple(Part(**part) for part in value["parts"])
-        counts = [value[name] for name in ("rows", "data", "quarantine", "skipped")]
-        sizes = [size for part in parts for size in (part.rows, part.bytes)]
-        if not all(type(n) is int and n >= 0 for n in (*counts, *sizes)):
-            raise ValueError("a count is none")
-        compact, row_number = value.get("compact", True), value.get("row_number", "_row")
-        finished, plan = value.get("finished", 0.0), value.get("plan")
-        if type(compact) is not bool or not isinstance(row_number, str):
-            raise ValueError("compact or row_number is none")
-        if not isinstance(plan, (str, type(None))) or not isinstance(finished, (int, float)):
-            raise ValueError("plan or finished is none")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRun(f"{path} is malformed: {type(error).__name__}: {error}") from None
-    for part in parts:
-        folder, _, name = str(part.path).partition("/")
-        if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
-            raise CorruptRun(f"{path} is malformed: {part.path!r} is no file of the result")
-    rows, data, quarantine, skipped = counts
-    return Success(
-        rows, data, quarantine, skipped, parts, compact, row_number, float(finished), plan
-    )
+_SUCCESS = TypeAdapter(Success)
 
 
 def _not_of(theirs: str | None, plan: Plan) -> str:

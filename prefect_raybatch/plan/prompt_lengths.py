@@ -92,7 +92,7 @@ def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> T
 def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
     import numpy as np
 
-    from prefect_raybatch.stages.block import LOST, is_lost
+    from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
@@ -109,7 +109,7 @@ def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -
         (unit,) = task.units
         for table in reader.read(task):
             if is_lost(table):
-                raise SourceError(str(table[LOST][0]).removeprefix("SourceError: "))
+                raise SourceError(losses(table)[0].message)
             number = int(np.searchsorted(starts, at[unit.shard], side="right")) - 1
             yield found.files[number].uri, int(at[unit.shard] - starts[number]), table
 

@@ -283,7 +283,7 @@ class Watch:
         commits = self._fresh()
         for commit in commits:
             # The first commit's work began with the engines, not with the job.
-            first = commit.stats.get("started", self._last)
+            first = commit.stats.started or self._last
             self.progress.add(commit, self._last if self.progress.recent else first)
             self._last = max(self._last, commit.committed)
         self._tell(over=now)

@@ -21,13 +21,11 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
+from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.storage import Store
-
-JOBS = "_raybatch/jobs"
-_RECORD = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ class JobRecords:
 
     def newest_number(self) -> int:
         """0 while there is none."""
-        listed = ((_RECORD.match(info.path), info.path) for info in self.store.list(JOBS))
+        listed = ((JOB_NAME.match(info.path), info.path) for info in self.store.list(JOBS))
         numbers = (
-            int(match[1]) for match, path in listed if match and path == _path(int(match[1]))
+            int(match[1]) for match, path in listed if match and path == job_path(int(match[1]))
         )
         return max(numbers, default=0)
 
@@ -77,7 +75,7 @@ class JobRecords:
         return self.read(number) if number else None
 
     def read(self, number: int) -> Record:
-        path = _path(number)
+        path = job_path(number)
         try:
             value = load(read_record(self.store, path), path)
             record = Record(**value)
@@ -108,7 +106,7 @@ class JobRecords:
             user=user,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        return put_record_if_absent(self.store, _path(number), dump(asdict(record)))
+        return put_record_if_absent(self.store, job_path(number), dump(asdict(record)))
 
     def id_of(self, number: int) -> str:
         """The submission id: the same from whichever process, and never another run's."""
@@ -117,25 +115,17 @@ class JobRecords:
 
     def end(self, number: int, outcome: Outcome) -> None:
         """What the job itself leaves behind when it ends."""
-        put_record(self.store, _end_path(number), dump(asdict(outcome)))
+        put_record(self.store, job_end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
         """None when the job ended without a word."""
-        path = _end_path(number)
+        path = job_end_path(number)
         try:
             return Outcome(**load(read_record(self.store, path), path))
         except FileNotFoundError:
             return None
         except TypeError as error:
             raise CorruptRun(f"{path} is no outcome of a job: {error}") from None
-
-
-def _path(number: int) -> str:
-    return f"{JOBS}/{number:04d}.json"
-
-
-def _end_path(number: int) -> str:
-    return f"{JOBS}/{number:04d}.end.json"
 
 
 def sendable(job: BatchJob) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of
-from prefect_raybatch.ledger.records import Advice, RunReport
+from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted
 
@@ -164,7 +164,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * job.sampling.max_tokens
     if job.output.on_cut_off == "fail":
-        failed = sum(n for key, n in report.failures.items() if "|AnswerCutOff|" in key)
+        failed = report.failed_with("AnswerCutOff")
         return failed_answers(report, failed, most) if failed else None
     formed = report.tokens.get("cut_off_structured", 0.0)
     if formed and job.output.on_cut_off == "auto":
@@ -195,7 +195,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
 
 def too_long(report: RunReport, job: BatchJob) -> Advice | None:
     """Rows that did not fit the model's context as it was set."""
-    number = sum(n for key, n in report.failures.items() if "|PromptTooLong|" in key)
+    number = report.failed_with("PromptTooLong")
     if not report.rows or number < max(1, TOO_LONG * report.rows):
         return None
     return Advice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefect_raybatch.ledger.records import Charts
+from prefect_raybatch.report.records import Charts
 from prefect_raybatch.report.tally import Tally
 
 POINTS = 120  # of throughput over time

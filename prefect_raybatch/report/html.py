@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.svg import clean
 from prefect_raybatch.words import are, counted
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from prefect_raybatch.ledger.records import Charts, RunReport, WorkerStats
+from prefect_raybatch.report.records import Charts, RunReport, WorkerStats
 from prefect_raybatch.report.svg import (
     BLUE,
     GREEN,

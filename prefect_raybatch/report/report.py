@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prefect_raybatch.ledger.records import Part, Plan, RunReport
+from prefect_raybatch.ledger.failures import FailureKey, failure_texts
+from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 
 DASH = "-"  # what is not known
@@ -35,8 +37,8 @@ def build(
     losses: Mapping[str, int] | None = None,
 ) -> RunReport:
     """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
-    busy = tally.busy_seconds
-    tokens = {name: tally.sums.get(name, 0.0) for name in COUNTED}
+    busy, totals = tally.busy_seconds, tally.stats
+    tokens = {name: float(getattr(totals, name) or 0.0) for name in COUNTED}
     return RunReport(
         run=run,
         run_key=plan.run_key,
@@ -52,13 +54,13 @@ def build(
         rows_per_s=round(tally.rows / busy, 1) if busy else 0.0,
         tokens=tokens,
         stages=tally.stages(),
-        failures=dict(sorted(tally.failures.items(), key=lambda kv: -kv[1])[:20]),
+        failures=failure_texts(dict(tally.failures.most_common(20))),
         model=dict(plan.model),
         parts=tuple(parts),
         notes=tuple(notes),
         steady_rows_per_s=round(tally.steady_rate, 1),
         engine_deaths=engine_deaths,
-        figures=tally.whole.figures(),
+        figures=totals.figures(),
         workers=tally.workers(),
         nodes=tally.nodes(),
         engines=tally.engines,
@@ -236,9 +238,16 @@ def percent(share: float | None) -> str:
 def failure_table(failures: Mapping[str, int]) -> list[dict[str, Any]]:
     """Commonest failures first: rows, stage, error, message."""
     rows = []
-    for key, number in sorted(failures.items(), key=lambda kv: -kv[1]):
-        stage, kind, message = [*key.split("|", 2), "", ""][:3]
-        rows.append({"rows": f"{number:,}", "stage": stage, "error": kind, "message": message})
+    for text, number in sorted(failures.items(), key=lambda item: -item[1]):
+        key = FailureKey.parse(text)
+        rows.append(
+            {
+                "rows": f"{number:,}",
+                "stage": key.stage,
+                "error": key.error,
+                "message": key.message,
+            }
+        )
     return rows
 
 

@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.ranges import count
-from prefect_raybatch.ledger.records import MEANS, PEAKS, Commit, NodeStats, StageStats, WorkerStats
+from prefect_raybatch.ledger.records import Commit
+from prefect_raybatch.ledger.stats import ShardStats, StatsFold
+from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
 STAGES = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 SHOWN = 64  # engines and nodes that a report names; the rest are one line
@@ -23,37 +26,22 @@ Place = tuple[str, str]  # attempt and name: other attempts have other engines, 
 
 
 @dataclass
-class Folded:
-    """What shards of one engine, one node or the whole run say: counts, weighted means, peaks."""
+class Share:
+    """What an engine or a node did of the run."""
 
     shards: int = 0
     rows: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    engines: set[Place] = field(default_factory=set)
-    means: dict[str, tuple[float, float]] = field(default_factory=dict)  # weighted sum, weight
-    peaks: dict[str, float] = field(default_factory=dict)
+    fold: StatsFold = field(default_factory=StatsFold)
+    engines: set[Place] = field(default_factory=set)  # of a node
 
-    def add(self, rows: int, stats: Mapping[str, float]) -> None:
+    def add(self, rows: int, stats: ShardStats) -> None:
         self.shards += 1
         self.rows += rows
-        self.tokens += stats.get("prompt_tokens", 0.0) + stats.get("output_tokens", 0.0)
-        self.seconds += stats.get("engine_s", 0.0)
-        samples = stats.get("samples", 0.0)
-        if not samples:
-            return
-        for key in MEANS:
-            if key in stats:
-                total, weight = self.means.get(key, (0.0, 0.0))
-                self.means[key] = (total + stats[key] * samples, weight + samples)
-        for key in PEAKS:
-            if key in stats:
-                self.peaks[key] = max(self.peaks.get(key, stats[key]), stats[key])
+        self.fold.add(stats)
 
-    def figures(self) -> dict[str, float]:
-        """Means and peaks that are known."""
-        means = {key: total / weight for key, (total, weight) in self.means.items() if weight}
-        return {key: round(value, 4) for key, value in {**means, **self.peaks}.items()}
+    @property
+    def stats(self) -> ShardStats:
+        return self.fold.result()
 
 
 @dataclass
@@ -77,10 +65,11 @@ class Series:
         self.shard.append(min(commit.shard, MOST))
         self.rows.append(min(rows, MOST))
         self.failed.append(min(failed, MOST))
-        self.prompt.append(stats.get("prompt_tokens", 0.0))
-        self.output.append(stats.get("output_tokens", 0.0))
+        self.prompt.append(stats.prompt_tokens or 0.0)
+        self.output.append(stats.output_tokens or 0.0)
         for name, key in STAGES:
-            self.seconds[name].append(stats.get(key, math.nan))
+            seconds = getattr(stats, key)
+            self.seconds[name].append(math.nan if seconds is None else seconds)
 
 
 class Tally:
@@ -92,14 +81,13 @@ class Tally:
 
     def __init__(self) -> None:
         self.good = self.failed = self.skipped = self.shards = 0
-        self.sums: dict[str, float] = {}
-        self.longest: dict[str, float] = {}
-        self.failures: dict[str, int] = {}
+        self.longest: dict[str, float] = {}  # seconds of a stage
+        self.failures: Counter[FailureKey] = Counter()
         self.ends: list[tuple[float, float, int]] = []  # started, ended, rows of each shard
         self.series = Series()
-        self.whole = Folded()
-        self.by_engine: dict[Place, Folded] = {}
-        self.by_node: dict[str, Folded] = {}
+        self.fold = StatsFold()
+        self.by_engine: dict[Place, Share] = {}
+        self.by_node: dict[str, Share] = {}
         self.finished_on: dict[Place, int] = {}  # rows by the node that finish ran on
 
     def add(self, commit: Commit) -> None:
@@ -110,28 +98,33 @@ class Tally:
         self.skipped += skipped
         self.series.add(commit, good + failed + skipped, failed)
         self._place(commit, good + failed + skipped)
-        for key, value in commit.stats.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
-            self.longest[key] = max(self.longest.get(key, 0.0), value)
-        for key, rows in commit.failures.items():
-            self.failures[key] = self.failures.get(key, 0) + int(rows)
-        rows = int(commit.stats.get("rows", 0))
-        self.ends.append((commit.stats.get("started", 0), commit.stats.get("ended", 0), rows))
+        self.fold.add(commit.stats)
+        for name, key in STAGES:
+            seconds = getattr(commit.stats, key)
+            if seconds is not None:
+                self.longest[name] = max(self.longest.get(name, 0.0), seconds)
+        self.failures.update(commit.failures)
+        stats = commit.stats
+        self.ends.append((stats.started or 0, stats.ended or 0, int(stats.rows or 0)))
 
     def _place(self, commit: Commit, rows: int) -> None:
         """Counts a commit for the engine and the nodes it went through, where they are known."""
-        self.whole.add(rows, commit.stats)
         node, engine = commit.where.get("node"), commit.where.get("engine")
         if isinstance(node, str):
             place = _known((commit.attempt, node), self.finished_on)
             self.finished_on[place] = self.finished_on.get(place, 0) + rows
         if isinstance(engine, str):
             place = _known((commit.attempt, engine), self.by_engine)
-            self.by_engine.setdefault(place, Folded()).add(rows, commit.stats)
+            self.by_engine.setdefault(place, Share()).add(rows, commit.stats)
             host = engine.rpartition(":")[0]
             host = host if host in self.by_node or len(self.by_node) < KNOWN else OTHERS
-            self.by_node.setdefault(host, Folded()).add(rows, commit.stats)
+            self.by_node.setdefault(host, Share()).add(rows, commit.stats)
             self.by_node[host].engines.add(place)
+
+    @property
+    def stats(self) -> ShardStats:
+        """The figures of all shards together."""
+        return self.fold.result()
 
     @property
     def rows(self) -> int:
@@ -164,10 +157,12 @@ class Tally:
         return sum(rows for _, rows in recent) / max(now - min(s for s, _ in recent), 1e-6)
 
     def stages(self) -> tuple[StageStats, ...]:
-        return tuple(self._stage(name, key) for name, key in STAGES if key in self.sums)
+        whole = self.stats
+        found = ((name, getattr(whole, key)) for name, key in STAGES)
+        return tuple(self._stage(name, seconds) for name, seconds in found if seconds is not None)
 
-    def _stage(self, name: str, key: str) -> StageStats:
-        seconds, longest = self.sums[key], self.longest[key]
+    def _stage(self, name: str, seconds: float) -> StageStats:
+        longest = self.longest[name]
         mean = seconds / self.shards if self.shards else 0.0
         engines = {place: one.rows for place, one in self.by_engine.items()}
         places: dict[Place, int] = {"engine": engines, "finish": self.finished_on}.get(name, {})
@@ -194,10 +189,7 @@ class Tally:
         did says nothing of how even these were."""
         shares = {place: one.rows for place, one in self.by_engine.items()}
         main = {place[1]: self.by_engine[place] for place in _main(shares)}
-        found = [
-            WorkerStats(name[:200], one.shards, one.rows, one.tokens, round(one.seconds, 3))
-            for name, one in main.items()
-        ]
+        found = [_worker(name, one) for name, one in main.items()]
         found.sort(key=lambda worker: -worker.rows)
         if len(found) > SHOWN:
             rest = found[SHOWN - 1 :]
@@ -217,9 +209,16 @@ class Tally:
         of one are those of the attempt that had most of them there."""
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
-            NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.figures())
+            NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.stats.figures())
             for name, one in ordered[:SHOWN]
         )
+
+
+def _worker(name: str, share: Share) -> WorkerStats:
+    stats = share.stats
+    tokens = (stats.prompt_tokens or 0.0) + (stats.output_tokens or 0.0)
+    seconds = round(stats.engine_s or 0.0, 3)
+    return WorkerStats(name[:200], share.shards, share.rows, float(tokens), float(seconds))
 
 
 def busiest(shares: Iterable[float]) -> float | None:

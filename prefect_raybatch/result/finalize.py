@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.ledger import PIECES, Ledger
+from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, piece_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import Commit, Part, Piece, Plan, digest, dump
-from prefect_raybatch.ledger.success import FOLDERS, check_no_strays, check_parts
+from prefect_raybatch.ledger.success import check_no_strays, check_parts
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.result.parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.words import are, counted
 
 POSITION = "__rb_pos"
-MANIFEST = "_raybatch/manifest.json"
 AHEAD = 4  # shards whose pieces are read while one is being written
 
 
@@ -147,7 +147,7 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, i
 
 def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
-    path = f"{PIECES}/{piece.path}"
+    path = piece_path(piece.path)
     try:
         data = store.read(path)
     except FileNotFoundError:

@@ -20,9 +20,10 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun, SourceError
 from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.layout import row_sums_path
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import Part, digest
-from prefect_raybatch.result.row_sums import decode, encode, row_sums, sums_path
+from prefect_raybatch.result.row_sums import decode, encode, row_sums
 from prefect_raybatch.storage import FileInfo, Store, Sums, holds, put_proved
 from prefect_raybatch.storage.proof import bad_upload, sha256_of
 
@@ -86,7 +87,7 @@ class ResultParts:
 
     def _write_sums(self, part: Part) -> str:
         """Stores the sums of the part's rows unless they are there; the SHA-256 of that file."""
-        path, made = sums_path(part.path), self._made()
+        path, made = row_sums_path(part.path), self._made()
         with suppress(FileNotFoundError, CorruptRun):
             data = self._store.read(path)
             if _equal(made, decode(data, part.rows, path)):

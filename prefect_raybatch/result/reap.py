@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.ledger import PIECES, TABLES, Ledger
+from prefect_raybatch.ledger.layout import INPUT, PIECE_NAME, PIECES, TABLES
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success, check_parts
@@ -30,7 +31,6 @@ KINDS = {
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
 }
-_PIECE = re.compile(re.escape(PIECES) + r"/(\d{8,10})-[0-9a-f]{32}\.parquet\Z")
 _TABLE = re.compile(r"(shards|files|numbers)-[0-9a-f]{16}\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
 
@@ -89,7 +89,7 @@ def orphans(
     Raises `CorruptRun` before the first one where the result that they became is not there.
     """
     # Pieces first: one that appears later is not looked at, and commits only ever grow.
-    pieces = [info for info in ledger.store.list(PIECES) if _PIECE.match(info.path)]
+    pieces = [info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path)]
     success = ledger.finished(plan)
     if not pieces:
         return
@@ -105,7 +105,7 @@ def orphans(
         done, commits = listing.done, ledger.commits(plan, listing)
     named = {p.path for commit in commits for p in commit.pieces}
     for info in pieces:
-        match = _PIECE.match(info.path)
+        match = PIECE_NAME.match(info.path)
         if match is None or info.path.rpartition("/")[2] in named:
             continue
         shard = int(match[1])
@@ -131,7 +131,7 @@ def _check_result(ledger: Ledger, success: Success) -> None:
 
 def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     named = {file.uri for file in ledger.files(plan)} if plan.snapshot else set()
-    return (info for info in ledger.store.list(f"{TABLES}/input") if info.path not in named)
+    return (info for info in ledger.store.list(INPUT) if info.path not in named)
 
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:

@@ -16,15 +16,9 @@ import pyarrow.compute as pc
 
 from prefect_raybatch.errors import CorruptRun
 
-FOLDER = "_raybatch/row_sums"
 ROW, SUM = "row", "sum"
 _NULL = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/comp/fnv/
-
-
-def sums_path(part: str) -> str:
-    """Where the checksums of `data/part-00000.parquet` are."""
-    return f"{FOLDER}/{part.replace('/', '-')}"
 
 
 def row_sums(table: pa.Table) -> np.ndarray:

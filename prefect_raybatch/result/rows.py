@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.layout import FOLDERS
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.ranges import Ranges
 from prefect_raybatch.ledger.records import Commit, Part
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.ledger.success import FOLDERS
 from prefect_raybatch.result.finalize import POSITION, read_piece
 
 CHUNK = 8 << 20

@@ -11,12 +11,13 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.ledger import PIECES, Ledger
+from prefect_raybatch.ledger.layout import FOLDERS, PIECES, piece_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Part, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.ledger.success import FOLDERS, read_success
+from prefect_raybatch.ledger.success import read_success
 from prefect_raybatch.result.finalize import check_commit, read_pieces
 from prefect_raybatch.result.verify_files import check_folder
 from prefect_raybatch.storage import Store
@@ -139,7 +140,7 @@ def _check_pieces(
 ) -> None:
     whole = True
     for piece in commit.pieces:
-        path = f"{PIECES}/{piece.path}"
+        path = piece_path(piece.path)
         size = pieces.pop(path, None)
         if size != piece.bytes:
             whole = False

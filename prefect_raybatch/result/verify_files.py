@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import row_sums_path
 from prefect_raybatch.ledger.records import Part, digest
 from prefect_raybatch.ledger.success import strays
-from prefect_raybatch.result.row_sums import decode, row_sums, sums_path
+from prefect_raybatch.result.row_sums import decode, row_sums
 from prefect_raybatch.storage import Store
 
 MOST_ROWS = 10  # rows of a file named one by one
@@ -87,7 +88,7 @@ def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault:
 def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarray] | None:
     if part.sums is None:
         return None
-    path = sums_path(part.path)
+    path = row_sums_path(part.path)
     try:
         data = store.read(path)
         if digest(data) != part.sums:

@@ -159,7 +159,7 @@ def _check_classes(parent: Member, errors: Sequence[str]) -> None:
     ledger, plan = parent.ledger, parent.plan
     for commit in ledger.commits(plan, ledger.listing(plan)):
         for failure, rows in commit.failures.items():
-            classes[[*failure.split("|", 2), ""][1]] += int(rows)
+            classes[failure.error] += rows
     unknown = sorted(set(errors) - set(classes))
     if unknown:
         known = ", ".join(f"{kind} ({rows:,})" for kind, rows in classes.most_common())
@@ -347,12 +347,12 @@ def _model(job: BatchJob, parent: Plan) -> dict[str, Any]:
 def _same_types(asked: Request, ledger: Ledger) -> None:
     """Gives the child the output types that the parent's first shard fixed: the results are to be
     one table. Whoever comes first fixes them, as in any run."""
-    from prefect_raybatch.stages.finish import SCHEMA
+    from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 
     before = asked.parent.plan.job.get("output", {}).get("postprocess")
     output = asked.known.output
     if output.postprocess is None or output.output_schema or output.postprocess != before:
         return
     with suppress(FileNotFoundError):  # none of the parent's rows got so far
-        types = read_record(asked.parent.ledger.store, SCHEMA)
-        put_record_if_absent(ledger.store, SCHEMA, types)
+        types = read_record(asked.parent.ledger.store, OUTPUT_SCHEMA)
+        put_record_if_absent(ledger.store, OUTPUT_SCHEMA, types)

@@ -25,11 +25,13 @@ from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.failures import failure_texts
+from prefect_raybatch.ledger.layout import REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.record_files import put_record, read_record
-from prefect_raybatch.ledger.records import Plan, RunReport
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model import check as model_check
@@ -41,6 +43,7 @@ from prefect_raybatch.plan.prompt_lengths import Tokens
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -57,8 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
-REPORT, REPORT_PAGE = "_raybatch/report.json", "_raybatch/report.md"
-REPORT_HTML = "_raybatch/report.html"
 
 
 @dataclass(frozen=True)
@@ -457,8 +458,8 @@ class _LazyPipeline:
     def __call__(self, units: Any, isolated: bool) -> Any:
         return self.pipeline(units, isolated)
 
-    def quarantine(self, unit: Any, reason: str) -> Any:
-        return self.pipeline.quarantine(unit, reason)
+    def quarantine(self, unit: Any, why: Any) -> Any:
+        return self.pipeline.quarantine(unit, why)
 
     def engines(self) -> dict[str, int]:
         return self.pipeline.engines() if self.pipeline is not None else {}
@@ -555,7 +556,7 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
 
 
 def _notes(job: BatchJob, plan: Plan, tally: Tally) -> list[str]:
-    seqs = sequences_seen(job, tally.whole.figures()) or SEQUENCES
+    seqs = sequences_seen(job, tally.stats.figures()) or SEQUENCES
     engines = sizes.certain_engines(job)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
     return [shards, *problems(job, plan.rows, plan.rows_per_shard, engines, seqs)]
@@ -658,7 +659,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         pending=plan.shards - tally.shards,
         rate=round(rate or tally.steady_rate, 1),
         seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
-        failures=tally.failures,
+        failures=failure_texts(tally.failures),
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
         strays=tuple(listing.strays),

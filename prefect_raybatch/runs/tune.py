@@ -218,7 +218,7 @@ class Bench:
         done, error = self._receipts(pipeline)
         if not done:
             return Trial(changes, error=error or "no shard came through in time")
-        first = min(receipt.stats["started"] for receipt in done)
+        first = min(receipt.stats.started or 0.0 for receipt in done)
         rate, rows = steady(done)
         pool = size.pool
         start = round(first - began, 1)
@@ -232,11 +232,11 @@ class Bench:
         units = list(self._units())
         found = pipeline(units, False)
         for receipt in found:
-            if receipt.lost:
-                error = receipt.lost
-                if receipt.fatal:
+            if receipt.lost is not None:
+                error = str(receipt.lost)
+                if receipt.lost.fatal:
                     break
-            elif "started" in receipt.stats:
+            elif receipt.stats.started is not None:
                 done.append(receipt)
                 until = min(until, time.monotonic() + self.seconds)
             if time.monotonic() > until:
@@ -262,11 +262,12 @@ def spread(number: int) -> list[int]:
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
     """(rows a second, rows): between the ends of the first and the last shard, where there are at
     least three; else over the whole time in the engine."""
-    ends = sorted((receipt.stats["ended"], int(receipt.stats["rows"])) for receipt in receipts)
+    figures = [receipt.stats for receipt in receipts]
+    ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
     rows = sum(number for _, number in ends)
     if len(ends) >= 3 and ends[-1][0] > ends[0][0]:
         return (rows - ends[0][1]) / (ends[-1][0] - ends[0][0]), rows
-    span = ends[-1][0] - min(receipt.stats["started"] for receipt in receipts)
+    span = ends[-1][0] - min(one.started or 0.0 for one in figures)
     return rows / max(span, 1e-6), rows
 
 

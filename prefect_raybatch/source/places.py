@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Any
 
 from prefect_raybatch.errors import SourceError, StoreError
+from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, PLAN, RECORDS, SUCCESS
 from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
-RUN, RECORDS, SUCCESS = "run", "_raybatch", "_SUCCESS"
-RESULTS = ("data", "quarantine")  # what of a run a folder or a glob can reach
+RUN = "run"
+RESULTS = tuple(FOLDERS.values())  # what of a run a folder or a glob can reach
 LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
 RIGHTS = {  # what gives a table's rows, for the message
@@ -40,7 +41,7 @@ def mark(path: str) -> tuple[str, str] | None:
         return above, "Iceberg"
     if folder == "_versions" and name.endswith(".manifest"):
         return above, "Lance"
-    return (above, RUN) if (folder, name) == (RECORDS, "plan.json") else None
+    return (above, RUN) if f"{folder}/{name}" == PLAN else None
 
 
 def _look(store: Store) -> str | None:
@@ -62,7 +63,7 @@ def _look(store: Store) -> str | None:
         ("Iceberg", partial(there, "metadata/version-hint.text")),
         ("Iceberg", partial(listed, "metadata")),
         ("Lance", partial(listed, "_versions")),
-        (RUN, partial(there, f"{RECORDS}/plan.json")),
+        (RUN, partial(there, PLAN)),
     )
     for kind, found in looks:
         try:
@@ -151,7 +152,7 @@ class Places:
         if records:
             raise SourceError(
                 f"source.uri: {run}/{RECORDS} holds the records of a run, not its result. Name "
-                f"{run}/data, or the pieces that {run}/{RECORDS}/manifest.json lists one by one"
+                f"{run}/data, or the pieces that {run}/{MANIFEST} lists one by one"
             )
         if mixed:
             raise SourceError(

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.layout import INPUT
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
@@ -232,7 +233,7 @@ def _copy(
     one knows every type: two passes at most, unless the input changes meanwhile.
     """
     for _ in range(COPY_TRIES):
-        parts = SnapshotWriter(store, f"_raybatch/input/{attempt}-{uuid.uuid4()}")
+        parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
         try:
             seen = 0
             for where, table in blocks():

@@ -11,7 +11,7 @@ import copy
 import json
 import time
 from collections.abc import KeysView, ValuesView
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 
 SHARD, POSITION = "__rb_shard", "__rb_pos"  # int32 each; position counts from 0 in the shard
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
-LOST, FATAL = "__rb_lost", "__rb_fatal"  # only in lost blocks: text, and whether to stop the run
+LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal>, a `Loss`
 TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
 TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
 PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function set for this row
@@ -36,6 +37,7 @@ MERGED = "__rb_merged"  # bool: the answer was computed for another row with the
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
+LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 
 
@@ -53,20 +55,24 @@ def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
     return table.append_column(f"{TIMES}_{stage}", pa.array(spent))
 
 
-def lost(unit: Unit, reason: str, fatal: bool = False) -> pa.Table:
-    """A block of one row that says why `unit` did not get through; `fatal` stops the run."""
+def lost(unit: Unit, why: Loss) -> pa.Table:
+    """A block of one row that says why `unit` did not get through."""
     return pa.table(
         {
             SHARD: pa.array([unit.shard], pa.int32()),
             POSITION: pa.array([unit.offset], pa.int32()),
-            LOST: pa.array([reason], pa.string()),
-            FATAL: pa.array([fatal]),
+            LOST: pa.array([asdict(why)], LOSS_TYPE),
         }
     )
 
 
 def is_lost(table: pa.Table) -> bool:
     return LOST in table.column_names
+
+
+def losses(table: pa.Table) -> list[Loss]:
+    """Why the units of a lost block did not get through."""
+    return [Loss(**why) for why in table[LOST].to_pylist()]
 
 
 def passes_by(table: pa.Table) -> bool:
@@ -170,6 +176,6 @@ def units_of(table: pa.Table) -> list[Unit]:
     return [Unit(int(shards[a]), int(positions[a]), b - a) for a, b in pairwise(edges)]
 
 
-def lost_all(table: pa.Table, reason: str, fatal: bool = False) -> pa.Table:
+def lost_all(table: pa.Table, why: Loss) -> pa.Table:
     """A lost block in place of `table`, with a row for each unit it holds."""
-    return pa.concat_tables([lost(unit, reason, fatal) for unit in units_of(table)])
+    return pa.concat_tables([lost(unit, why) for unit in units_of(table)])

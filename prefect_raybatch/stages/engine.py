@@ -20,6 +20,7 @@ import pyarrow as pa
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
@@ -133,7 +134,7 @@ class EngineStage:
         self.spec = spec
         self._lock = threading.Lock()
         self._engine: Any = None
-        self._refused: str | None = None
+        self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
         os.environ.update(spec.env)
@@ -207,9 +208,10 @@ class EngineStage:
                 return
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
-                self._refused = f"{type(error).__name__}: {error}"
+                said = str(error)
                 if unfit := installed.line():  # what vLLM says of it names no package
-                    self._refused += f"; {unfit}"
+                    said += f"; {unfit}"
+                self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
                 if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
@@ -245,7 +247,7 @@ class EngineStage:
         began = time.time()
         engine = self._ready()
         if engine is None:
-            return lost_all(table, self._refused or "the engine did not start", fatal=True)
+            return lost_all(table, self._refused or Loss("", "the engine did not start", True))
         prompts = table[TOKENS].to_pylist()
         errors = table[ERROR].to_pylist()
         params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
@@ -259,7 +261,7 @@ class EngineStage:
                 if self._engine is engine:
                     self._engine = None
                     self._suspect = None if answered_any(engine) else str(death)
-            return lost_all(table, f"EngineDied: {death}")
+            return lost_all(table, Loss(ENGINE_DIED, str(death)))
         if any(answer.error is None for answer in done):
             self._note.over()
         answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)

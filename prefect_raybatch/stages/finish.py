@@ -14,28 +14,29 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.errors import CorruptRun, is_transient
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import Output
 from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.failures import FailureKey, Loss
+from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
 from prefect_raybatch.ledger.ranges import Ranges, to_ranges
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
+from prefect_raybatch.ledger.records import Piece, PieceKind, Receipt, Unit, digest
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     ERROR,
-    FATAL,
     FINISH,
     FORMED,
-    LOST,
     MERGED,
     POSITION,
     PROMPT_TOKENS,
@@ -48,6 +49,7 @@ from prefect_raybatch.stages.block import (
     input_columns,
     is_lost,
     load_tokenizer,
+    losses,
     rows_of,
 )
 from prefect_raybatch.stages.calls.apart import NoChild
@@ -56,8 +58,6 @@ from prefect_raybatch.stages.load import told
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
 
-PIECES = "_raybatch/pieces"
-SCHEMA = "_raybatch/output_schema.arrow"
 RECEIPT = "receipt"
 CUT_OFF = "AnswerCutOff"
 MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
@@ -82,7 +82,8 @@ class Finish:
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
         if is_lost(table):
-            return _receipts([self._lost(row) for row in table.to_pylist()])
+            lost = zip(table[SHARD].to_pylist(), losses(table), strict=True)
+            return _receipts([Receipt(shard, self.attempt, lost=why) for shard, why in lost])
         if not table.num_rows:
             return _receipts([])
         made = []
@@ -92,17 +93,13 @@ class Finish:
             made.append(self._shard(int(shard), rows))
         return _receipts(made)
 
-    def _lost(self, row: dict[str, Any]) -> Receipt:
-        return Receipt(row[SHARD], self.attempt, lost=row[LOST], fatal=bool(row[FATAL]))
-
     def _shard(self, shard: int, table: pa.Table) -> Receipt:
         began = time.time()
         try:
             return self._write(shard, table, began)
         except Exception as error:
             # The store or this node failed, not a row: the shard is lost for this pass.
-            reason = f"{type(error).__name__}: {error}"
-            return Receipt(shard, self.attempt, lost=reason, fatal=not is_transient(error))
+            return Receipt(shard, self.attempt, lost=Loss.of(error))
 
     def _write(self, shard: int, table: pa.Table, began: float) -> Receipt:
         outcome = self._outcome(table)
@@ -130,7 +127,7 @@ class Finish:
                 self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
             )
         skipped = [i for i, o in enumerate(outcome) if o is None]
-        figures, engine = told(table)
+        load, engine = told(table)
         return Receipt(
             shard=shard,
             attempt=self.attempt,
@@ -138,8 +135,8 @@ class Finish:
             failed=_ranges(positions[failed]),
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
-            stats={**figures, **self._stats(table, began)},
-            failures=dict(Counter("|".join(_key(failure)) for failure in failures)),
+            stats=self._stats(load, table, began),
+            failures=dict(Counter(map(_key, failures))),
             where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
         )
 
@@ -153,8 +150,8 @@ class Finish:
             attempt=self.attempt,
             failed=_ranges(positions),
             pieces=(piece,),
-            stats={"rows": unit.rows},
-            failures={"|".join(_key(failure)): unit.rows},
+            stats=ShardStats(rows=unit.rows),
+            failures={_key(failure): unit.rows},
         )
 
     def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
@@ -242,47 +239,52 @@ class Finish:
         except FileNotFoundError:
             # The loser of the race takes the winner's, so all pieces agree.
             schema = _infer(rows).serialize().to_pybytes()
-            put_record_if_absent(self.store, SCHEMA, schema)
+            put_record_if_absent(self.store, OUTPUT_SCHEMA, schema)
             return _read_schema(self.store)
 
-    def _piece(self, shard: int, kind: str, table: pa.Table, positions: np.ndarray) -> Piece:
+    def _piece(self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray) -> Piece:
         out = io.BytesIO()
         pq.write_table(table, out, compression="zstd")
         data = out.getvalue()
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
         # Found bad when it is written, a piece costs a PUT; at the end it would cost the rows.
-        put_proved(self.store, f"{PIECES}/{name}", data)
+        put_proved(self.store, piece_path(name), data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), _ranges(positions))
 
-    def _stats(self, table: pa.Table, began: float) -> dict[str, float]:
+    def _stats(self, load: ShardStats, table: pa.Table, began: float) -> ShardStats:
+        """What is known of the engine's `load`, with what is counted of the rows."""
         answers = table[ANSWERS].to_pylist()
-        cut = sum(reason == "length" for reason in table[FINISH].to_pylist())
+        ends = table[FINISH].to_pylist()
         merged = table[MERGED].to_pylist()
-        stats = {
-            "rows": table.num_rows,
-            "prompt_tokens": _sum(table, PROMPT_TOKENS),
-            "cached_tokens": _sum(table, CACHED_TOKENS),
-            "output_tokens": sum(
-                len(ids) for a, m in zip(answers, merged, strict=True) if a and not m for ids in a
-            ),
-            "cut_off": cut,
-            "deduplicated": sum(map(bool, merged)),
-            "started": table[f"{TIMES}_began"][0].as_py(),
-            "ended": time.time(),
-            "prepare_s": table[f"{TIMES}_prepare"][0].as_py(),
-            "engine_s": table[f"{TIMES}_engine"][0].as_py(),
-            "finish_s": time.time() - began,
-        }
+        truncated = formed = read = None
         if TRUNCATED in table.column_names:
-            stats["truncated"] = sum(map(bool, table[TRUNCATED].to_pylist()))
+            truncated = sum(map(bool, table[TRUNCATED].to_pylist()))
         if FORMED in table.column_names:
-            formed, ends = table[FORMED].to_pylist(), table[FINISH].to_pylist()
-            stats["cut_off_structured"] = sum(
-                bool(f) and reason == "length" for f, reason in zip(formed, ends, strict=True)
+            formed = sum(
+                bool(form) and reason == "length"
+                for form, reason in zip(table[FORMED].to_pylist(), ends, strict=True)
             )
         if f"{TIMES}_read" in table.column_names:
-            stats["read_s"] = table[f"{TIMES}_read"][0].as_py()
-        return {k: round(v, 4) for k, v in stats.items()}
+            read = _spent(table, "read")
+        return replace(
+            load,
+            rows=table.num_rows,
+            prompt_tokens=_sum(table, PROMPT_TOKENS),
+            cached_tokens=_sum(table, CACHED_TOKENS),
+            output_tokens=sum(
+                len(ids) for a, m in zip(answers, merged, strict=True) if a and not m for ids in a
+            ),
+            cut_off=sum(reason == "length" for reason in ends),
+            cut_off_structured=formed,
+            deduplicated=sum(map(bool, merged)),
+            truncated=truncated,
+            started=_spent(table, "began"),
+            ended=round(time.time(), 4),
+            read_s=read,
+            prepare_s=_spent(table, "prepare"),
+            engine_s=_spent(table, "engine"),
+            finish_s=round(time.time() - began, 4),
+        )
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
@@ -319,12 +321,12 @@ def declared(schema: dict[str, str]) -> pa.Schema:
 
 
 def _read_schema(store: Store) -> pa.Schema:
-    data = read_record(store, SCHEMA)
+    data = read_record(store, OUTPUT_SCHEMA)
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(data))
     except (pa.ArrowException, OSError) as error:
-        raise CorruptRun(f"{SCHEMA} is not a readable schema: {error}") from None
-    check_types(schema, SCHEMA)
+        raise CorruptRun(f"{OUTPUT_SCHEMA} is not a readable schema: {error}") from None
+    check_types(schema, OUTPUT_SCHEMA)
     return schema
 
 
@@ -406,8 +408,13 @@ def _cast_failure(value: Any, column: pa.Field) -> Failure | None:
     return None
 
 
-def _key(failure: Failure) -> tuple[str, str, str]:
-    return failure.stage, failure.kind, failure.message[:120]
+def _key(failure: Failure) -> FailureKey:
+    return FailureKey(failure.stage, failure.kind, failure.message[:120])
+
+
+def _spent(table: pa.Table, stage: str) -> float:
+    """Seconds of a stage; of "began", those since 1970."""
+    return round(float(table[f"{TIMES}_{stage}"][0].as_py()), 4)
 
 
 def _sum(table: pa.Table, name: str) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.stages.block import SHARD
 
 log = logging.getLogger(__name__)
@@ -78,19 +79,19 @@ class Sampler:
             load["steps_per_s"] = (self._steps[1] - before[1]) / (now - before[0])
         self._samples.append((now, {**load, **self.node()}))
 
-    def over(self, began: float, ended: float) -> dict[str, float]:
-        """Figures of the time between (seconds since 1970), as they stand in `Commit.stats`.
+    def over(self, began: float, ended: float) -> ShardStats:
+        """Figures of the time between (seconds since 1970).
 
         Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak` the
         highest of kv_cache, node_memory and gpu_memory; `samples` behind them. A shard that was
-        shorter than the time between two samples gets the latest one; {} where there is none.
+        shorter than the time between two samples gets the latest one; nothing where there is none.
         """
         samples = list(self._samples)
         found = [sample for at, sample in samples if began <= at <= ended]
         if not found and samples and ended - samples[-1][0] <= 2 * self.every:
             found = [samples[-1][1]]
         if not found:
-            return {}
+            return ShardStats()
         stats: dict[str, float] = {"samples": len(found)}
         for key, name in MEAN.items():
             values = [sample[key] for sample in found if key in sample]
@@ -100,11 +101,12 @@ class Sampler:
             values = [sample[key] for sample in found if key in sample]
             if values:
                 stats[name] = round(max(values), 4)
-        return stats
+        return ShardStats.of(stats)
 
     def tell(self, table: pa.Table, began: float) -> pa.Table:
         """The block with the figures since `began`."""
-        text = json.dumps({"stats": self.over(began, self.clock()), "where": self.where})
+        stats = self.over(began, self.clock()).to_dict()
+        text = json.dumps({"stats": stats, "where": self.where})
         values: list[str | None] = [None] * table.num_rows
         for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
             values[first] = text
@@ -123,13 +125,13 @@ MEAN = {
 PEAK = {"kv_cache": "kv_cache_peak", "memory": "node_memory_peak", "gpu_memory": "gpu_memory_peak"}
 
 
-def told(table: pa.Table) -> tuple[dict[str, float], dict[str, str]]:
+def told(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
     """(stats, where) that a block, or the rows of one shard in it, brought from the engine."""
     if FIGURES not in table.column_names:
-        return {}, {}
+        return ShardStats(), {}
     texts = table[FIGURES].drop_null()
     found = json.loads(texts[0].as_py()) if len(texts) else {}
-    return found.get("stats", {}), found.get("where", {})
+    return ShardStats.of(found.get("stats", {})), found.get("where", {})
 
 
 class Node:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import is_transient
 from prefect_raybatch.job.batch_job import Prompt, template_fields
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     ERROR,
@@ -64,7 +64,7 @@ class Prepare:
         try:
             return self._prepare(table)
         except Exception as error:  # not of a row: a model or function that is not on this node
-            return lost_all(table, f"{type(error).__name__}: {error}", not is_transient(error))
+            return lost_all(table, Loss.of(error))
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()

@@ -35,7 +35,8 @@ from ray.data._internal.output_buffer import OutputBlockSizeOption
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
-from prefect_raybatch.errors import RayBatchError, is_transient
+from prefect_raybatch.errors import RayBatchError, SourceError, is_transient
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
@@ -190,15 +191,14 @@ def _read_unit(unit: Unit, parts: Sequence[Part], files: _Files, schema: pa.Sche
             tables += files.take(part)
         except Exception as error:
             files.forget(part.file)
-            reason, fatal = files.explain(part, error)
-            return blocks.lost(unit, reason, fatal)
+            return blocks.lost(unit, files.explain(part, error))
     for number in dict.fromkeys(part.file for part in parts):
         try:
             files.check(number)
         except Exception as error:
             files.forget(number)
-            reason, fatal = files.explain(next(p for p in parts if p.file == number), error)
-            return blocks.lost(unit, reason, fatal)
+            part = next(part for part in parts if part.file == number)
+            return blocks.lost(unit, files.explain(part, error))
     table = pa.concat_tables(tables).combine_chunks()  # a slice would hold its whole batch
     return blocks.tag(table, unit)
 
@@ -292,7 +292,7 @@ class _Files:
             self._close()
         self._ahead.pop(number, None)
 
-    def explain(self, part: Part, error: Exception) -> tuple[str, bool]:
+    def explain(self, part: Part, error: Exception) -> Loss:
         """Why a part could not be read, and whether that ends the run."""
         uri = self._task.files[part.file].uri
         if self._store is not None:
@@ -306,20 +306,23 @@ class _Files:
             except Exception:  # the first error tells more
                 pass
         if isinstance(error, _Changed):
-            return (
-                f"SourceError: {uri} is not what the plan recorded: {error}. Put the recorded "
-                "file back and run again, or start a new run key.",
-                True,
+            return Loss(
+                SourceError.__name__,
+                f"{uri} is not what the plan recorded: {error}. Put the recorded file back and run "
+                "again, or start a new run key.",
+                fatal=True,
             )
         if isinstance(error, FileNotFoundError):
-            return (
-                f"SourceError: {uri} is gone. Put it back and run again, or start a new run key.",
-                True,
+            return Loss(
+                SourceError.__name__,
+                f"{uri} is gone. Put it back and run again, or start a new run key.",
+                fatal=True,
             )
         rows = f"rows {part.start} to {part.start + part.rows - 1}"
         kind = type(error).__name__
-        return (
-            f"SourceError: {uri}, {rows}: {kind}: {' '.join(str(error).split())[:500]}",
+        return Loss(
+            SourceError.__name__,
+            f"{uri}, {rows}: {kind}: {' '.join(str(error).split())[:500]}",
             _is_fatal(error),
         )
 

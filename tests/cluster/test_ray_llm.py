@@ -22,6 +22,7 @@ from prefect_raybatch.cluster.ray_llm import (
 )
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.block import (
@@ -99,7 +100,7 @@ def test_blocks_of_a_bundle_come_back_whole(gather: Gather, monkeypatch: Any) ->
     monkeypatch.syspath_prepend(Path(__file__).parent)
     blocks = [
         prepared(Unit(4, 0, 5), failed={1}),
-        lost(Unit(6, 0, 9), "gone"),
+        lost(Unit(6, 0, 9), Loss("", "gone")),
         prepared(Unit(5, 2, 3)),
     ]
     blocks.append(blocks[0].slice(0, 0))  # committed by another driver meanwhile
@@ -108,13 +109,13 @@ def test_blocks_of_a_bundle_come_back_whole(gather: Gather, monkeypatch: Any) ->
     # The unit of shard 5 begins at its row 2; row 3 of a block is one that vLLM refused.
     assert got[4].good == ((0, 1), (2, 3), (4, 5)) and got[4].failed == ((1, 2), (3, 4))
     assert got[5].good == ((2, 5),) and not got[5].failed
-    assert got[6].lost == "gone"
+    assert got[6].lost == Loss("", "gone")
     assert got[4].failures == {
-        "prepare|PromptTooLong|too long": 1,
-        "engine|ValueError|no: such token": 1,
+        FailureKey("prepare", "PromptTooLong", "too long"): 1,
+        FailureKey("engine", "ValueError", "no: such token"): 1,
     }
-    assert got[4].stats["engine_s"] == pytest.approx(1.5, abs=0.2)
-    assert got[4].stats["prompt_tokens"] == 6  # three rows of two
+    assert got[4].stats.engine_s == pytest.approx(1.5, abs=0.2)
+    assert got[4].stats.prompt_tokens == 6  # three rows of two
 
 
 def test_an_answer_of_all_the_tokens_it_may_have_is_cut_off(gather: Gather) -> None:
@@ -134,7 +135,7 @@ def test_a_block_without_a_well_row_goes_round_the_engine(gather: Gather) -> Non
 def test_rows_that_are_missing_lose_the_block_and_not_the_run(gather: Gather) -> None:
     table = rays([Spread(SAMPLING)(prepared(Unit(3, 0, 4)))]).slice(0, 3)
     (receipt,) = found(gather, table).values()
-    assert receipt.lost == "ray.data.llm lost 1 row of the block" and not receipt.fatal
+    assert receipt.lost == Loss("", "ray.data.llm lost 1 row of the block")
 
 
 def test_a_row_with_other_sampling_fields_fails_alone(gather: Gather, monkeypatch: Any) -> None:
@@ -142,7 +143,7 @@ def test_a_row_with_other_sampling_fields_fails_alone(gather: Gather, monkeypatc
     block = prepared(Unit(0, 0, 4), own={1: {"top_k": 5}, 2: {"temperature": 0.0}})
     got = found(gather, rays([Spread(SAMPLING)(block)]))[0]
     assert got.good == ((0, 1), (2, 4)) and got.failed == ((1, 2),)
-    assert "all rows of a shard need the same sampling fields" in next(iter(got.failures))
+    assert "all rows of a shard need the same sampling fields" in next(iter(got.failures)).message
 
 
 def test_engines_that_share_a_gpu_need_its_memory_known() -> None:

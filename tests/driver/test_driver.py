@@ -24,7 +24,8 @@ from prefect_raybatch.errors import (
     StoreError,
 )
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
@@ -203,7 +204,7 @@ def test_a_pass_that_gets_anything_through_starts_the_strikes_anew(tmp_path):
             yield run.receipt(units[0])
             units = units[1:]
         for unit in units:
-            yield Receipt(unit.shard, "a", lost="OSError: busy")
+            yield Receipt(unit.shard, "a", lost=Loss("OSError", "busy"))
 
     assert drive(run, one_in_two).done == 20
     assert len(calls) == 8
@@ -216,8 +217,8 @@ def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
     def passes(units, isolated):
         sent.append(tuple(units))
         lost = len(sent) < STRIKES
-        reason = "StoreUnavailable: no answer"
-        yield Receipt(0, "a", lost=reason) if lost else run.receipt(units[0])
+        why = Loss("StoreUnavailable", "no answer")
+        yield Receipt(0, "a", lost=why) if lost else run.receipt(units[0])
 
     progress = drive(run, passes)
     assert sent == [(Unit(0, 0, 20),)] * STRIKES
@@ -231,7 +232,7 @@ def test_a_death_is_seen_whatever_the_pass_before_lost_the_shard_to(tmp_path):
 
     def passes(units, isolated):
         if not isolated:
-            yield Receipt(1, "a", lost="StoreUnavailable: no answer")
+            yield Receipt(1, "a", lost=Loss("StoreUnavailable", "no answer"))
         yield from poisoned(units, isolated)
 
     passes.quarantine = poisoned.quarantine
@@ -247,7 +248,7 @@ def test_what_was_lost_with_a_node_is_neither_cut_nor_blamed(tmp_path):
         calls.append((tuple(units), isolated))
         for unit in units:
             lost = len(calls) < STRIKES + 1 and unit.shard == 2
-            gone = Receipt(2, "a", lost="NodeLost: a node of the cluster went")
+            gone = Receipt(2, "a", lost=Loss("NodeLost", "a node of the cluster went"))
             yield gone if lost else run.receipt(unit)
 
     progress = drive(run, passes, limits={"engine_deaths": 1})
@@ -264,7 +265,8 @@ def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
             rows = range(unit.offset, unit.offset + unit.rows)
             found = bad & set(rows) if unit.shard == 1 else set()
             if len(found) > 1:
-                yield Receipt(1, "a", lost="BlockHung: output.postprocess a:b, 3 rows running")
+                hung = Loss("BlockHung", "output.postprocess a:b, 3 rows running")
+                yield Receipt(1, "a", lost=hung)
             else:
                 yield run.receipt(unit, found)
 
@@ -426,7 +428,7 @@ def test_a_fatal_receipt_stops_the_run_with_its_error(tmp_path, reason, kind, sa
 
     def passes(units, isolated):
         yield run.receipt(units[0])
-        yield Receipt(1, "a", lost=reason, fatal=True)
+        yield Receipt(1, "a", lost=Loss.parse(reason, fatal=True))
         raise AssertionError("nothing is asked for after a fatal receipt")
 
     with pytest.raises(kind) as caught:

@@ -16,19 +16,18 @@ from prefect_raybatch.driver import heartbeat, monitor
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
-    HEARTBEATS,
     INFERRING,
     STARTING,
     Beat,
     Counts,
     Ticker,
     newest,
-    path_of,
     read_beats,
 )
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.layout import HEARTBEATS, heartbeat_path
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.runs import runs
 
@@ -57,7 +56,7 @@ def test_counts_are_those_of_the_progress(tmp_path):
     assert [c.done for c in seen] == [5, 10, 15, 20]
     last = seen[-1]
     assert (last.failed, last.committed, last.commits, last.window_rows) == (1, 4, 4, 20)
-    assert last.output_tokens == progress.tally.sums["output_tokens"] > 0
+    assert last.output_tokens == (progress.tally.stats.output_tokens or 0) > 0
 
 
 def test_a_beat_survives_its_record():
@@ -82,7 +81,7 @@ def test_a_beat_survives_its_record():
 )
 def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog):
     run = small_run(tmp_path)
-    path = path_of("a")
+    path = heartbeat_path("a")
     run.store.put(path, dump(value))
     with pytest.raises(CorruptRun, match="heartbeat"):
         Beat.from_bytes(dump(value), path)
@@ -96,7 +95,7 @@ def test_a_follower_gets_the_newest_beat(tmp_path):
     store = small_run(tmp_path).store
     assert newest(store) is None
     for name, at in (("a", 5.0), ("b", 9.0), ("c", 7.0)):
-        store.put(path_of(name), Beat(at).to_bytes())
+        store.put(heartbeat_path(name), Beat(at).to_bytes())
     assert newest(store).at == 9.0
 
 
@@ -215,7 +214,7 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     for name, age in (("old", 3600), ("new", 3)):
         run.ledger.note_attempt(name, {"host": name, "pid": 1, "started": "2026"})
         beat = Beat(time.time() - age, phase=INFERRING, passes=1, engines={"ALIVE": 2})
-        run.store.put(path_of(name), beat.to_bytes())
+        run.store.put(heartbeat_path(name), beat.to_bytes())
     with pytest.raises(SystemExit):
         cli.main(["status", str(tmp_path)])
     told = capsys.readouterr().out

@@ -29,12 +29,14 @@ from prefect.testing.utilities import prefect_test_harness
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat, path_of
+from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
+from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run
 
@@ -111,7 +113,7 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     shown = Page(make_job(), run, clock=lambda: now[0])
     calls: Counter[str] = Counter()
     progress = Progress(1_000_000, 100_000)
-    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    stats = ShardStats(rows=10, started=1.0, ended=2.0)
     progress.add(replace(COMMIT, stats=stats), 1.0)
     shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
     monkeypatch.setattr(Page, "_show", lambda self, artifact, kind: calls.update([kind]))
@@ -164,12 +166,12 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
     shown = Page(make_job(), run, clock=lambda: now[0])
     shown._counts = counts()
     beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
-    store.put(path_of("elsewhere"), beat.to_bytes())
+    store.put(heartbeat_path("elsewhere"), beat.to_bytes())
     assert shown._now(1.0).phase != WAITING
     seen = shown._now(20.0)
     assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
     old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
-    store.put(path_of("elsewhere"), old.to_bytes())
+    store.put(heartbeat_path("elsewhere"), old.to_bytes())
     assert shown._now(40.0).phase != WAITING
 
 
@@ -235,7 +237,7 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
         for shard in range(shards):
             time.sleep(seconds / shards)
             bad = ((0, failed),) if shard == 0 and failed else ()
-            stats = {"rows": 10, "started": time.time() - 0.05, "ended": time.time()}
+            stats = ShardStats(rows=10, started=time.time() - 0.05, ended=time.time())
             good = ((failed if bad else 0, 10),)
             commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
@@ -425,7 +427,7 @@ def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     progress = Progress(100, 10)
     shown._progress = progress
     assert shown._plots(beat) is None
-    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    stats = ShardStats(rows=10, started=1.0, ended=2.0)
     progress.add(replace(COMMIT, shard=0, stats=stats), 1.0)
     assert "in work, about" in picture(shown._plots(beat) or "")
     assert "in work, about" not in picture(shown._plots(replace(beat, engines={})) or "")

@@ -25,7 +25,9 @@ from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shard
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, tasks
-from prefect_raybatch.ledger.records import Commit, RunReport
+from prefect_raybatch.ledger.records import Commit
+from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.runs import Run
 
@@ -51,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         made["infer"].append(run)
         progress = Progress(100, 4)
         for shard in range(4):
-            stats = {"rows": 25, "started": time.time(), "ended": time.time()}
+            stats = ShardStats(rows=25, started=time.time(), ended=time.time())
             commit = Commit(shard, "a", "t", "h", ((0, 25),), (), (), (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)

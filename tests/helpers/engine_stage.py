@@ -15,14 +15,13 @@ from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
-    FATAL,
-    LOST,
     PARAMS,
     POSITION,
     SHARD,
     TOKENS,
     Failure,
     is_lost,
+    losses,
     tag,
 )
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
@@ -61,5 +60,5 @@ def block(unit: Unit, failed: Any = (), params: dict[int, str] | None = None) ->
 
 def lost_rows(table: pa.Table) -> list[tuple[int, int, str, bool]]:
     assert is_lost(table)
-    names = [SHARD, POSITION, LOST, FATAL]
-    return [tuple(row.values()) for row in table.select(names).to_pylist()]
+    places = zip(table[SHARD].to_pylist(), table[POSITION].to_pylist(), losses(table), strict=True)
+    return [(shard, position, str(why), why.fatal) for shard, position, why in places]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
@@ -60,8 +61,8 @@ def infer(job: BatchJob, run: Run, refused: frozenset[int] = frozenset()) -> tup
     plan, shards = load_run(ledger, run)
     run_pass = InProcess(job, plan, shards, ledger, refused=refused)
 
-    def quarantine(unit: Unit, reason: str) -> Receipt:
-        raise AssertionError(f"no engine dies here: {unit} {reason}")
+    def quarantine(unit: Unit, why: Loss) -> Receipt:
+        raise AssertionError(f"no engine dies here: {unit} {why}")
 
     driver = Driver(plan, shards, ledger, job.limits, run_pass, quarantine)
     driver.resume()

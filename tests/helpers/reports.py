@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.ranges import to_ranges
-from prefect_raybatch.ledger.records import (
-    Charts,
-    Commit,
-    NodeStats,
-    Part,
-    Piece,
-    Receipt,
-    RunReport,
-    StageStats,
-    WorkerStats,
-)
+from prefect_raybatch.ledger.records import Commit, Part, Piece, Receipt
+from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.report.records import Charts, NodeStats, RunReport, StageStats, WorkerStats
 
 PIECE = Piece("00000000-ab.parquet", "data", 3, 100, "f" * 64, ((0, 2), (4, 5)))
 
@@ -26,8 +19,8 @@ RECEIPT = Receipt(
     failed=((2, 3),),
     skipped=((3, 4),),
     pieces=(PIECE,),
-    stats={"rows": 5, "started": 1.5, "ended": 2.5},
-    failures={"engine|ValueError|no | pipe": 1},
+    stats=ShardStats(rows=5, started=1.5, ended=2.5),
+    failures={FailureKey("engine", "ValueError", "no | pipe"): 1},
     where={"node": "n"},
 )
 
@@ -101,5 +94,5 @@ def timed_commit(started: float, ended: float, rows: int = 10, **stats: float) -
         skipped=(),
         pieces=(),
         failures={},
-        stats={"rows": rows, "started": started, "ended": ended, **stats},
+        stats=ShardStats.of({"rows": rows, "started": started, "ended": ended, **stats}),
     )

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import RunReport, Unit
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.runs import Run

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Receipt, Unit
@@ -145,17 +146,17 @@ class Passes:
                     bad = [p for s, p in self.failed if s == unit.shard]
                     yield self.run.receipt(unit, bad)
                 elif not self.silent:
-                    yield Receipt(unit.shard, "a", lost="EngineDied: segmentation fault")
+                    yield Receipt(unit.shard, "a", lost=Loss("EngineDied", "segmentation fault"))
 
     def _kills(self, unit: Unit) -> bool:
         return any(
             s == unit.shard and unit.offset <= p < unit.offset + unit.rows for s, p in self.poison
         )
 
-    def quarantine(self, unit: Unit, reason: str) -> Receipt:
-        self.quarantined.append((unit, reason))
+    def quarantine(self, unit: Unit, why: Loss) -> Receipt:
+        self.quarantined.append((unit, str(why)))
         rows = self.run.block(unit).select(["__rb_pos", "id", "Company", "tags"])
-        failure = Failure("engine", "EngineDied", reason)
+        failure = Failure("engine", "EngineDied", str(why))
         return self.run.finish().failed(unit, rows, failure, 2)
 
 

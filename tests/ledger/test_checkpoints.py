@@ -15,8 +15,9 @@ from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import checkpoints
-from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder
-from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store

@@ -27,7 +27,8 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
 from prefect_raybatch.job.batch_job import Limits
-from prefect_raybatch.ledger.ledger import Coverage, Ledger, commit_path
+from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
@@ -123,7 +124,7 @@ def test_a_commit_is_what_the_receipts_say(tmp_path):
     commit = run.ledger.commit(run.plan, 10, [back, front])  # in the order they came
     assert commit.good == ((0, 9),) and commit.skipped == ((9, 10),) and commit.failed == ()
     assert {p.path for p in commit.pieces} == {p.path for r in (front, back) for p in r.pieces}
-    assert commit.stats["rows"] == 10 and commit.plan_hash == run.plan.hash
+    assert commit.stats.rows == 10 and commit.plan_hash == run.plan.hash
     assert run.ledger.read_commit(run.plan, 0) == commit
     assert run.ledger.committed(run.plan).tolist() == [True]
 

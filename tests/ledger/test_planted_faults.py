@@ -23,11 +23,11 @@ from prefect_raybatch import source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.family import load_family
-from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.ledger.layout import COMMITS, commit_path, row_sums_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, digest
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans, reap
-from prefect_raybatch.result.row_sums import sums_path
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import FileInfo, LocalStore, Store, open_store
@@ -270,7 +270,7 @@ def test_a_piece_kept_badly_is_written_again_while_its_rows_are_there(tmp_path, 
 def test_a_store_that_keeps_no_piece_whole_loses_the_shard_for_this_pass(tmp_path):
     run = small_run(tmp_path)
     receipt = shard_of(run, Spoils(tmp_path, "pieces/", truncated, 99))
-    assert receipt.lost and "pieces/" in receipt.lost and not receipt.fatal
+    assert receipt.lost and "pieces/" in receipt.lost.message and not receipt.lost.fatal
     assert receipt.held == ()
 
 
@@ -282,7 +282,7 @@ def test_a_part_kept_badly_is_written_again(tmp_path, monkeypatch, damage, fits)
     end(run, monkeypatch, store)
     assert store.left == 0 and verify(run.store).ok and pieces_of(run) == []
     for part in read_json(tmp_path / "_SUCCESS")["parts"]:
-        assert part["sums"] == digest((tmp_path / sums_path(part["path"])).read_bytes())
+        assert part["sums"] == digest((tmp_path / row_sums_path(part["path"])).read_bytes())
 
 
 @pytest.mark.parametrize("fits", ["data/", "row_sums/"])

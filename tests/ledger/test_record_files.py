@@ -11,27 +11,29 @@ import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch.driver.driver import Driver
-from prefect_raybatch.driver.heartbeat import path_of
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger import checkpoints, record_files
-from prefect_raybatch.ledger.checkpoints import CHECKPOINTS
-from prefect_raybatch.ledger.ledger import (
+from prefect_raybatch.ledger.failures import FailureKey
+from prefect_raybatch.ledger.layout import (
     ATTEMPTS,
+    CHECKPOINTS,
     COMMITS,
+    OUTPUT_SCHEMA,
     PLAN,
+    REPORT,
     SUCCESS,
     TABLES,
-    Ledger,
     commit_path,
+    heartbeat_path,
 )
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import KINDS, limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.runs import REPORT
-from prefect_raybatch.stages.finish import SCHEMA, _ranges
+from prefect_raybatch.stages.finish import _ranges
 from prefect_raybatch.storage import open_store
 
 EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
@@ -92,10 +94,10 @@ def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         PLAN,
         SUCCESS,
         REPORT,
-        SCHEMA,
+        OUTPUT_SCHEMA,
         commit_path(0),
         f"{ATTEMPTS}/a.json",
-        path_of("a"),
+        heartbeat_path("a"),
         "_raybatch/jobs/0001.json",
         f"{CHECKPOINTS}/a.gz",
         f"{TABLES}/shards-0.parquet",
@@ -152,14 +154,15 @@ def test_the_largest_shard_fits_into_a_commit_whatever_its_rows_become(tmp_path)
 def test_ten_thousand_different_failures_do_not_make_a_commit_large(tmp_path):
     run = small_run(tmp_path, rows=20_000, per_shard=20_000)
     receipt = run.receipt(Unit(0, 0, 20))
-    kinds = {f"engine|ValueError|{i:0100d}": 1 for i in range(10_000)}
-    kinds |= {"engine|ValueError|often": 9_000, "postprocess|KeyError|seldom": 980}
+    kinds = {FailureKey("engine", "ValueError", f"{i:0100d}"): 1 for i in range(10_000)}
+    often = FailureKey("engine", "ValueError", "often")
+    kinds |= {often: 9_000, FailureKey("postprocess", "KeyError", "seldom"): 980}
     whole = replace(receipt, good=(), failed=((0, 20_000),), failures=kinds, pieces=())
     commit = run.ledger.commit(run.plan, 20_000, [whole])
     assert commit is not None and len(commit.failures) <= 1_002
-    assert commit.failures["engine|ValueError|often"] == 9_000
+    assert commit.failures[often] == 9_000
     assert sum(commit.failures.values()) == 19_980
-    assert {key.split("|")[1] for key in commit.failures} == {"ValueError", "KeyError"}
+    assert {key.error for key in commit.failures} == {"ValueError", "KeyError"}
 
 
 def test_commits_are_folded_by_size_too(tmp_path, monkeypatch):

@@ -16,18 +16,11 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.ranges import count, merge, missing, to_ranges
-from prefect_raybatch.ledger.records import (
-    FORMAT,
-    Commit,
-    Plan,
-    Receipt,
-    RunReport,
-    digest,
-    dump,
-    fold_stats,
-    load,
-)
+from prefect_raybatch.ledger.records import FORMAT, Commit, Plan, Receipt, digest, dump, load
+from prefect_raybatch.ledger.stats import ShardStats, fold_stats
+from prefect_raybatch.report.records import RunReport
 
 positions = st.sets(st.integers(0, 60), max_size=40)
 
@@ -130,9 +123,36 @@ def test_records_round_trip():
     assert Receipt.from_json(RECEIPT.to_json()) == RECEIPT
     assert Commit.from_bytes(COMMIT.to_bytes()) == COMMIT
     assert RunReport.from_bytes(REPORT.to_bytes()) == REPORT
-    assert Receipt.from_json(
-        Receipt(1, "a", lost="EngineDied: x", fatal=True).to_json()
-    ) == Receipt(1, "a", lost="EngineDied: x", fatal=True)
+    for fatal in (True, False):
+        lost = Receipt(1, "a", lost=Loss("EngineDied", "x: y", fatal))
+        assert Receipt.from_json(lost.to_json()) == lost
+
+
+def test_records_cross_process_borders():
+    for record in (PIECE, RECEIPT, COMMIT, PLAN, REPORT):
+        assert pickle.loads(pickle.dumps(record)) == record
+
+
+def test_a_wrong_field_is_named():
+    value = json.loads(COMMIT.to_bytes())
+    for change, said in (
+        ({"shard": -1}, "shard is '-1'"),
+        ({"stats": {"rows": "many"}}, r"stats\.rows is 'many'"),
+        ({"good": [[0, "x"]]}, r"good\.0\.1 is 'x'"),
+        ({"failures": {"a|b|c": -1}}, r"failures\.a\|b\|c is '-1'"),
+        ({"pieces": [{**value["pieces"][0], "kind": "other"}]}, r"pieces\.0\.kind is 'other'"),
+        ({"pieces": [{**value["pieces"][0], "more": 1}]}, r"unknown fields pieces\.0\.more"),
+    ):
+        with pytest.raises(CorruptRun, match=rf"^commits/7 .*{said}"):
+            Commit.from_bytes(dump({**value, **change}), "commits/7")
+    del value["token"]
+    with pytest.raises(CorruptRun, match="commits/7 is malformed: token is missing"):
+        Commit.from_bytes(dump(value), "commits/7")
+
+
+def test_a_plan_with_a_whole_number_where_a_fraction_may_be_keeps_its_hash():
+    data = dump({**json.loads(PLAN.to_bytes()), "row_bytes": 12})
+    assert Plan.from_bytes(data).to_bytes() == data
 
 
 def test_the_plan_hash_is_that_of_its_bytes_and_survives_reading():
@@ -149,7 +169,7 @@ def test_records_are_frozen():
 def test_a_receipt_whose_own_parts_overlap_holds_nothing():
     assert Receipt(0, "a", good=((0, 3),), failed=((2, 4),)).held is None
     assert RECEIPT.held == ((0, 5),)
-    assert Receipt(0, "a", lost="x").held == ()
+    assert Receipt(0, "a", lost=Loss("", "x")).held == ()
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -278,9 +298,12 @@ def test_load_names_what_is_broken():
 
 
 def test_times_fold_to_first_start_and_last_end():
-    parts = [{"rows": 2, "started": 5.0, "ended": 9.0}, {"rows": 3, "started": 4.0, "ended": 6.0}]
-    assert fold_stats(parts) == {"rows": 5, "started": 4.0, "ended": 9.0}
-    assert fold_stats([{"rows": 1}]) == {"rows": 1}
+    parts = [
+        ShardStats(rows=2, started=5.0, ended=9.0),
+        ShardStats(rows=3, started=4.0, ended=6.0),
+    ]
+    assert fold_stats(parts) == ShardStats(rows=5, started=4.0, ended=9.0)
+    assert fold_stats([ShardStats(rows=1)]) == ShardStats(rows=1)
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -17,15 +17,7 @@ from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch.driver.heartbeat import (
-    ENDED,
-    INFERRING,
-    STARTING,
-    UNHEARD,
-    Beat,
-    Listener,
-    path_of,
-)
+from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -38,11 +30,12 @@ from prefect_raybatch.errors import (
     StoreUnavailable,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.layout import JOBS, heartbeat_path
 from prefect_raybatch.remote import __main__ as remote
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.remote import server as servers
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
-from prefect_raybatch.remote.records import JOBS, JobRecords, Outcome, sendable
+from prefect_raybatch.remote.records import JobRecords, Outcome, sendable
 from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.runs import runs
 
@@ -203,7 +196,7 @@ def test_who_attaches_says_what_the_driver_does(
     world.submitted()
     if age is not None:
         beat = Beat(time.time() - age, phase=phase, engines={"ALIVE": 1})
-        world.small.store.put(path_of("theirs"), beat.to_bytes())
+        world.small.store.put(heartbeat_path("theirs"), beat.to_bytes())
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
     follower.run_to_end()

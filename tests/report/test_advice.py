@@ -12,9 +12,12 @@ from helpers.small import make_job, small_run
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.ranges import to_ranges
-from prefect_raybatch.ledger.records import Advice, Commit, RunReport
+from prefect_raybatch.ledger.records import Commit
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.advice import advise
+from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.report.report import build, markdown
 from prefect_raybatch.report.tally import Tally
 
@@ -44,7 +47,9 @@ def shard(number: int, engine: str = "a:1", rows: int = 500, **stats: float) -> 
         pieces=(),
         failures={},
         where={"engine": engine, "node": "a"},
-        stats={**WELL, "rows": rows, "started": 5.0 * number, "ended": 5.0 * number + 10, **stats},
+        stats=ShardStats.of(
+            {**WELL, "rows": rows, "started": 5.0 * number, "ended": 5.0 * number + 10, **stats}
+        ),
     )
 
 
@@ -72,7 +77,7 @@ def test_a_run_that_is_well_gets_none(tmp_path):
 
 
 def test_what_is_not_known_says_nothing(tmp_path):
-    bare = [replace(shard(n), stats={"rows": 500, "started": n, "ended": n + 9}) for n in range(9)]
+    bare = [replace(shard(n), stats=ShardStats(rows=500, started=n, ended=n + 9)) for n in range(9)]
     assert advise(report(tmp_path, [replace(c, where={}) for c in bare]), job()) == ()
 
 
@@ -191,7 +196,7 @@ def test_one_answer_of_a_given_form_that_is_not_whole_is_told(tmp_path):
 
 
 def test_failed_answers_that_were_cut_off(tmp_path):
-    key = "engine|AnswerCutOff|the answer was cut off"
+    key = FailureKey("engine", "AnswerCutOff", "the answer was cut off")
     failed = replace(shard(0, cut_off=1), failures={key: 1})
     made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
     found = only(advise(made, job(output={"uri": "o", "on_cut_off": "fail"})))
@@ -200,7 +205,7 @@ def test_failed_answers_that_were_cut_off(tmp_path):
 
 
 def test_prompts_that_are_too_long(tmp_path):
-    failed = replace(shard(0), failures={"prepare|PromptTooLong|300 tokens": 12})
+    failed = replace(shard(0), failures={FailureKey("prepare", "PromptTooLong", "300 tokens"): 12})
     made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
     found = only(advise(made, job(engine={"max_model_len": 256})))
     assert "12 of 10,000" in found.evidence and "256" in found.evidence

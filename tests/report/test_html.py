@@ -15,8 +15,9 @@ from helpers.small import small_run
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import NoSuchRun
-from prefect_raybatch.ledger.records import Advice, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.report.html import html, verdict
+from prefect_raybatch.report.records import Advice, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.runs import runs
 
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"

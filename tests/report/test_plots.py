@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import random
 import re
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.ranges import to_ranges
-from prefect_raybatch.ledger.records import Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.ledger.records import Part
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots, svg
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import CELLS, POINTS, cells, charts, durations, throughput
+from prefect_raybatch.report.records import Charts, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.report.tally import Tally
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -113,21 +116,26 @@ def test_cells_hold_each_shard_once(shards, seed):
 def test_charts_of_a_tally_and_back_from_a_report():
     made = Tally()
     for shard in range(3):
-        stats = {"rows": 5, "started": 10.0 * shard + 1, "ended": 10.0 * shard + 9, "engine_s": 8.0}
+        began = 10.0 * shard + 1
+        stats = ShardStats(rows=5, started=began, ended=began + 8, engine_s=8.0)
         made.add(replace(COMMIT, shard=shard, stats=stats, good=to_ranges(range(5))))
     found = charts(made, 4)
     assert [cell[1] for cell in found.cells] == [1, 1, 1, 0]
     assert found.durations == {"engine": (8.0,) * 6}
-    assert Charts.from_dict({**vars(found)}) == found
+    whole = replace(REPORT, charts=found)
+    assert RunReport.from_bytes(whole.to_bytes()).charts == found
     for bad in ({"cells": [[1, 2]]}, {"throughput": [["x"] * 4]}, {"cells": [[1] * 4] * 20_000}):
-        with pytest.raises((TypeError, ValueError)):
-            Charts.from_dict({**vars(found), **bad})
+        value = json.loads(whole.to_bytes())
+        with pytest.raises(CorruptRun, match=rf"charts\.{next(iter(bad))}"):
+            RunReport.from_bytes(
+                json.dumps({**value, "charts": {**value["charts"], **bad}}).encode()
+            )
 
 
 def test_a_report_with_spoilt_charts_is_corrupt():
     data = REPORT.to_bytes().replace(b'"cells":[]', b'"cells":[[1,null,0,0]]')
     assert data != REPORT.to_bytes()
-    with pytest.raises(CorruptRun, match="numbers"):
+    with pytest.raises(CorruptRun, match=r"charts\.cells\.0\.1 is 'None'"):
         RunReport.from_bytes(data)
 
 

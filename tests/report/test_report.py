@@ -7,8 +7,10 @@ from helpers.reports import COMMIT, REPORT
 from helpers.reports import timed_commit as commit
 from helpers.small import small_run
 
-from prefect_raybatch.ledger.records import Commit, RunReport
+from prefect_raybatch.ledger.failures import FailureKey
+from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import build, cached_share, duration, failure_table, markdown
 from prefect_raybatch.report.tally import Tally
 
@@ -23,7 +25,7 @@ def tally(*commits: Commit) -> Tally:
 def test_counts_are_by_positions():
     made = tally(COMMIT, COMMIT)
     assert (made.good, made.failed, made.skipped, made.rows, made.shards) == (6, 2, 2, 10, 2)
-    assert made.failures == {"engine|ValueError|no | pipe": 2}
+    assert made.failures == {FailureKey("engine", "ValueError", "no | pipe"): 2}
 
 
 def test_working_time_leaves_out_the_sleep_between_attempts():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
-from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
 from prefect_raybatch.result.finalize import Result, check_commit, finalize, sample
 from prefect_raybatch.result.reap import orphans

@@ -17,7 +17,8 @@ from s3server import start_s3
 
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job.batch_job import seconds_of
-from prefect_raybatch.ledger.ledger import Ledger, commit_path
+from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import Reaped, reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import runs

@@ -13,11 +13,10 @@ import pytest
 from helpers.small import SmallRun, read_json, small_run, success_of
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.layout import commit_path, row_sums_path
 from prefect_raybatch.ledger.records import Part, digest
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
-from prefect_raybatch.result.row_sums import sums_path
 from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
 from prefect_raybatch.storage import open_store
 
@@ -108,7 +107,7 @@ def test_an_edited_answer(run, kept):
     edit(run, PARTS[0], change, tell=False)
     said = f"{PARTS[0]}: its contents are not what finalize wrote"
     if not kept:  # lost, or of a version that kept none
-        (run.root / sums_path(PARTS[0])).unlink()
+        (run.root / row_sums_path(PARTS[0])).unlink()
         found = look(run)
         assert found.faults[1] == said and "cannot be named" in found.faults[0]
     else:

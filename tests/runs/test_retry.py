@@ -23,6 +23,7 @@ from s3server import S3Server, start_s3
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.family import load_family, place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
@@ -178,7 +179,7 @@ def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_pa
 
 def test_a_class_is_known_also_where_the_report_is_too_short_for_it(tmp_path):
     run = first_run(tmp_path, {n: f"Error{n}" for n in range(30)}, rows=30)
-    shown = {key.split("|")[1] for key in runs.load_report(run.store).failures}
+    shown = {FailureKey.parse(key).error for key in runs.load_report(run.store).failures}
     rare = next(n for n in range(30) if f"Error{n}" not in shown)
     uri = retried(run.store.uri, [f"Error{rare}"])
     assert numbers(uri) == [rare]

@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.runs import runs, tune
 from prefect_raybatch.runs.tune import (
     Trial,
@@ -91,7 +93,7 @@ def test_shards_are_spread_over_the_input():
 
 def test_the_rate_is_that_of_the_steady_state():
     def receipt(started: float, ended: float) -> Receipt:
-        return Receipt(0, "a", stats={"rows": 100, "started": started, "ended": ended})
+        return Receipt(0, "a", stats=ShardStats(rows=100, started=started, ended=ended))
 
     assert steady([receipt(0, 50), receipt(40, 60), receipt(50, 70)]) == (10.0, 300)
     assert steady([receipt(10, 20)]) == (10.0, 100)
@@ -179,7 +181,7 @@ def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
         def __call__(self, table: pa.Table) -> pa.Table:
             from prefect_raybatch.stages.block import lost_all
 
-            return lost_all(table, "ValueError: no such thing", fatal=True)
+            return lost_all(table, Loss("ValueError", "no such thing", fatal=True))
 
     with pytest.raises(ConfigError, match=r"no setting worked.*no such thing"):
         tune.tune(job, 0.1, 1.0, engine=Broken)

@@ -22,7 +22,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.stages.block import ERROR, LOST, tag
+from prefect_raybatch.stages.block import ERROR, losses, tag
 from prefect_raybatch.stages.calls import apart
 from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
@@ -184,8 +184,9 @@ def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> 
     calls = Calls(seconds=0.2, apart=True)
     assert prepared(["loop", "loop", "fine", "loop", "loop"], calls)[2] is None
     stage = Prepare(Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls)
-    (reason,) = stage(block(["loop"] * 3 + ["fine"] * 9))[LOST].to_pylist()
-    assert reason.startswith("BlockHung: prompt.function") and "3 rows running" in reason
+    (why,) = losses(stage(block(["loop"] * 3 + ["fine"] * 9)))
+    assert why.kind == "BlockHung" and why.message.startswith("prompt.function")
+    assert "3 rows running" in why.message
 
 
 def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
@@ -249,8 +250,8 @@ def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(
 ) -> None:
     prompt = Prompt(function="helpers.ends_when_imported:function")
     stage = Prepare(prompt, dict(MODEL), None, calls=APART)
-    (reason,) = stage(block(["fine", "fine"]))[LOST].to_pylist()
-    assert reason.startswith("NoChild: prompt.function helpers.ends_when_imported:function")
+    (why,) = losses(stage(block(["fine", "fine"])))
+    assert str(why).startswith("NoChild: prompt.function helpers.ends_when_imported:function")
 
 
 def test_a_sample_of_prompts_does_not_end_the_driver() -> None:

@@ -24,6 +24,7 @@ from helpers.small import MODEL, make_job
 from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages.block import (
@@ -118,7 +119,7 @@ def test_a_block_of_only_failed_rows_keeps_its_shape(started):
 
 def test_a_lost_block_passes_without_an_engine(started):
     made, _ = started(TypeError("no engine"))
-    table = lost(Unit(0, 0, 3), "SourceError: gone", fatal=True)
+    table = lost(Unit(0, 0, 3), Loss("SourceError", "gone", fatal=True))
     assert made(table).equals(table)
 
 
@@ -537,8 +538,8 @@ def test_a_shard_that_another_driver_committed_meanwhile_is_not_inferred(started
     engine, factory = started(lambda requests: [completion("a") for _ in requests], spec=asked)
     assert engine(block(Unit(3, 0, 4))).num_rows == 0
     assert engine(block(Unit(4, 0, 4))).num_rows == 4
-    assert factory.plan == [] and list(lost(Unit(3, 0, 2), "why").to_pylist()) == list(
-        engine(lost(Unit(3, 0, 2), "why")).to_pylist()
+    assert factory.plan == [] and list(lost(Unit(3, 0, 2), Loss("", "why")).to_pylist()) == list(
+        engine(lost(Unit(3, 0, 2), Loss("", "why"))).to_pylist()
     )
 
 

@@ -14,6 +14,7 @@ from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.block import (
     ANSWERS,
@@ -78,7 +79,7 @@ def test_good_and_failed_rows_go_to_a_piece_each(tmp_path):
     assert table["response"].to_pylist() == ["answer 0", "answer 2", "answer 3"]
     bad = piece(tmp_path, receipt, "quarantine")
     assert bad["input"].to_pylist()[0] == {"id": 1, "Company": "Company 1", "tags": ["t1"]}
-    assert receipt.failures == {"engine|ValueError|refused": 2}
+    assert receipt.failures == {FailureKey("engine", "ValueError", "refused"): 2}
     assert {p.path[:9] for p in receipt.pieces} == {"00000007-"}
     assert len({p.path for p in receipt.pieces}) == 2
 
@@ -92,9 +93,9 @@ def test_every_write_has_a_name_of_its_own(tmp_path):
 
 def test_the_counts_of_a_receipt(tmp_path):
     stats = one(tmp_path, block(Unit(0, 0, 4), failed=[0])).stats
-    assert (stats["rows"], stats["prompt_tokens"], stats["cached_tokens"]) == (4, 9, 3)
-    assert (stats["output_tokens"], stats["cut_off"], stats["prepare_s"]) == (3, 0, 0.25)
-    assert stats["started"] <= stats["ended"]
+    assert (stats.rows, stats.prompt_tokens, stats.cached_tokens) == (4, 9, 3)
+    assert (stats.output_tokens, stats.cut_off, stats.prepare_s) == (3, 0, 0.25)
+    assert stats.started is not None and stats.started <= (stats.ended or 0)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +157,10 @@ def test_tokens_of_an_answer_that_several_rows_share_count_once(tmp_path):
     merged = table.column_names.index(MERGED)
     table = table.set_column(merged, MERGED, pa.array([False, True, None]))
     stats = one(tmp_path, table).stats
-    assert (stats["rows"], stats["output_tokens"], stats["deduplicated"]) == (3, 2, 1)
-    assert "truncated" not in stats
+    assert (stats.rows, stats.output_tokens, stats.deduplicated) == (3, 2, 1)
+    assert stats.truncated is None
     cut = table.append_column(TRUNCATED, pa.array([True, False, True]))
-    assert one(tmp_path, cut).stats["truncated"] == 2
+    assert one(tmp_path, cut).stats.truncated == 2
 
 
 def test_several_answers_a_row_are_a_list(tmp_path):
@@ -184,8 +185,8 @@ def cut(rows: int, at: Any, formed: Any = None) -> pa.Table:
 def test_a_cut_off_answer_is_kept_unless_the_job_says_otherwise(tmp_path, way):
     receipt = one(tmp_path, cut(4, {1, 2}, formed={0, 2}), on_cut_off=way)
     assert receipt.good == ((0, 4),)
-    assert (receipt.stats["cut_off"], receipt.stats["cut_off_structured"]) == (2, 1)
-    assert "cut_off_structured" not in one(tmp_path, cut(4, {1})).stats
+    assert (receipt.stats.cut_off, receipt.stats.cut_off_structured) == (2, 1)
+    assert one(tmp_path, cut(4, {1})).stats.cut_off_structured is None
 
 
 @pytest.mark.parametrize("post", [None, "helpers.functions:skip_odd"])
@@ -335,9 +336,10 @@ def test_a_cell_that_is_not_utf8_fails_its_row_in_postprocess(tmp_path):
 @pytest.mark.parametrize("fatal", [True, False])
 def test_a_lost_block_becomes_receipts_that_hold_nothing(tmp_path, fatal):
     units = [Unit(3, 0, 5), Unit(4, 2, 2)]
-    table = pa.concat_tables([lost(unit, "EngineDied: why", fatal) for unit in units])
+    why = Loss("EngineDied", "why", fatal)
+    table = pa.concat_tables([lost(unit, why) for unit in units])
     made = receipts(stage(tmp_path)(table))
-    assert made == [Receipt(s, "attempt", lost="EngineDied: why", fatal=fatal) for s in (3, 4)]
+    assert made == [Receipt(s, "attempt", lost=why) for s in (3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -356,13 +358,14 @@ def test_a_store_that_fails_loses_the_shard_and_raises_nothing(tmp_path, error, 
 
     finish.store.put = put  # type: ignore[method-assign]
     (receipt,) = receipts(finish(block(Unit(2, 0, 3))))
-    assert (receipt.shard, receipt.held, receipt.fatal) == (2, (), fatal)
-    assert receipt.lost == f"{type(error).__name__}: {error}"
+    assert (receipt.shard, receipt.held) == (2, ())
+    assert receipt.lost == Loss(type(error).__name__, str(error), fatal)
 
 
 def test_a_postprocess_that_is_not_there_stops_the_run(tmp_path):
     (receipt,) = receipts(stage(tmp_path, postprocess="helpers.gone:f")(block(Unit(0, 0, 1))))
-    assert receipt.fatal and receipt.lost.startswith("ConfigError: output.postprocess")
+    assert receipt.lost is not None and receipt.lost.fatal
+    assert str(receipt.lost).startswith("ConfigError: output.postprocess")
 
 
 def test_a_row_that_killed_its_engine_is_quarantined_with_its_input(tmp_path):

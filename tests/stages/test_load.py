@@ -13,7 +13,9 @@ from helpers.engines import Factory, FakeEngine, completion, with_answers
 from helpers.reports import timed_commit
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
 
-from prefect_raybatch.ledger.records import RunReport, Unit, fold_stats
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.ledger.stats import ShardStats, fold_stats
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import build, engine_table, node_table, stage_table
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
@@ -49,7 +51,7 @@ def test_a_shard_gets_the_means_and_peaks_of_its_own_time():
     world.at(1002, running=2, waiting=4, kv_cache=0.2, steps=20)
     world.at(1004, running=4, waiting=0, kv_cache=0.4, steps=60)
     world.at(1006, running=99, waiting=99, kv_cache=0.99, steps=60)
-    assert world.sampler.over(1001, 1005) == {
+    assert world.sampler.over(1001, 1005).to_dict() == {
         "samples": 2,
         "running": 3,
         "waiting": 2,
@@ -63,10 +65,10 @@ def test_a_shard_gets_the_means_and_peaks_of_its_own_time():
 
 def test_a_short_shard_gets_the_latest_sample_and_an_old_one_says_nothing():
     world = World()
-    assert world.sampler.over(900, 1000) == {}
+    assert world.sampler.over(900, 1000) == ShardStats()
     world.at(1000, running=8)
-    assert world.sampler.over(1000.5, 1001) == {"samples": 1, "running": 8}
-    assert world.sampler.over(1100, 1101) == {}
+    assert world.sampler.over(1000.5, 1001) == ShardStats(samples=1, running=8)
+    assert world.sampler.over(1100, 1101) == ShardStats()
 
 
 def test_what_is_not_known_is_left_out_and_not_zero():
@@ -74,14 +76,14 @@ def test_what_is_not_known_is_left_out_and_not_zero():
     world.at(1000, running=8, waiting=0)
     world.at(1002)  # no engine: it is being started again
     found = world.sampler.over(999, 1003)
-    assert found == {"samples": 2, "running": 8, "waiting": 0}
+    assert found == ShardStats(samples=2, running=8, waiting=0)
 
 
 def test_an_engine_that_began_anew_has_no_negative_steps():
     world = World()
     world.at(1000, steps=500)
     world.at(1002, steps=4)
-    assert "steps_per_s" not in world.sampler.over(999, 1003)
+    assert world.sampler.over(999, 1003).steps_per_s is None
 
 
 def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
@@ -97,14 +99,14 @@ def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
 
     sampler = Sampler(load, dict, every=0.01).start()
     assert enough.wait(30)
-    assert sampler.over(0, 1e12)["running"] == 1
+    assert sampler.over(0, 1e12).running == 1
 
 
 def test_samples_are_bounded():
     world = World()
     for second in range(figures.KEPT + 100):
         world.at(1000 + second, running=1)
-    assert world.sampler.over(0, 1e12)["samples"] == figures.KEPT
+    assert world.sampler.over(0, 1e12).samples == figures.KEPT
 
 
 # --- the node -----------------------------------------------------------------------------------
@@ -183,9 +185,9 @@ def test_the_engine_stage_tells_and_finish_puts_it_into_the_receipt(tmp_path):
     told_block = sampled(running=6, waiting=2).tell(run.block(run.whole(1)), 999.0)
     (receipt,) = receipts(run.finish()(told_block))
     assert receipt.where["engine"] == "host-a:77" and "node" in receipt.where
-    assert (receipt.stats["running"], receipt.stats["waiting"]) == (6, 2)
-    assert receipt.stats["node_cpu"] == 0.25
-    assert receipt.stats["rows"] == 5  # what finish counts itself stays
+    assert (receipt.stats.running, receipt.stats.waiting) == (6, 2)
+    assert receipt.stats.node_cpu == 0.25
+    assert receipt.stats.rows == 5  # what finish counts itself stays
 
 
 def test_each_shard_of_a_bundle_has_the_figures_once(tmp_path):
@@ -195,16 +197,16 @@ def test_each_shard_of_a_bundle_has_the_figures_once(tmp_path):
     assert block[FIGURES].null_count == block.num_rows - 2
     shuffled = block.take([3, 9, 0, 7, 1, 5, 2, 8, 4, 6])
     made = receipts(run.finish()(sampled(running=6).tell(both.take([1, 5, 0]), 999.0)))
-    assert [r.stats["running"] for r in made] == [6, 6]
-    assert told(shuffled)[0]["running"] == 6
+    assert [r.stats.running for r in made] == [6, 6]
+    assert told(shuffled)[0].running == 6
 
 
 def test_a_block_without_figures_has_a_receipt_as_before(tmp_path):
     run = small_run(tmp_path)
     block = run.block(run.whole(0))
     assert FIGURES not in block.column_names
-    assert told(block) == ({}, {})
-    assert "samples" not in run.receipt(run.whole(0)).stats
+    assert told(block) == (ShardStats(), {})
+    assert run.receipt(run.whole(0)).stats.samples is None
 
 
 def test_parts_of_a_shard_fold_by_their_samples():
@@ -213,7 +215,7 @@ def test_parts_of_a_shard_fold_by_their_samples():
         {"rows": 3, "samples": 1, "running": 2.0, "gpu": 0.8, "kv_cache_peak": 0.9},
         {"rows": 1},
     ]
-    assert fold_stats(parts) == {
+    assert fold_stats(map(ShardStats.of, parts)).to_dict() == {
         "rows": 6,
         "samples": 4,
         "running": 8.0,
@@ -373,7 +375,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
     }.items():
         rows = rows.append_column(name, column)
     stats, where = told(made(rows))
-    assert (stats["running"], stats["waiting"]) == (3, 1) and "node_cpu" in stats
+    assert (stats.running, stats.waiting) == (3, 1) and stats.node_cpu is not None
     assert where["engine"].rpartition(":")[2].isdigit()
 
 

@@ -11,13 +11,12 @@ from helpers.small import MODEL
 
 from prefect_raybatch import demo
 from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.block import (
     ERROR,
-    FATAL,
     FORMED,
-    LOST,
     PARAMS,
     POSITION,
     SHARD,
@@ -26,6 +25,7 @@ from prefect_raybatch.stages.block import (
     TRUNCATED,
     is_lost,
     load_tokenizer,
+    losses,
     lost,
     tag,
 )
@@ -263,8 +263,9 @@ def test_a_function_that_is_not_there_loses_the_block_and_stops_the_run():
     table = tag(pa.table({"Company": ["a", "b"]}), Unit(3, 5, 2))
     made = Prepare(Prompt(function="helpers.functions:nowhere"), dict(MODEL), None)(table)
     (row,) = made.to_pylist()
-    assert (row[SHARD], row[POSITION], row[FATAL]) == (3, 5, True)
-    assert row[LOST].startswith("ConfigError: prompt.function")
+    assert (row[SHARD], row[POSITION]) == (3, 5)
+    (why,) = losses(made)
+    assert why.fatal and str(why).startswith("ConfigError: prompt.function")
 
 
 # --- lengths ------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def test_all_rows_failed_is_a_block_too():
 
 
 def test_a_lost_block_passes_as_it_is():
-    block = lost(Unit(3, 2, 5), "SourceError: gone", fatal=True)
+    block = lost(Unit(3, 2, 5), Loss("SourceError", "gone", fatal=True))
     made = Prepare(Prompt(template="{A}"), dict(MODEL), None)(block)
     assert is_lost(made) and made.equals(block)
 

@@ -67,7 +67,8 @@ def check_rows(tables: list[pa.Table], units: list[tuple[Unit, int]]) -> None:
 
 def lost(table: pa.Table) -> tuple[str, bool]:
     assert blocks.is_lost(table) and table.num_rows == 1
-    return table[blocks.LOST][0].as_py(), table[blocks.FATAL][0].as_py()
+    (why,) = blocks.losses(table)
+    return str(why), why.fatal
 
 
 # --- layouts ----------------------------------------------------------------------------------

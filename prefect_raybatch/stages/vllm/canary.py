@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.stages.vllm.note import Left
 
@@ -35,7 +36,7 @@ def _words(cause: str) -> str:
     return re.sub(r"(?<!exit code )(?<!-)\b(0x)?[0-9a-f]*\d[0-9a-f.]*\b", "#", cause)
 
 
-def judged(left: Left) -> str | None:
+def judged(left: Left) -> Loss | None:
     """Why the run ends, by what the actor left in whose place this one is; None: it goes on.
 
     An actor that was killed while its engine started says nothing of the engine.
@@ -45,13 +46,15 @@ def judged(left: Left) -> str | None:
     if left.doing == note.PROMPT and (again or left.times >= TRIES):
         return verdict(left.cause)
     if left.doing == note.START and told and left.times >= STARTS:
-        return f"{left.cause}, {left.times} times while the engine started"
+        return Loss("", f"{left.cause}, {left.times} times while the engine started", True)
     return None
 
 
-def verdict(cause: str) -> str:
+def verdict(cause: str) -> Loss:
     """Why the run ends, by the error that the engine died of."""
-    return (
-        f"EngineDied: {cause} (engines died of this before any row was through, a new one on a "
-        "prompt that is always the same, so no row is to blame)"
+    return Loss(
+        ENGINE_DIED,
+        f"{cause} (engines died of this before any row was through, a new one on a prompt that is "
+        "always the same, so no row is to blame)",
+        fatal=True,
     )

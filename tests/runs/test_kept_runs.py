@@ -15,16 +15,17 @@ from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Commit, Plan, Receipt, RunReport, digest
+from prefect_raybatch.ledger.records import Commit, Plan, Receipt, digest
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.retry import Nothing, Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 KEPT = DATA / "runs-0.1"
 PLANS = sorted(KEPT.glob("*/_raybatch/plan.json"))
 COMMITS = sorted(KEPT.glob("*/_raybatch/commits/*.json"))

@@ -1,0 +1,96 @@
+"""Why rows failed and why shards were lost, as values. In records they are text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from prefect_raybatch.errors import is_transient
+from prefect_raybatch.ledger.strict import Count
+
+_LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
+
+ENGINE_DIED = "EngineDied"
+BLOCK_HUNG = "BlockHung"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why positions did not get through the stages: `kind` is a class of errors, "" where there is
+    none; `fatal` says that it would happen again, so the run stops."""
+
+    kind: str
+    message: str
+    fatal: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Loss:
+        """An error stops the run unless a retry can help."""
+        return cls(type(error).__name__, str(error), not is_transient(error))
+
+    @classmethod
+    def parse(cls, text: str, fatal: bool = False) -> Loss:
+        """What `str` made of a loss."""
+        match = _LOSS.match(text)
+        return cls(match[1], match[2], fatal) if match else cls("", text, fatal)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.kind else self.message
+
+    @property
+    def is_death(self) -> bool:
+        """Whether it was lost with its engine, and not because of store or input."""
+        return self.kind == ENGINE_DIED
+
+    @property
+    def may_be_of_a_row(self) -> bool:
+        """Whether one of its rows may be what killed the engine, or hung the block."""
+        return self.kind in (ENGINE_DIED, BLOCK_HUNG)
+
+
+@dataclass(frozen=True)
+class FailureKey:
+    """By what failed rows are counted: the stage, the class of the error, its message."""
+
+    stage: str
+    error: str = ""
+    message: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> FailureKey:
+        """What `str` made of a key; a text of another shape is a stage alone."""
+        return cls(*text.split("|", 2))
+
+    def __str__(self) -> str:
+        return f"{self.stage}|{self.error}|{self.message}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls.parse, handler.generate_schema(str))
+
+
+Failures = Mapping[FailureKey, Count]
+"""Failed rows by why they failed."""
+
+
+def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
+    """Key-wise sums."""
+    total: Counter[FailureKey] = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def failure_texts(failures: Failures) -> dict[str, int]:
+    """{"stage|class|message": rows}, as it stands in records."""
+    texts: dict[str, int] = {}
+    for key, rows in failures.items():
+        text = str(key)
+        texts[text] = texts.get(text, 0) + rows
+    return texts

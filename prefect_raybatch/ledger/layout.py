@@ -1,0 +1,73 @@
+"""What everything in a run directory is called: paths relative to it.
+
+data/, quarantine/           the result
+_SUCCESS                     written last: the result is complete
+_raybatch/                   records, and what is needed until the end
+"""
+
+from __future__ import annotations
+
+import re
+
+SUCCESS = "_SUCCESS"
+FOLDERS = {"data": "data", "quarantine": "quarantine"}  # of the result, by kind of piece
+
+RECORDS = "_raybatch"
+PLAN = f"{RECORDS}/plan.json"
+TABLES = RECORDS  # shards-HASH.parquet and others that the plan names
+INPUT = f"{RECORDS}/input"  # the snapshot, in a folder for each try to make one
+COMMITS = f"{RECORDS}/commits"
+PIECES = f"{RECORDS}/pieces"
+CHECKPOINTS = f"{RECORDS}/checkpoints"
+OUTPUT_SCHEMA = f"{RECORDS}/output_schema.arrow"
+ATTEMPTS = f"{RECORDS}/attempts"
+HEARTBEATS = f"{RECORDS}/heartbeats"
+JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
+MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result
+ROW_SUMS = f"{RECORDS}/row_sums"
+REPORT = f"{RECORDS}/report.json"
+REPORT_PAGE = f"{RECORDS}/report.md"
+REPORT_HTML = f"{RECORDS}/report.html"
+
+COMMIT_NAME = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
+PIECE_NAME = re.compile(rf"{PIECES}/(\d{{8,10}})-[0-9a-f]{{32}}\.parquet\Z")
+CHECKPOINT_NAME = re.compile(rf"{CHECKPOINTS}/[0-9a-f]{{32}}\.gz\Z")
+ATTEMPT_NAME = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
+JOB_NAME = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
+
+
+def commit_path(shard: int) -> str:
+    return f"{COMMITS}/{shard:08d}.json"
+
+
+def piece_path(name: str) -> str:
+    """Of a piece as receipts and commits name it."""
+    return f"{PIECES}/{name}"
+
+
+def table_path(name: str) -> str:
+    """Of a table as the plan names it."""
+    return f"{TABLES}/{name}"
+
+
+def attempt_path(attempt: str) -> str:
+    return f"{ATTEMPTS}/{attempt}.json"
+
+
+def heartbeat_path(attempt: str) -> str:
+    return f"{HEARTBEATS}/{attempt}.json"
+
+
+def job_path(number: int) -> str:
+    """Of the record of a run's Ray job, by its number."""
+    return f"{JOBS}/{number:04d}.json"
+
+
+def job_end_path(number: int) -> str:
+    """Of what that Ray job said when it ended."""
+    return f"{JOBS}/{number:04d}.end.json"
+
+
+def row_sums_path(part: str) -> str:
+    """Of the row checksums of a file of the result."""
+    return f"{ROW_SUMS}/{part.replace('/', '-')}"

@@ -1,0 +1,145 @@
+"""What a run came to, as a record: the JSON of report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, TypeAdapter
+
+from prefect_raybatch.ledger.failures import FailureKey
+from prefect_raybatch.ledger.records import Part, dump
+from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+
+Point = Annotated[tuple[Number, ...], Field(min_length=4, max_length=4)]
+Quantiles = Annotated[tuple[Number, ...], Field(min_length=6, max_length=6)]
+Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
+    time over the longest (1 is even), `busiest` the rows of the busiest worker (engine) or node
+    (finish) over the mean one. What is not known is None."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    tasks: int
+    rows: int
+    seconds: Number
+    rows_per_s: Number
+    balance: Number
+    mean_s: Number | None = None
+    slowest_s: Number | None = None
+    busiest: Number | None = None
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side. A report
+    names those of the attempt that did most rows."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    shards: int
+    rows: int
+    tokens: Number
+    seconds: Number
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """A node with engines: `figures` holds those of MEANS and PEAKS that are known."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    engines: int
+    shards: int
+    rows: int
+    figures: Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """What the plots show, of bounded size whatever the run's.
+
+    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of
+    up to 120 equal times. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds.
+    cells: (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in
+    order.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    throughput: Annotated[tuple[Point, ...], Field(max_length=1000)] = ()
+    durations: Annotated[Mapping[str, Quantiles], Field(max_length=20)] = field(
+        default_factory=dict
+    )
+    cells: Annotated[tuple[Cell, ...], Field(max_length=10_000)] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    about: str
+    evidence: str
+    change: str
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    run: str
+    run_key: str
+    job: str
+    state: str
+    rows: int
+    good: int
+    failed: int
+    skipped: int
+    shards: int
+    resumed_shards: int
+    seconds: Number
+    rows_per_s: Number
+    tokens: Mapping[str, Number]
+    stages: tuple[StageStats, ...]
+    failures: Mapping[str, int]
+    model: Mapping[str, Any]
+    parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+    steady_rows_per_s: Number = 0.0
+    engine_deaths: int = 0
+    figures: Mapping[str, Number] = field(default_factory=dict)  # MEANS and PEAKS, where known
+    workers: tuple[WorkerStats, ...] = ()
+    nodes: tuple[NodeStats, ...] = ()
+    charts: Charts = field(default_factory=Charts)
+    dashboard: str = ""  # of Ray, while its cluster lives
+    engines: int = 0  # of the attempt that did most rows; 0 in reports of before
+    other_engines: int = 0  # of other attempts
+    losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
+    advice: tuple[Advice, ...] = ()
+
+    def failed_with(self, error: str) -> int:
+        """Rows that failed with this class of error, of the commonest failures."""
+        keys = ((FailureKey.parse(text), rows) for text, rows in self.failures.items())
+        return sum(rows for key, rows in keys if key.error == error)
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RunReport:
+        return read_json(_REPORT, data, "report.json")
+
+
+_REPORT = TypeAdapter(RunReport)
