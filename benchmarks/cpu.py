@@ -112,7 +112,7 @@ def peer_ours(data: Path, rows: int) -> dict[str, float]:
     os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     from prefect_raybatch import batch_inference
-    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
     with tempfile.TemporaryDirectory() as out:
@@ -142,7 +142,8 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
 def peer_quiet(data: Path, rows: int) -> dict[str, float]:
     from contextlib import nullcontext
 
-    from prefect_raybatch import monitor, runs
+    from prefect_raybatch.driver import monitor
+    from prefect_raybatch.runs import runs
 
     class Nobody(nullcontext):  # type: ignore[type-arg]
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""

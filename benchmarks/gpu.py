@@ -297,7 +297,7 @@ def job_of(
 def peer_ours(
     args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
 ) -> dict[str, float]:
-    from prefect_raybatch import runs
+    from prefect_raybatch.runs import runs
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)
@@ -352,8 +352,9 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 
 def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
-    from prefect_raybatch import cluster, sized
-    from prefect_raybatch.ledger import Ledger
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
     ledger = Ledger(open_store(run.uri))

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prefect_raybatch import svg
+from prefect_raybatch.report import svg
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- gpu_page.py: begin -->", "<!-- gpu_page.py: end -->"

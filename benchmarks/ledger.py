@@ -113,7 +113,7 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import job, runs, source  # noqa: F401
+        from prefect_raybatch.runs import runs
     with steps.step("inventory, plan, write") as counts:
         made = runs.plan_run(_job(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
@@ -124,8 +124,8 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         import numpy as np
 
-        from prefect_raybatch.checkpoints import Folder
-        from prefect_raybatch.ledger import Ledger
+        from prefect_raybatch.ledger.checkpoints import Folder
+        from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store, read_ahead
     ledger = Ledger(open_store(_run_folder(args)))
     plan = ledger.load_plan()
@@ -154,7 +154,7 @@ def _receipts() -> Callable[[int, int], Any]:
     """A function (shard, rows) -> receipt of about the size a real one has."""
     import uuid
 
-    from prefect_raybatch.records import Receipt
+    from prefect_raybatch.ledger.records import Receipt
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
     names = ("prompt_tokens", "cached_tokens", "output_tokens", "cut_off")
@@ -178,8 +178,8 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         import numpy as np
 
-        from prefect_raybatch.driver import Driver
-        from prefect_raybatch.ledger import Ledger
+        from prefect_raybatch.driver.driver import Driver
+        from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store
     job, store = _job(args), open_store(_run_folder(args))
     ledger = Ledger(store)
@@ -190,8 +190,8 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
 
     def build(units: Any, isolated: bool) -> Iterator[Any]:
         with steps.step("import Ray"):
-            from prefect_raybatch.pipeline import Pipeline
-            from prefect_raybatch.sizing import Capacity, resolve
+            from prefect_raybatch.cluster.pipeline import Pipeline
+            from prefect_raybatch.sizing.sizes import Capacity, resolve
             from prefect_raybatch.stages.read import ShardDatasource
         with steps.step("read tasks") as counts:
             have = Capacity(16, 0, 1, "nowhere")
@@ -224,7 +224,7 @@ def _no_quarantine(unit: Any, reason: str) -> Any:
 
 def status(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import cli
+        from prefect_raybatch.cli import commands as cli
     shown = StringIO()
     with steps.step("raybatch status --json") as counts:
         with redirect_stdout(shown):
@@ -235,7 +235,7 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
 
 def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch import runs
+        from prefect_raybatch.runs import runs
     job = _job(args)
     with steps.step("finalize"):
         runs.finalize_run(job, runs.plan_run(job, RUN_KEY))
@@ -243,8 +243,8 @@ def finalize(args: argparse.Namespace, steps: Steps) -> None:
 
 def verify(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
+        from prefect_raybatch.result.verify import verify as prove
         from prefect_raybatch.storage import open_store
-        from prefect_raybatch.verify import verify as prove
     with steps.step("raybatch verify") as counts:
         found = prove(open_store(_run_folder(args)))
         counts["rows"], counts["shards"] = found.skipped, found.committed_shards
@@ -266,7 +266,7 @@ PHASES: dict[str, Callable[[argparse.Namespace, Steps], None]] = {
 
 
 def _job(args: argparse.Namespace) -> Any:
-    from prefect_raybatch.job import BatchJob
+    from prefect_raybatch.job.batch_job import BatchJob
 
     return BatchJob.from_dict(
         {

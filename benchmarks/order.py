@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from prefect_raybatch import demo
-    from prefect_raybatch.stages.stepper import Request, SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
 
     prompts = make_prompts(args.rows, args.prefixes)
     params = {"temperature": 0.0, "max_tokens": args.out_tokens, "ignore_eos": True}

@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect_raybatch import BatchJob, cluster, runs, sized
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.pipeline import Pipeline
-from prefect_raybatch.records import Receipt, Unit
+from prefect_raybatch import BatchJob
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.pipeline import Pipeline
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.runs import runs
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.storage import FileInfo, open_store
 from prefect_raybatch.storage.local import LocalStore

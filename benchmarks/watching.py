@@ -12,15 +12,15 @@ import time
 from collections import Counter
 from typing import Any
 
-from prefect_raybatch import events, page
-from prefect_raybatch.driver import Progress
-from prefect_raybatch.heartbeat import Counts, Listener
-from prefect_raybatch.job import BatchJob, Limits
-from prefect_raybatch.monitor import Monitor
-from prefect_raybatch.page import Page
-from prefect_raybatch.plan import make_plan
-from prefect_raybatch.records import Commit, InputFile
-from prefect_raybatch.runs import Run
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Counts, Listener
+from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.flow import events, page
+from prefect_raybatch.flow.page import Page
+from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.ledger.records import Commit, InputFile
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.runs.runs import Run
 from prefect_raybatch.storage import open_store
 
 SHARDS, ROWS = 100_000, 100

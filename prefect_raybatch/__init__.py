@@ -11,34 +11,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_raybatch.blocks import BatchInferenceJob, ObjectStore, RayCluster
     from prefect_raybatch.errors import RayBatchError
-    from prefect_raybatch.flow import batch_inference, retry_failed, tune_job
-    from prefect_raybatch.flow_runs import reconcile_jobs
-    from prefect_raybatch.job import BatchJob
-    from prefect_raybatch.records import RunReport
-    from prefect_raybatch.runs import Run
-    from prefect_raybatch.tasks import finalize_run, infer_shards, plan_shards
+    from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
+    from prefect_raybatch.flow.flows import batch_inference, retry_failed, tune_job
+    from prefect_raybatch.flow.reconcile import reconcile_jobs
+    from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards
+    from prefect_raybatch.job.batch_job import BatchJob
+    from prefect_raybatch.ledger.records import RunReport
+    from prefect_raybatch.runs.runs import Run
 
 __version__ = "0.1.0"
 
 # Names are fetched when asked for: `raybatch status` must not wait for Prefect to be imported.
 # `prefect block register -m prefect_raybatch` finds the blocks by `dir()`, and fetches them.
 _HOMES = {
-    "BatchInferenceJob": "blocks",
-    "BatchJob": "job",
-    "ObjectStore": "blocks",
+    "BatchInferenceJob": "flow.blocks",
+    "BatchJob": "job.batch_job",
+    "ObjectStore": "flow.blocks",
     "RayBatchError": "errors",
-    "RayCluster": "blocks",
-    "Run": "runs",
-    "RunReport": "records",
-    "batch_inference": "flow",
-    "finalize_run": "tasks",
-    "infer_shards": "tasks",
-    "plan_shards": "tasks",
-    "reconcile_jobs": "flow_runs",
-    "retry_failed": "flow",
-    "tune_job": "flow",
+    "RayCluster": "flow.blocks",
+    "Run": "runs.runs",
+    "RunReport": "ledger.records",
+    "batch_inference": "flow.flows",
+    "finalize_run": "flow.tasks",
+    "infer_shards": "flow.tasks",
+    "plan_shards": "flow.tasks",
+    "reconcile_jobs": "flow.reconcile",
+    "retry_failed": "flow.flows",
+    "tune_job": "flow.flows",
 }
 __all__ = [
     "BatchInferenceJob",

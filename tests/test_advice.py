@@ -10,12 +10,13 @@ import pytest
 from helpers.small import make_job, small_run
 from test_records import COMMIT
 
-from prefect_raybatch.advice import advise
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.records import Advice, Commit, RunReport, to_ranges
-from prefect_raybatch.report import build, markdown
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.records import Advice, Commit, RunReport
+from prefect_raybatch.report.advice import advise
+from prefect_raybatch.report.report import build, markdown
+from prefect_raybatch.report.tally import Tally
 
 WELL = {  # what a shard says whose engine is full and whose GPU works
     "read_s": 0.1,

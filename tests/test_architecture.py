@@ -1,4 +1,4 @@
-"""The module table of the design: who may import whom, and what is imported only where needed."""
+"""The rooms of the package: which may import which, and what is imported only where needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,279 +18,40 @@ import prefect_raybatch
 PACKAGE = Path(prefect_raybatch.__file__).parent
 ROOT = PACKAGE.parent
 
-VALUES = {"errors", "records"}
-# What each module may import of ours. A package (source, storage) is one module here, whatever
-# files it has; stages are one module a file, since no stage may import another.
-MAY_IMPORT = {
-    "__init__": {
-        "blocks",
-        "errors",
-        "flow",
-        "flow_runs",
-        "job",
-        "records",
-        "runs",
-        "tasks",
-    },  # names fetched when asked
-    "errors": set(),
-    "records": {"errors"},
-    "vllm_fields": set(),
-    "secrets": set(),
-    "sampling_ranges": set(),
-    "job": {"errors", "sampling_ranges", "secrets", "vllm_fields"},
-    "trust": {"errors", "job"},
-    "functions": {"errors", "trust"},
-    "storage": {"errors"},
-    "installed": set(),
-    "record_files": {"errors", "storage"},
-    "demo": set(),
-    "part_files": {"storage", *VALUES},
-    "source": {"trust", "job", "part_files", "storage", "words", *VALUES},
-    "cards": set(),
-    "memory": {"errors"},
-    "packing": {"cards", "errors", "job", "memory"},
-    "misfit": {"cards", "errors", "job", "memory"},
-    "shard_sizes": {"job", "words"},
-    "sequences": {"cards", "job", "memory", "misfit", "packing", "shard_sizes"},
-    "sizing": {"cards", "job", "memory", "misfit", "packing", "sequences", "shard_sizes"},
-    "figures": {"job", "memory", "misfit", "sizing", "words"},
-    "plan": {"trust", "functions", "job", "secrets", "shard_sizes", "sizing", *VALUES},
-    "model": {"bounded", "demo", "job", "storage", *VALUES},
-    "model_check": {"errors", "job", "model", "storage", "vllm_fields"},
-    "checkpoints": {"record_files", "storage", *VALUES},
-    "row_numbers": {"plan", *VALUES},
-    "success": {"record_files", "storage", *VALUES},
-    "ledger": {
-        "checkpoints",
-        "plan",
-        "record_files",
-        "row_numbers",
-        "storage",
-        "success",
-        *VALUES,
-    },
-    "tally": {"records"},
-    "charts": {"records", "tally"},
-    # Of the driver the types alone, for annotations.
-    "heartbeat": {"driver", "record_files", "storage", *VALUES},
-    "stall": {"heartbeat", "job", *VALUES},
-    "metrics": {"heartbeat", "errors"},
-    "monitor": {
-        "driver",
-        "heartbeat",
-        "job",
-        "ledger",
-        "metrics",
-        "record_files",
-        "stall",
-        "storage",
-        "words",
-        *VALUES,
-    },
-    "missing": {"ledger", "storage", *VALUES},
-    "words": set(),
-    "stops": {"ledger", "plan", "row_numbers", "storage", "words", *VALUES},
-    "driver": {"checkpoints", "job", "ledger", "plan", "stops", "tally", "words", *VALUES},
-    "bounded": set(),
-    "reach": {"bounded", "errors"},
-    "sharing": {"errors"},
-    "cluster": {"cards", "errors", "job", "reach", "sharing", "sizing", "words"},
-    "sized": {"cluster", "job", "ledger", "memory", "model", "sizing", *VALUES},
-    "stages": set(),
-    "stages.blocks": {"records"},
-    "stages.reaper": set(),
-    "stages.hang": set(),
-    "exits": set(),
-    "stages.last_words": {"exits"},
-    "stages.vllm_plugin": {"stages.last_words"},
-    "stages.note": {"exits"},
-    "stages.canary": {"stages.note"},
-    "stages.forward": {"stages.canary", "stages.stepper"},
-    "stages.stepper": {
-        "exits",
-        "stages.hang",
-        "stages.last_words",
-        "stages.reaper",
-        "stages.vllm_plugin",
-    },
-    "stages.read": {"job", "stages.blocks", "storage", *VALUES},
-    "stages.window": set(),
-    "stages.child": {"errors", "functions"},
-    "stages.apart": {"errors", "stages.child"},
-    "stages.calls": {"functions", "stages.apart", "stages.child"},
-    "stages.row_sampling": {"job", "vllm_fields"},
-    "stages.prepare": {
-        "job",
-        "model",
-        "stages.apart",
-        "stages.blocks",
-        "stages.calls",
-        "stages.row_sampling",
-        "storage",
-        *VALUES,
-    },
-    "stages.figures": {"stages.blocks"},
-    "stages.order": set(),
-    "stages.engine": {
-        "installed",
-        "job",
-        "memory",
-        "model",
-        "sizing",
-        "stages.blocks",
-        "stages.canary",
-        "stages.figures",
-        "stages.note",
-        "stages.order",
-        "stages.stepper",
-        "storage",
-        *VALUES,
-    },
-    "stages.ray_llm": {
-        "model",
-        "sizing",
-        "stages.blocks",
-        "stages.engine",
-        "stages.finish",
-        "stages.stepper",
-        "stages.vllm_plugin",
-        "words",
-        *VALUES,
-    },
-    "stages.finish": {
-        "trust",
-        "job",
-        "model",
-        "record_files",
-        "stages.apart",
-        "stages.blocks",
-        "stages.calls",
-        "stages.figures",
-        "storage",
-        "words",
-        *VALUES,
-    },
-    "row_sums": {*VALUES},
-    "result_parts": {"part_files", "row_sums", "storage", "trust", *VALUES},
-    "finalize": {
-        "trust",
-        "checkpoints",
-        "ledger",
-        "plan",
-        "result_parts",
-        "storage",
-        "success",
-        "tally",
-        "words",
-        *VALUES,
-    },
-    "verify_files": {"row_sums", "storage", "success", *VALUES},
-    "verify": {
-        "checkpoints",
-        "finalize",
-        "ledger",
-        "missing",
-        "plan",
-        "row_numbers",
-        "storage",
-        "success",
-        "verify_files",
-        "words",
-        *VALUES,
-    },
-    "family": {"job", "ledger", "missing", "storage", "success", *VALUES},
-    "results": {
-        "trust",
-        "family",
-        "finalize",
-        "ledger",
-        "part_files",
-        "row_numbers",
-        "success",
-        *VALUES,
-    },
-    "chain": {"family", "results", "row_numbers", "storage", "verify", *VALUES},
-    "reap": {"ledger", "missing", "storage", "success", "verify", *VALUES},
-    "advice": {"job", "records", "shard_sizes", "words"},
-    "report": {"charts", "records", "tally"},
-    "svg": set(),
-    "plots": {"records", "svg"},
-    "html_report": {"plots", "records", "report", "svg", "words"},
-    "job_logs": set(),
-    "job_server": {"errors"},
-    "job_records": {"job", "plan", "record_files", "secrets", "storage", *VALUES},
-}
-MAY_IMPORT["doctor"] = {
-    "bounded",
-    "cluster",
+# The rooms from the ground up: each line imports only from lines above it, and from itself.
+FLOORS = [
+    "errors",
+    "words exits bounded installed",
     "demo",
-    "exits",
-    "functions",
-    "installed",
     "job",
-    "model",
-    "plan",
-    "reach",
-    "source",
-    "stages.engine",
     "storage",
-    "words",
-    *VALUES,
-}
-MAY_IMPORT["tokens"] = {
-    "job",
-    "model",
-    "source",
-    "stages.apart",
-    "stages.blocks",
-    "stages.calls",
-    "stages.order",
-    "stages.prepare",
-    "stages.read",
-    "storage",
-    "words",
-    *VALUES,
-}
-STAGES = {
-    f"stages.{name}"
-    for name in ("blocks", "calls", "read", "window", "prepare", "engine", "ray_llm", "finish")
-}
-MAY_IMPORT["pipeline"] = {
-    "cluster",
-    "job",
     "ledger",
+    "source",
     "model",
-    "plan",
     "sizing",
-    "storage",
-    *STAGES,
-    *VALUES,
-}
-PREFECT_SIDE = {"tasks", "flow", "flow_runs", "blocks", "artifacts", "assets", "events", "page"}
-# What users touch: imported by nobody below.
-ENDS = {*PREFECT_SIDE, "cli", "remote", "__init__"}
-MAY_IMPORT["retry"] = {
-    "family",
-    "job",
-    "ledger",
-    "model",
+    "stages",
+    "report",
+    "cluster",
+    "driver",
     "plan",
-    "record_files",
-    "results",
-    "row_numbers",
+    "result",
     "runs",
-    "sized",
-    "source",
-    "stages.finish",
-    "tokens",
-    *VALUES,
-}
-# Above the pipeline everything below may be used.
-FREE = {"runs", "jobs", "tune", *ENDS}
+    "doctor",
+    "remote",
+    "flow",
+    "tasks blocks",  # addresses of names that live in flow
+    "cli",
+]
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+# No stage imports another.
+STAGES = {"stages.read", "stages.prepare", "stages.engine", "stages.finish"}
+PREFECT_SIDE = {"flow", "tasks", "blocks"}
+# What users touch: imported by nobody below.
+ENDS = {*PREFECT_SIDE, "cli.commands", "remote.__main__"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster", "pipeline", "stages.read", "stages.window"},
+    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "cluster.window"},
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -299,7 +60,7 @@ AT_MODULE_LEVEL = {
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
-    "vllm": {"stages.engine", "stages.stepper"},
+    "vllm": {"stages.engine", "stages.vllm.stepper"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
@@ -308,18 +69,28 @@ ANYWHERE = {
 
 
 def name_of(path: Path) -> str:
+    """The dotted name of a module of ours; "" for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if parts[0] == "stages":
-        return ".".join(p for p in parts if p != "__init__")
-    return parts[0]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def floor_of(module: str) -> int:
+    """Programs stand above all rooms, wherever their file is."""
+    return len(FLOORS) if module.endswith("__main__") else FLOOR[module.split(".")[0]]
+
+
+def within(module: str, names: Iterable[str]) -> bool:
+    """Whether a module is one of these, or in one of these rooms."""
+    return any(module == name or module.startswith(f"{name}.") for name in names)
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = sorted({name_of(path) for path in FILES})
+MODULES = {name_of(path): path for path in FILES}
 
 
-def imports(path: Path, lazy: bool) -> Iterator[str]:
-    """Dotted names of what a file imports; without `lazy` only what importing it runs."""
+def imports(path: Path, lazy: bool, types: bool = True) -> Iterator[str]:
+    """Dotted names of what a file imports; without `lazy` only what importing it runs, without
+    `types` not what type checkers alone see."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
 
     def visit(node: ast.AST) -> Iterator[str]:
@@ -329,7 +100,11 @@ def imports(path: Path, lazy: bool) -> Iterator[str]:
             yield from (f"{_module(path, node)}.{alias.name}" for alias in node.names)
         elif not lazy and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             return
-        elif not lazy and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif (
+            not (lazy and types)
+            and isinstance(node, ast.If)
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
             for inner in node.orelse:
                 yield from visit(inner)
         else:
@@ -348,66 +123,84 @@ def _module(path: Path, node: ast.ImportFrom) -> str:
 
 def ours(name: str) -> str | None:
     """The module of ours that an imported name means."""
-    parts = name.split(".")
-    if parts[0] != "prefect_raybatch":
+    package, _, rest = name.partition(".")
+    if package != "prefect_raybatch":
         return None
-    if len(parts) == 1 or parts[1] not in {module.split(".")[0] for module in MODULES}:
-        return "__init__"
-    if parts[1] == "stages" and len(parts) > 2:
-        return ".".join(parts[1:3])
-    return parts[1]
+    return rest if rest in MODULES else rest.rpartition(".")[0]
 
 
-# --- the table ----------------------------------------------------------------------------------
+# --- the rooms ----------------------------------------------------------------------------------
 
 
-def test_each_module_is_in_the_table():
-    """A new module needs a line that says what it may import."""
-    assert set(MODULES) - FREE - set(MAY_IMPORT) == set()
+def test_each_module_is_in_a_room():
+    """A new room needs a line that says above which others it lies."""
+    assert {module.split(".")[0] for module in MODULES if module} == set(FLOOR)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_the_table_allows(path):
+def test_a_room_imports_only_rooms_below_it(path):
     module = name_of(path)
+    if not module:
+        return  # fetches its names when they are asked for
+    floor = floor_of(module)
     found = {ours(name) for name in imports(path, lazy=True)} - {None, module}
-    if module in FREE:
-        return
-    assert found <= MAY_IMPORT[module]
+    assert {name for name in found if name and floor_of(name) > floor} == set()
+    assert "" not in found, "a module imports from modules, not from the package"
 
 
-def test_nothing_below_imports_what_users_touch():
-    assert not [m for m, may in MAY_IMPORT.items() if m != "__init__" and may & ENDS]
-    for path in (p for p in FILES if name_of(p) == "runs"):
-        assert not {ours(name) for name in imports(path, lazy=True)} & ENDS
+def test_no_stage_imports_another():
+    for stage in STAGES:
+        found = {ours(name) for name in imports(MODULES[stage], lazy=True)}
+        assert found & STAGES <= {stage}
+
+
+def test_no_imports_go_round():
+    """Also not by an import inside a function, except where only a type is meant."""
+    graph = {
+        module: {n for n in map(ours, imports(path, lazy=True, types=False)) if n} - {module}
+        for module, path in MODULES.items()
+        if module
+    }
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way, module])
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
 
 
 @pytest.mark.parametrize("heavy", AT_MODULE_LEVEL)
 def test_heavy_packages_are_not_imported_at_module_level(heavy):
     found = {
-        name_of(path)
-        for path in FILES
+        module
+        for module, path in MODULES.items()
         if any(name.split(".")[0] == heavy for name in imports(path, lazy=False))
     }
-    assert found <= AT_MODULE_LEVEL[heavy]
+    assert {m for m in found if not within(m, AT_MODULE_LEVEL[heavy])} == set()
 
 
 @pytest.mark.parametrize("heavy", ANYWHERE)
 def test_only_their_own_modules_name_these_packages(heavy):
     found = {
-        name_of(path)
-        for path in FILES
+        module
+        for module, path in MODULES.items()
         if any(name.split(".")[0] == heavy for name in imports(path, lazy=True))
     }
-    assert found <= ANYWHERE[heavy]
+    assert {m for m in found if not within(m, ANYWHERE[heavy])} == set()
 
 
 def test_only_the_engine_stages_know_the_stepper():
     users = {
-        name_of(path)
-        for path in FILES
-        if any(ours(n) == "stages.stepper" for n in imports(path, lazy=True))
+        module
+        for module, path in MODULES.items()
+        if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
-    assert users <= {"stages.engine", "stages.ray_llm", "stages.forward"}
+    assert users <= {"stages.engine", "cluster.ray_llm", "stages.vllm.forward"}
 
 
 def test_flows_and_deployments_use_only_the_public_names():
@@ -486,14 +279,15 @@ except SystemExit:
 
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
-    light = [m for m in MODULES if m not in {"pipeline", "stages.read", "stages.window", *ENDS}] + [
-        "cli"
+    heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
+    light = [module for module in MODULES if module and not within(module, heavy)] + [
+        "cli.commands"
     ]
-    code = "".join(f"import prefect_raybatch.{m}\n" for m in light)
+    code = "".join(f"import prefect_raybatch.{module}\n" for module in [*light, "cli.commands"])
     assert python(code + LOADED) == []
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "report"])
+@pytest.mark.parametrize("command", ["status", "result.verify", "report.report"])
 def test_looking_at_a_run_loads_nothing_heavy(tmp_path, command):
     run = small_run(tmp_path)
     run.commit_all()

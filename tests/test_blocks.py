@@ -24,16 +24,18 @@ from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from pydantic import SecretStr, ValidationError
 from s3server import S3Server
 
-from prefect_raybatch import BatchJob, runs, tasks
-from prefect_raybatch import model as models
-from prefect_raybatch.blocks import (
+from prefect_raybatch import BatchJob
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.flow import tasks
+from prefect_raybatch.flow.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
     ObjectStore,
     RayCluster,
     options_of,
 )
-from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.runs import runs
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
 ROOT = Path(__file__).parent.parent

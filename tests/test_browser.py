@@ -22,9 +22,9 @@ from helpers.ray_head import Head
 from playwright.sync_api import Page
 
 from prefect_raybatch.demo.customers import companies, write_customers
-from prefect_raybatch.job_server import JobServer, RayJob
+from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from helpers.small import Passes, SmallRun, small_run
 
-from prefect_raybatch import checkpoints
-from prefect_raybatch.checkpoints import CHECKPOINTS, Folder
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
-from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Limits
-from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger import checkpoints
+from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder
+from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 
 class Reads:

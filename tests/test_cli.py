@@ -21,16 +21,18 @@ from helpers.small import job_dict, receipts, small_run
 from test_memory import LLAMA_8B
 
 import prefect_raybatch
-from prefect_raybatch import cli, errors, runs
-from prefect_raybatch.cli import exit_status
-from prefect_raybatch.driver import Progress
+from prefect_raybatch import errors
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.commands import exit_status
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob, Limits
-from prefect_raybatch.records import RunReport
-from prefect_raybatch.runs import Run, Status
+from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run, Status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
-from prefect_raybatch.verify import verify
 
 ROWS = 40
 
@@ -243,7 +245,7 @@ def test_other_settings_after_a_crash_in_finalize_leave_no_row_twice(tmp_path, m
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefect_raybatch.ledger.Ledger.succeed", kill)
+        patch.setattr("prefect_raybatch.ledger.ledger.Ledger.succeed", kill)
         with pytest.raises(Killed):
             runs.finalize_run(small.job, run)
     assert len(list((tmp_path / "key/data").iterdir())) == 3

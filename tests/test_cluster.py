@@ -17,8 +17,10 @@ import pytest
 from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 
-from prefect_raybatch import cluster, runs, sized
-from prefect_raybatch.sizing import Capacity
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.runs import runs
+from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
 GPUS = 3

@@ -17,15 +17,15 @@ import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, make_job, receipts, small_run
 
-from prefect_raybatch import tokens
+from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob, Output, Prompt
-from prefect_raybatch.pipeline import Pipeline
-from prefect_raybatch.records import Unit
-from prefect_raybatch.stages import apart
-from prefect_raybatch.stages.apart import Apart, FunctionDied, FunctionHung, NoChild
-from prefect_raybatch.stages.blocks import ERROR, LOST, tag
-from prefect_raybatch.stages.calls import HERE, Calls
+from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.plan import prompt_lengths as tokens
+from prefect_raybatch.stages.block import ERROR, LOST, tag
+from prefect_raybatch.stages.calls import apart
+from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild
+from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.storage import open_store
@@ -87,7 +87,7 @@ def test_a_node_that_stops_its_workers_fails_no_row() -> None:
 def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
     """Also where it never gives the interpreter back."""
     code = (
-        "from prefect_raybatch.stages.calls import Calls\n"
+        "from prefect_raybatch.stages.calls.calling import Calls\n"
         f"with Calls(0.2).function({DEADLY!r}, 'f') as function:\n"
         "    function({'what': 'fine'})\n"
         f"    function({{'what': {what!r}}})\n"
@@ -112,7 +112,7 @@ def test_an_import_that_does_not_end_ends_the_process() -> None:
 def test_no_alarm_is_left_behind() -> None:
     code = (
         "import time\n"
-        "from prefect_raybatch.stages.calls import Calls\n"
+        "from prefect_raybatch.stages.calls.calling import Calls\n"
         f"with Calls(0.1).function({DEADLY!r}, 'f') as function:\n"
         "    function({'what': 'fine'})\n"
         "time.sleep(1.5)\n"
@@ -198,7 +198,7 @@ def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
 def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
     code = (
         "import os, signal, threading\n"
-        "from prefect_raybatch.stages.apart import Apart\n"
+        "from prefect_raybatch.stages.calls.apart import Apart\n"
         f"function = Apart({DEADLY!r}, 'f', None)\n"
         "print(function._alive()._process.pid, flush=True)\n"
         "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"

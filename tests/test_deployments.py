@@ -13,10 +13,11 @@ from helpers.prefect_server import ROOT, Prefect
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
-from prefect_raybatch import BatchJob, batch_inference, runs
-from prefect_raybatch import flow as flows
+from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.flow import flows
+from prefect_raybatch.runs import runs
 
 FOLDER = ROOT / "deployments"
 DEPLOYMENTS: dict[str, dict[str, Any]] = {

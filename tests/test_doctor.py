@@ -26,10 +26,12 @@ from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3server import S3Server, proxy
 
-from prefect_raybatch import cli, cluster, doctor, installed
+from prefect_raybatch import doctor, installed
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 
 Check = Callable[[Patient], Iterator[Finding]]
 

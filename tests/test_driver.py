@@ -12,8 +12,9 @@ from helpers.small import Passes, SmallRun, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch import driver as driver_module
-from prefect_raybatch.driver import SPLIT, STRIKES, Driver, Progress, cut
+from prefect_raybatch.driver import driver as driver_module
+from prefect_raybatch.driver.driver import SPLIT, STRIKES, Driver, Progress, cut
+from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import (
     CorruptRun,
     EngineFailure,
@@ -22,11 +23,11 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
-from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Limits
-from prefect_raybatch.ledger import commit_path
-from prefect_raybatch.records import Commit, Receipt, Unit, count
-from prefect_raybatch.stops import Stop
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.ranges import count
+from prefect_raybatch.ledger.records import Commit, Receipt, Unit
+from prefect_raybatch.result.finalize import finalize
 
 
 def driver_of(run: SmallRun, passes: Any, **kwargs: Any) -> Driver:

@@ -22,12 +22,11 @@ from helpers.small import MODEL, input_rows, make_job
 
 from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.records import Unit
-from prefect_raybatch.sizing import Capacity, resolve
-from prefect_raybatch.stages import canary, note, stepper
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     ERROR,
@@ -49,7 +48,8 @@ from prefect_raybatch.stages.blocks import (
     tag,
 )
 from prefect_raybatch.stages.engine import CPU_ENV, EngineSpec, EngineStage, engine_spec
-from prefect_raybatch.stages.stepper import Completion, EngineDied
+from prefect_raybatch.stages.vllm import canary, note, stepper
+from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
 
 SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
 

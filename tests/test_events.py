@@ -28,14 +28,16 @@ from test_html_report import full
 from test_records import COMMIT
 from test_tasks import report
 
-from prefect_raybatch import assets, cli, events, page, runs, tasks
-from prefect_raybatch.artifacts import KINDS, artifact_key, tune_key
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat, path_of
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
-from prefect_raybatch.events import LiveEvents, RunEvents
-from prefect_raybatch.heartbeat import INFERRING, WAITING, Beat, path_of
-from prefect_raybatch.page import Page
-from prefect_raybatch.runs import Run
+from prefect_raybatch.flow import assets, events, page, tasks
+from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.flow.page import Page
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
 
 ROOT = Path(__file__).parent.parent
 
@@ -221,7 +223,7 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
     """An `infer_run` that commits at an even pace."""
 
     def infer_run(job: Any, run: Run, observe: Any) -> Progress:
-        from prefect_raybatch.records import Commit
+        from prefect_raybatch.ledger.records import Commit
 
         progress = Progress(run.rows, run.shards)
         observe(progress)

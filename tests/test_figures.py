@@ -12,14 +12,15 @@ import pytest
 from helpers.engines import Factory, FakeEngine, completion, with_answers
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
 
-from prefect_raybatch.records import RunReport, Unit, fold_stats
-from prefect_raybatch.report import build, engine_table, node_table, stage_table
+from prefect_raybatch.ledger.records import RunReport, Unit, fold_stats
+from prefect_raybatch.report.report import build, engine_table, node_table, stage_table
+from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages import figures, stepper
-from prefect_raybatch.stages.blocks import ERROR, PARAMS, TOKENS, passes_by, tag
+from prefect_raybatch.stages import load as figures
+from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.figures import FIGURES, Node, Sampler, told
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
+from prefect_raybatch.stages.vllm import stepper
 
 
 @dataclass
@@ -404,7 +405,7 @@ def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path)
     import pyarrow.parquet as pq
     from helpers.small import make_job
 
-    from prefect_raybatch import runs
+    from prefect_raybatch.runs import runs
 
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     job = make_job(

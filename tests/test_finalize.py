@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
-from prefect_raybatch.finalize import Result, check_commit, finalize, sample
-from prefect_raybatch.ledger import commit_path
-from prefect_raybatch.reap import orphans
-from prefect_raybatch.records import Commit, Piece, Receipt, Unit, digest
+from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
+from prefect_raybatch.result.finalize import Result, check_commit, finalize, sample
+from prefect_raybatch.result.reap import orphans
 
 
 def finish(run: SmallRun, file_bytes: int = 1 << 20, compact: bool = True) -> Result:

@@ -13,9 +13,9 @@ from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
-from prefect_raybatch.job import Output
-from prefect_raybatch.records import QUARANTINE, Receipt, Unit, digest
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
+from prefect_raybatch.stages.block import (
     ANSWERS,
     ERROR_TYPE,
     FINISH,
@@ -139,7 +139,7 @@ def test_several_shards_in_a_block_give_a_receipt_each(tmp_path):
 
 def test_answers_are_detokenized_where_vllm_did_not(tmp_path):
     from prefect_raybatch import demo
-    from prefect_raybatch.stages.blocks import load_tokenizer
+    from prefect_raybatch.stages.block import load_tokenizer
 
     words = load_tokenizer(demo.demo_model_path(), None)(["Retail", "Law Firm"])["input_ids"]
     table = block(Unit(0, 0, 3), failed=[1])

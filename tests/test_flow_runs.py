@@ -14,10 +14,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
 
-from prefect_raybatch import flow_runs
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
-from prefect_raybatch.flow_runs import Action, reconcile_jobs
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.flow import reconcile as flow_runs
+from prefect_raybatch.flow.reconcile import Action, reconcile_jobs
+from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
 

@@ -14,25 +14,25 @@ from helpers.small import job_dict, small_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefect_raybatch import checkpoints
-from prefect_raybatch.checkpoints import CHECKPOINTS, Folder
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.job import BatchJob, check_run_key
-from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
-from prefect_raybatch.plan import (
+from prefect_raybatch.job.batch_job import BatchJob, check_run_key
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger import checkpoints
+from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder
+from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.ledger.plan_tables import (
     decode_schema,
     encode_schema,
     files_table,
     read_files,
     read_shards,
-    shard_starts,
     shards_table,
 )
-from prefect_raybatch.records import Commit, InputFile, Plan, Receipt, RunReport
-from prefect_raybatch.row_numbers import numbers_table
+from prefect_raybatch.ledger.records import Commit, InputFile, Plan, Receipt, RunReport
+from prefect_raybatch.ledger.row_numbers import numbers_table
+from prefect_raybatch.plan.plan import shard_starts
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.trust import check_trust
-from prefect_raybatch.verify import verify
 
 OURS = (ConfigError, CorruptRun, PlanMismatch)
 texts = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -22,18 +22,18 @@ from helpers import fake_vllm
 from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
-from prefect_raybatch import runs
+from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import EngineStartError
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.pipeline import Pipeline
-from prefect_raybatch.sizing import Capacity, resolve
-from prefect_raybatch.stages import last_words
-from prefect_raybatch.stages.blocks import passes_by
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
+from prefect_raybatch.sizing.sizes import Capacity, resolve
+from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
-from prefect_raybatch.stages.hang import LOOK, STATUS, HangWatch
-from prefect_raybatch.stages.stepper import EngineDied, Request, SteppedEngine
+from prefect_raybatch.stages.vllm import last_words
+from prefect_raybatch.stages.vllm.hang import LOOK, STATUS, HangWatch
+from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 ROOT = Path(__file__).parents[1]
 
@@ -232,7 +232,7 @@ IN_PROCESS = """
     import threading
     from helpers import fake_vllm
     fake_vllm.install()
-    from prefect_raybatch.stages.stepper import Request, SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
     engine = SteppedEngine({}, 1.0)
     print(len(engine.run([Request([1])] * 5)), flush=True)
     engine.run([Request([fake_vllm.STOPS])])

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
-from prefect_raybatch import cli, heartbeat, monitor, runs
-from prefect_raybatch.driver import Driver, Progress
-from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.heartbeat import (
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.driver import heartbeat, monitor
+from prefect_raybatch.driver.driver import Driver, Progress
+from prefect_raybatch.driver.heartbeat import (
     ENDED,
     HEARTBEATS,
     INFERRING,
@@ -27,9 +27,11 @@ from prefect_raybatch.heartbeat import (
     path_of,
     read_beats,
 )
-from prefect_raybatch.job import Limits
-from prefect_raybatch.monitor import Monitor
-from prefect_raybatch.records import dump
+from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.runs import runs
 
 
 def wait_for(what, seconds: float = 20.0):

@@ -14,18 +14,13 @@ import pytest
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.job import Source
-from prefect_raybatch.plan import (
-    check_against_schema,
-    files_table,
-    fingerprint,
-    make_plan,
-    read_files,
-    to_parquet,
-)
-from prefect_raybatch.records import Unit
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parquet
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.plan import check_against_schema, make_plan
 from prefect_raybatch.source import Inventory, heads, inventory, peek, snapshot
-from prefect_raybatch.stages import blocks
+from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.storage import open_store
 

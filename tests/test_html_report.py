@@ -13,10 +13,11 @@ import pytest
 from helpers.small import small_run
 from test_records import REPORT
 
-from prefect_raybatch import cli, runs
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import NoSuchRun
-from prefect_raybatch.html_report import html, verdict
-from prefect_raybatch.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.ledger.records import Advice, Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.report.html import html, verdict
+from prefect_raybatch.runs import runs
 
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"
 VOID = {"meta", "img", "br", "path", "rect", "circle"}

@@ -11,7 +11,7 @@ from test_engine_stage import block, lost_rows, started
 
 from prefect_raybatch import installed
 from prefect_raybatch.doctor import machine
-from prefect_raybatch.records import Unit
+from prefect_raybatch.ledger.records import Unit
 
 __all__ = ["started"]  # a fixture
 Plant = Callable[..., None]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefect_raybatch import vllm_fields
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob, Limits, check_run_key, template_fields
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import BatchJob, Limits, check_run_key, template_fields
 
 
 def put(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:

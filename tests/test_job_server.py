@@ -15,9 +15,10 @@ import pytest
 from helpers.ray_head import Head
 from helpers.small import SmallRun, make_job, small_run
 
-from prefect_raybatch import jobs, runs
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.remote import follower as jobs
+from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.runs import runs
 
 SCRIPT = """
 import sys, time, pathlib

@@ -17,8 +17,15 @@ from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch import job_server as servers
-from prefect_raybatch import jobs, remote, runs
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    INFERRING,
+    STARTING,
+    UNHEARD,
+    Beat,
+    Listener,
+    path_of,
+)
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -30,19 +37,14 @@ from prefect_raybatch.errors import (
     JobStopped,
     StoreUnavailable,
 )
-from prefect_raybatch.heartbeat import (
-    ENDED,
-    INFERRING,
-    STARTING,
-    UNHEARD,
-    Beat,
-    Listener,
-    path_of,
-)
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.job_logs import LogFeed, MarkedLines
-from prefect_raybatch.job_records import JOBS, JobRecords, Outcome, sendable
-from prefect_raybatch.job_server import JobServer
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.remote import __main__ as remote
+from prefect_raybatch.remote import follower as jobs
+from prefect_raybatch.remote import server as servers
+from prefect_raybatch.remote.logs import LogFeed, MarkedLines
+from prefect_raybatch.remote.records import JOBS, JobRecords, Outcome, sendable
+from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.runs import runs
 
 URL, OTHER = "http://head:8265", "http://old-head:8265"
 
@@ -731,7 +733,7 @@ def test_repetitions_are_counted_and_a_flood_is_bounded() -> None:
 
 
 def test_an_endless_log_is_left_to_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_raybatch.job_logs.MOST_BYTES", 1000)
+    monkeypatch.setattr("prefect_raybatch.remote.logs.MOST_BYTES", 1000)
     log = Log()
     assert "too long" in log.add("x" * 2000 + "\n")[-1][1]
     assert log.add("[raybatch ERROR] not read\n") == []
@@ -752,7 +754,7 @@ def test_ray_does_not_keep_prefects_place_for_sigterm(monkeypatch: pytest.Monkey
 
     import ray
 
-    from prefect_raybatch import cluster
+    from prefect_raybatch.cluster import connect as cluster
 
     def init(**_: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)

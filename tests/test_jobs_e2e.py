@@ -21,7 +21,7 @@ from helpers.ray_head import Head
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
-from prefect_raybatch.job_server import JobServer, RayJob
+from prefect_raybatch.remote.server import JobServer, RayJob
 
 pytestmark = pytest.mark.e2e
 

@@ -23,16 +23,19 @@ from helpers.small import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_raybatch import cluster, runs
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
-from prefect_raybatch.job import Limits
-from prefect_raybatch.job_records import JobRecords
-from prefect_raybatch.ledger import Coverage, Ledger, commit_path
-from prefect_raybatch.plan import Shards, make_plan
-from prefect_raybatch.records import InputFile, Receipt, Unit, count, merge, to_ranges
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.ledger import Coverage, Ledger, commit_path
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.ranges import count, merge, to_ranges
+from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.remote.records import JobRecords
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import LocalStore, open_store
-from prefect_raybatch.verify import verify
 
 WRITERS = 16
 

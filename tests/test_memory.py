@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from prefect_raybatch.cards import CARDS, card, without_nvlink
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.memory import USABLE, describe, packed, share
+from prefect_raybatch.model.memory import USABLE, describe, packed, share
+from prefect_raybatch.sizing.cards import CARDS, card, without_nvlink
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,

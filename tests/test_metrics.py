@@ -14,13 +14,13 @@ from helpers.small import small_run
 from prometheus_client.parser import text_string_to_metric_families
 from test_heartbeat import Heard, counts
 
-from prefect_raybatch import metrics
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, LABELS
+from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.heartbeat import Beat
-from prefect_raybatch.job import Limits
-from prefect_raybatch.metrics import COUNTERS, GAUGES, LABELS
-from prefect_raybatch.monitor import Monitor
+from prefect_raybatch.job.batch_job import Limits
 
 ROOT = Path(__file__).parent.parent
 EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from helpers.small import small_run
 
-from prefect_raybatch import cli, retry, runs
-from prefect_raybatch.cli import exit_status
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.family import load_family
-from prefect_raybatch.reap import reap
+from prefect_raybatch.ledger.family import load_family
+from prefect_raybatch.result.reap import reap
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import retry, runs
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 
 def said(root: Path, path: str) -> str:

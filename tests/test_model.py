@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from test_memory import LLAMA_8B
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.model import pinned as models
 
 # A process like an engine's: it fetches a model whose store answers slowly and notes what was read.
 ENGINE = """
@@ -164,7 +164,7 @@ import logging, time
 from huggingface_hub import HfApi, hf_hub_download
 from prefect_raybatch import model as models
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import Engine
+from prefect_raybatch.job.batch_job import Engine
 logging.basicConfig(format="%(message)s")
 began = time.monotonic()
 try:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from helpers.small import job_dict
 
-from prefect_raybatch import demo, model_check, runs, vllm_fields
-from prefect_raybatch import model as models
+from prefect_raybatch import demo
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model import check as model_check
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.runs import runs
 
 
 @pytest.fixture

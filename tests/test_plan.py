@@ -18,29 +18,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefect_raybatch import plan as planning
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.plan import (
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.plan_tables import (
+    Shards,
+    decode_schema,
+    encode_schema,
+    files_table,
+    read_files,
+    read_shards,
+    shards_table,
+    to_parquet,
+)
+from prefect_raybatch.ledger.records import QUARANTINE, InputFile, dump
+from prefect_raybatch.ledger.same_job import check_same, difference
+from prefect_raybatch.plan.fingerprint import (
     FINGERPRINTED,
     FREE,
     FREE_ENGINE_ARGUMENTS,
-    Shards,
-    check_against_schema,
-    check_same,
-    decode_schema,
-    difference,
-    encode_schema,
-    files_table,
     fingerprint,
-    make_plan,
-    public_job,
-    read_files,
-    read_shards,
-    shard_starts,
-    shards_table,
 )
-from prefect_raybatch.records import QUARANTINE, InputFile, dump
+from prefect_raybatch.plan.plan import check_against_schema, make_plan, public_job, shard_starts
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -72,7 +70,7 @@ def test_a_table_that_is_no_partition_is_corrupt(starts):
 
 
 def table_bytes(**columns: Any) -> bytes:
-    return planning.to_parquet(pa.table(columns))
+    return to_parquet(pa.table(columns))
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,18 @@ import pytest
 from helpers.small import SmallRun, read_json, small_run
 from s3server import S3Server, proxy
 
-from prefect_raybatch import runs, source
+from prefect_raybatch import source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
-from prefect_raybatch.family import load_family
-from prefect_raybatch.finalize import finalize
-from prefect_raybatch.job import Source
-from prefect_raybatch.ledger import COMMITS, Ledger, commit_path
-from prefect_raybatch.reap import orphans, reap
-from prefect_raybatch.records import Receipt, digest
-from prefect_raybatch.row_sums import sums_path
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.family import load_family
+from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path
+from prefect_raybatch.ledger.records import Receipt, digest
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.reap import orphans, reap
+from prefect_raybatch.result.row_sums import sums_path
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import FileInfo, LocalStore, Store, open_store
-from prefect_raybatch.verify import verify
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution
 FAILED = {(0, 4), (2, 1)}

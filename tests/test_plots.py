@@ -15,19 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_records import COMMIT, REPORT
 
-from prefect_raybatch import plots, svg
-from prefect_raybatch import report as reports
-from prefect_raybatch.charts import CELLS, POINTS, cells, charts, durations, throughput
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.records import (
-    Charts,
-    NodeStats,
-    Part,
-    RunReport,
-    WorkerStats,
-    to_ranges,
-)
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.records import Charts, NodeStats, Part, RunReport, WorkerStats
+from prefect_raybatch.report import plots, svg
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.charts import CELLS, POINTS, cells, charts, durations, throughput
+from prefect_raybatch.report.tally import Tally
 
 SVG = "{http://www.w3.org/2000/svg}"
 

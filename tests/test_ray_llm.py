@@ -10,11 +10,21 @@ import pyarrow as pa
 import pytest
 from helpers.small import MODEL, input_rows, receipts
 
+from prefect_raybatch.cluster.ray_llm import (
+    RAY_ERROR,
+    ROW,
+    Gather,
+    Spread,
+    _answer,
+    _asked,
+    _place,
+    through,
+)
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import Output
-from prefect_raybatch.records import Receipt, Unit
-from prefect_raybatch.sizing import Pool
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.sizing.sizes import Pool
+from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     FINISH,
@@ -27,16 +37,6 @@ from prefect_raybatch.stages.blocks import (
 )
 from prefect_raybatch.stages.engine import EngineSpec
 from prefect_raybatch.stages.finish import Finish
-from prefect_raybatch.stages.ray_llm import (
-    RAY_ERROR,
-    ROW,
-    Gather,
-    Spread,
-    _answer,
-    _asked,
-    _place,
-    through,
-)
 from prefect_raybatch.storage import open_store
 
 SAMPLING = {"temperature": 0, "max_tokens": 3, "stop": ["."]}

@@ -16,9 +16,13 @@ import pytest
 import yaml
 from helpers.small import input_rows, job_dict, make_job
 
-from prefect_raybatch import bounded, cli, cluster, reach, runs
+from prefect_raybatch import bounded
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import reach
+from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
-from prefect_raybatch.sharing import User
+from prefect_raybatch.runs import runs
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
 SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00"

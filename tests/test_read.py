@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job import Source
-from prefect_raybatch.plan import files_table, read_files
-from prefect_raybatch.records import InputFile, Unit
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.plan_tables import files_table, read_files
+from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.source import inventory, snapshot, snapshot_dataset
-from prefect_raybatch.stages import blocks, read
+from prefect_raybatch.stages import block as blocks
+from prefect_raybatch.stages import read
 from prefect_raybatch.stages.read import ShardReader, Task
 from prefect_raybatch.storage import Store, open_store
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from helpers.small import SmallRun, small_run
 
-from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, NoSuchRun
-from prefect_raybatch.job import seconds_of
-from prefect_raybatch.ledger import Ledger, commit_path
-from prefect_raybatch.reap import Reaped, reap
+from prefect_raybatch.job.batch_job import seconds_of
+from prefect_raybatch.ledger.ledger import Ledger, commit_path
+from prefect_raybatch.result.reap import Reaped, reap
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution
 

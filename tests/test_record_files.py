@@ -10,21 +10,29 @@ import pyarrow as pa
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
-from prefect_raybatch import checkpoints, record_files
-from prefect_raybatch.checkpoints import CHECKPOINTS
-from prefect_raybatch.driver import Driver
+from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.driver.heartbeat import path_of
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.finalize import finalize
-from prefect_raybatch.heartbeat import path_of
-from prefect_raybatch.job import Limits
-from prefect_raybatch.ledger import ATTEMPTS, COMMITS, PLAN, SUCCESS, TABLES, Ledger, commit_path
-from prefect_raybatch.record_files import KINDS, limit_of, put_record, read_record
-from prefect_raybatch.records import Part, Piece, Receipt, Unit
-from prefect_raybatch.runs import REPORT
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger import checkpoints, record_files
+from prefect_raybatch.ledger.checkpoints import CHECKPOINTS
+from prefect_raybatch.ledger.ledger import (
+    ATTEMPTS,
+    COMMITS,
+    PLAN,
+    SUCCESS,
+    TABLES,
+    Ledger,
+    commit_path,
+)
+from prefect_raybatch.ledger.record_files import KINDS, limit_of, put_record, read_record
+from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.runs import REPORT
 from prefect_raybatch.stages.finish import SCHEMA, _ranges
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.success import Success
-from prefect_raybatch.verify import verify
 
 EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
-from prefect_raybatch.records import (
+from prefect_raybatch.ledger.ranges import count, merge, missing, to_ranges
+from prefect_raybatch.ledger.records import (
     FORMAT,
     Commit,
     Part,
@@ -24,14 +25,10 @@ from prefect_raybatch.records import (
     Receipt,
     RunReport,
     StageStats,
-    count,
     digest,
     dump,
     fold_stats,
     load,
-    merge,
-    missing,
-    to_ranges,
 )
 
 positions = st.sets(st.integers(0, 60), max_size=40)
@@ -299,7 +296,7 @@ def test_a_damaged_record_is_read_or_corrupt_never_another_error(kind, data):
     except CorruptRun:
         return
     if isinstance(record, (Commit, Receipt)):
-        from prefect_raybatch.tally import Tally
+        from prefect_raybatch.report.tally import Tally
 
         assert record.shard >= 0
         assert isinstance(record.attempt, str)

@@ -6,10 +6,11 @@ import pytest
 from helpers.small import small_run
 from test_records import COMMIT, REPORT
 
-from prefect_raybatch import report as reports
-from prefect_raybatch.records import Commit, RunReport, to_ranges
-from prefect_raybatch.report import build, cached_share, duration, failure_table, markdown
-from prefect_raybatch.tally import Tally
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.records import Commit, RunReport
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.report import build, cached_share, duration, failure_table, markdown
+from prefect_raybatch.report.tally import Tally
 
 
 def commit(started: float, ended: float, rows: int = 10, **stats: float) -> Commit:

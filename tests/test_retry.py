@@ -19,19 +19,20 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 
-from prefect_raybatch import cli, runs
-from prefect_raybatch.chain import ChainVerdict, verify_chain
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.family import load_family, place
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import make_plan
-from prefect_raybatch.reap import reap
-from prefect_raybatch.records import Plan, digest
-from prefect_raybatch.retry import Nothing, Request, Retry, plan_retry, request
-from prefect_raybatch.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.family import load_family, place
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan, digest
+from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.result.reap import reap
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Nothing, Request, Retry, plan_retry, request
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import verify
 
 
 def planned(uri: str, *arguments: Any, **more: Any) -> Retry:
@@ -509,7 +510,7 @@ def plant(root: Path, key: str, parent: str, rows: list[int]) -> None:
         }
     )
     from prefect_raybatch import source
-    from prefect_raybatch.plan import decode_schema
+    from prefect_raybatch.ledger.plan_tables import decode_schema
 
     found = source.snapshot_tables(lambda: iter([("here", table)]), ledger.store, "a")
     plan, tables = make_plan(

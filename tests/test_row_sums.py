@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.row_sums import decode, encode, row_sums
+from prefect_raybatch.result.row_sums import decode, encode, row_sums
 
 VALUES = {
     "text": pa.array(["a", "", None, "\u00e4"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prefect_raybatch.sampling_ranges import RANGES, wrong
+from prefect_raybatch.job.sampling_ranges import RANGES, wrong
 
 WHOLE: list[Any] = [-3, -2, -1, 0, 1, 2, 3, 7]
 NUMBERS: list[Any] = [*WHOLE, -2.1, 0.0, 0.5, 1.0, 2.5, float("nan"), float("inf")]

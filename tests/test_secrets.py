@@ -17,12 +17,12 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.job_records import sendable
-from prefect_raybatch.plan import fingerprint
-from prefect_raybatch.secrets import MASK
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.secrets import MASK
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.remote.records import sendable
+from prefect_raybatch.runs import runs
 from prefect_raybatch.storage import S3Store, s3_silence
 
 SECRETS = {

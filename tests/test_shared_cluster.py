@@ -18,11 +18,12 @@ from helpers.engines import FAILS, FakeEngine
 from helpers.small import make_job
 from test_heartbeat import wait_for
 
-from prefect_raybatch import cluster, runs
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.sharing import Shared, User
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs import runs
 
 ROWS = 48
 
@@ -276,7 +277,7 @@ ENDING = """
 import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from prefect_raybatch.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import Shared, User
 
 there, at_work = [], threading.Event()
 shared = Shared(SimpleNamespace(
@@ -320,7 +321,7 @@ def test_a_signal_ends_runs_in_threads_that_the_main_thread_waits_for(error: str
 def test_log_lines_stay_in_the_page_until_the_last_run_of_several_ends() -> None:
     from prefect.logging.handlers import APILogHandler
 
-    from prefect_raybatch import tasks
+    from prefect_raybatch.flow import tasks
 
     def shown() -> int:
         return sum(isinstance(handler, APILogHandler) for handler in tasks.OURS.handlers)

@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, MIXTRAL
 
-from prefect_raybatch import packing
-from prefect_raybatch.cards import CARDS
-from prefect_raybatch.cluster import check_fit
+from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.figures import figures
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.memory import USABLE, Model, describe
-from prefect_raybatch.shard_sizes import (
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model.memory import USABLE, Model, describe
+from prefect_raybatch.sizing import engines as packing
+from prefect_raybatch.sizing.cards import CARDS
+from prefect_raybatch.sizing.explain import figures
+from prefect_raybatch.sizing.shards import (
     MOST_BYTES,
     MOST_ROWS,
     choose_rows_per_shard,
     concurrent_batches,
 )
-from prefect_raybatch.sizing import Capacity, Sizing, expected_engines, imagined, resolve
+from prefect_raybatch.sizing.sizes import Capacity, Sizing, expected_engines, imagined, resolve
 
 LLAMA_05B = {
     **LLAMA_8B,

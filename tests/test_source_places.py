@@ -13,8 +13,8 @@ import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job import Source
-from prefect_raybatch.runs import check_places
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.runs.runs import check_places
 from prefect_raybatch.source import detect_format, inventory
 from prefect_raybatch.storage import FileInfo, LocalStore
 

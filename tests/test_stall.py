@@ -14,15 +14,16 @@ from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job, small_run
 from test_heartbeat import Heard, counts, wait_for
 
-from prefect_raybatch import monitor, runs, stall
-from prefect_raybatch.driver import Progress
+from prefect_raybatch.driver import monitor, stall
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import WAITING
+from prefect_raybatch.driver.monitor import Monitor, probe
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
 from prefect_raybatch.errors import EngineFailure, StoreUnavailable
-from prefect_raybatch.heartbeat import WAITING
-from prefect_raybatch.job import BatchJob, Limits, with_fields
-from prefect_raybatch.monitor import Monitor, probe
-from prefect_raybatch.records import Receipt, Unit
-from prefect_raybatch.stages.blocks import passes_by
-from prefect_raybatch.stall import Flowing, Stall, StallWatch, interruptible
+from prefect_raybatch.job.batch_job import BatchJob, Limits, with_fields
+from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.runs import runs
+from prefect_raybatch.stages.block import passes_by
 
 
 def watch(**limits) -> StallWatch:

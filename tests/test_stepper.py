@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from prefect_raybatch import cluster
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor import Finding, Patient
 from prefect_raybatch.doctor import engine as doctor_engine
-from prefect_raybatch.stages.stepper import (
+from prefect_raybatch.stages.vllm.stepper import (
     Completion,
     EngineDied,
     Request,
@@ -102,7 +102,7 @@ def start_script(model: str, body: str, **environment: str) -> subprocess.Popen:
     """A Python process that has a `SteppedEngine` named `engine` and then runs `body`."""
     script = textwrap.dedent("""
         import os, sys, time
-        from prefect_raybatch.stages.stepper import EngineDied, Request, SteppedEngine
+        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
         kwargs = {kwargs!r}
         if __name__ == "__main__":
             engine = SteppedEngine(kwargs)
@@ -435,7 +435,7 @@ def test_reaper_ends_engine_of_a_killed_process(victim: subprocess.Popen) -> Non
 
 REAPED = """
 import subprocess, sys, time
-from prefect_raybatch.stages.reaper import watch_children
+from prefect_raybatch.stages.vllm.reaper import watch_children
 assert watch_children() and watch_children()
 sleep = "import time; time.sleep(120)"
 engine = subprocess.Popen([sys.executable, "-c", sleep, "VLLM::EngineCore"])

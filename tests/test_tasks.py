@@ -24,20 +24,13 @@ from prefect.client.schemas.filters import (
 from prefect.states import State
 from pydantic import SecretStr
 
-from prefect_raybatch import (
-    BatchJob,
-    artifacts,
-    batch_inference,
-    infer_shards,
-    plan_shards,
-    retry_failed,
-    runs,
-    tasks,
-)
-from prefect_raybatch.driver import Progress
+from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
-from prefect_raybatch.records import Commit, RunReport
-from prefect_raybatch.runs import Run
+from prefect_raybatch.flow import artifacts, tasks
+from prefect_raybatch.ledger.records import Commit, RunReport
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
 

@@ -12,13 +12,15 @@ import pytest
 from helpers.small import MODEL, make_job
 from typer.testing import CliRunner
 
-from prefect_raybatch import runs, source, tokens
-from prefect_raybatch.cli import app
+from prefect_raybatch import source
+from prefect_raybatch.cli.commands import app
 from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import settled
-from prefect_raybatch.records import Plan
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.plan import prompt_lengths as tokens
+from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.runs import runs
 from prefect_raybatch.stages.prepare import Prepare
 
 TEMPLATE = "{Text}"

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job, small_run
 
-from prefect_raybatch import runs
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.finalize import finalize, sample
-from prefect_raybatch.functions import load_function
-from prefect_raybatch.plan import decode_schema, encode_schema
-from prefect_raybatch.trust import check_trust, check_types
+from prefect_raybatch.job.functions import load_function
+from prefect_raybatch.job.trust import check_trust, check_types
+from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
+from prefect_raybatch.result.finalize import finalize, sample
+from prefect_raybatch.runs import runs
 
 ASK = {"function": "helpers.functions:ask"}
 

@@ -15,12 +15,22 @@ from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job
 from typer.testing import CliRunner
 
-from prefect_raybatch import cli, runs, tune
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.records import Receipt
-from prefect_raybatch.stages.blocks import passes_by
-from prefect_raybatch.tune import Trial, Tuned, job_file, search, settings, spread, steady, verdict
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.runs import runs, tune
+from prefect_raybatch.runs.tune import (
+    Trial,
+    Tuned,
+    job_file,
+    search,
+    settings,
+    spread,
+    steady,
+    verdict,
+)
+from prefect_raybatch.stages.block import passes_by
 
 Axes = dict[str, Callable[[Any], list[Any]]]
 AXES: Axes = {
@@ -167,7 +177,7 @@ def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, 
 def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
     class Broken(FakeEngine):
         def __call__(self, table: pa.Table) -> pa.Table:
-            from prefect_raybatch.stages.blocks import lost_all
+            from prefect_raybatch.stages.block import lost_all
 
             return lost_all(table, "ValueError: no such thing", fatal=True)
 

@@ -13,13 +13,13 @@ import pytest
 from helpers.small import SmallRun, read_json, small_run, success_of
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.finalize import finalize
-from prefect_raybatch.ledger import commit_path
-from prefect_raybatch.reap import orphans
-from prefect_raybatch.records import Part, digest
-from prefect_raybatch.row_sums import sums_path
+from prefect_raybatch.ledger.ledger import commit_path
+from prefect_raybatch.ledger.records import Part, digest
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.reap import orphans
+from prefect_raybatch.result.row_sums import sums_path
+from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.verify import MOST_NAMED, Verdict, verify
 
 FAILED = {(0, 4), (2, 1)}  # input rows 4 and 11
 

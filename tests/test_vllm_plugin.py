@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from helpers.small import MODEL
 
-from prefect_raybatch.sizing import Pool
-from prefect_raybatch.stages import ray_llm, vllm_plugin
+from prefect_raybatch.cluster.connect import ray_llm
+from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.vllm import plugin as vllm_plugin
 
 ROOT = Path(__file__).parents[1]
 GROUP = "vllm.general_plugins"
@@ -132,7 +133,7 @@ def test_a_list_of_allowed_plugins_gets_ours(before: dict[str, str], after: dict
 
 def test_importing_it_is_cheap() -> None:
     code = (
-        "import sys; import prefect_raybatch.stages.vllm_plugin\n"
+        "import sys; import prefect_raybatch.stages.vllm.plugin\n"
         "print([m for m in ('torch', 'vllm', 'pyarrow', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

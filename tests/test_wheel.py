@@ -29,7 +29,7 @@ NEEDED = [
     "demo/model/model.safetensors",
     "demo/model/tokenizer.json",
     "py.typed",
-    "stages/reaper.py",
+    "stages/vllm/reaper.py",
 ]
 
 

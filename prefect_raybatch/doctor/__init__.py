@@ -28,7 +28,7 @@ from prefect_raybatch.doctor.places import (
 )
 from prefect_raybatch.doctor.services import check_clock, check_cluster, check_prefect
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 
 __all__ = ["CHECKS", "Finding", "Patient", "examine"]
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from prefect_raybatch import cluster, demo
+from prefect_raybatch import demo
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
 from prefect_raybatch.exits import exit_text
 
 SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
-COMMAND = [sys.executable, "-P", "-m", "prefect_raybatch.stages.forward"]
+COMMAND = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
 # Short, small, and in the environment that an engine on a CPU has in a run.
 ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 
 Mark = Literal["pass", "warn", "fail"]
 

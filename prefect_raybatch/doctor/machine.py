@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from prefect_raybatch import cluster, installed
+from prefect_raybatch import installed
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.words import counted
 

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from prefect_raybatch import model as models
-from prefect_raybatch import plan as planning
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
-from prefect_raybatch.functions import load_function
+from prefect_raybatch.job.functions import load_function
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.storage import is_remote, normalize, open_store
 from prefect_raybatch.words import counted
 

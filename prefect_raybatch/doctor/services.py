@@ -15,12 +15,12 @@ from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefect_raybatch import cluster
 from prefect_raybatch.bounded import within
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.reach import silent
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.reach import silent
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
@@ -33,7 +33,7 @@ import json, sys
 from dataclasses import asdict
 from prefect_raybatch import cluster
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
     with cluster.connected(job) as have:

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job import Source
-from prefect_raybatch.records import InputFile
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
 from prefect_raybatch.source.places import RESULTS, Places, mark

@@ -11,14 +11,14 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job import Source
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.arrow_types import plain_type
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.find import File, Inventory, find, some
 from prefect_raybatch.source.hive import Values, agrees, differs, path_types
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
-from prefect_raybatch.trust import check_types
 
 FOOTER_THREADS = 16
 FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read

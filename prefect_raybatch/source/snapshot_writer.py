@@ -7,8 +7,8 @@ from contextlib import suppress
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.part_files import PartFiles
-from prefect_raybatch.records import InputFile
+from prefect_raybatch.ledger.part_files import PartFiles
+from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.find import input_file
 from prefect_raybatch.storage import Store

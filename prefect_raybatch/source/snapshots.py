@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job import Source
+from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefect_raybatch import installed
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.memory import describe, packed
-from prefect_raybatch.sizing import Sizing
-from prefect_raybatch.stages import canary, note
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.memory import describe, packed
+from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     ERROR,
@@ -42,11 +41,12 @@ from prefect_raybatch.stages.blocks import (
     timed,
     units_of,
 )
-from prefect_raybatch.stages.figures import Sampler
+from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
+from prefect_raybatch.stages.vllm import canary, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.stepper import Completion
+    from prefect_raybatch.stages.vllm.stepper import Completion
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -176,7 +176,7 @@ class EngineStage:
         one is asked; this one is the `first`-th. Blocks wait meanwhile, so that none is lost by it
         and no row is blamed.
         """
-        from prefect_raybatch.stages.stepper import EngineDied, Request
+        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
         fields = canary.fields_for(self.spec.sampling)
         for attempt in range(first, canary.TRIES + 1):
@@ -198,7 +198,7 @@ class EngineStage:
                 return
 
     def _start(self) -> None:
-        from prefect_raybatch.stages.stepper import SteppedEngine
+        from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
         for attempt in range(canary.STARTS):
             try:
@@ -237,7 +237,7 @@ class EngineStage:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
-        from prefect_raybatch.stages.stepper import EngineDied, Request
+        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
         table = self.pending(table)
         if passes_by(table):

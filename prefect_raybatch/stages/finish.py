@@ -21,13 +21,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import CorruptRun, is_transient
-from prefect_raybatch.job import Output
-from prefect_raybatch.record_files import put_record_if_absent, read_record
-from prefect_raybatch.records import Piece, Ranges, Receipt, Unit, digest, to_ranges
-from prefect_raybatch.stages.apart import NoChild
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.ranges import Ranges, to_ranges
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     ERROR,
@@ -49,10 +50,10 @@ from prefect_raybatch.stages.blocks import (
     load_tokenizer,
     rows_of,
 )
-from prefect_raybatch.stages.calls import HERE, Calls
-from prefect_raybatch.stages.figures import told
+from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.load import told
 from prefect_raybatch.storage import Store, put_proved
-from prefect_raybatch.trust import check_types
 from prefect_raybatch.words import counted
 
 PIECES = "_raybatch/pieces"

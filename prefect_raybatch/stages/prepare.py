@@ -14,11 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch import model as models
 from prefect_raybatch.errors import is_transient
-from prefect_raybatch.job import Prompt, template_fields
-from prefect_raybatch.stages.apart import NoChild
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.job.batch_job import Prompt, template_fields
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     FORMED,
@@ -34,7 +33,8 @@ from prefect_raybatch.stages.blocks import (
     rows_of,
     timed,
 )
-from prefect_raybatch.stages.calls import HERE, Calls
+from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole

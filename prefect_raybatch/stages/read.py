@@ -36,8 +36,8 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from prefect_raybatch.errors import RayBatchError, is_transient
-from prefect_raybatch.records import InputFile, Unit
-from prefect_raybatch.stages import blocks
+from prefect_raybatch.ledger.records import InputFile, Unit
+from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each

@@ -22,10 +22,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.blocks import ERROR, POSITION, SHARD, passes_by
-from prefect_raybatch.stages.canary import PROMPT
+from prefect_raybatch.stages.block import ERROR, POSITION, SHARD, passes_by
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.stepper import Completion, EngineDied
+from prefect_raybatch.stages.vllm.canary import PROMPT
+from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
 
 Rows = list[tuple[int, int, str]]  # shard, position, text
 

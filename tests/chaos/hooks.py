@@ -27,7 +27,7 @@ def install(hooks: list[dict[str, Any]], folder: Path) -> None:
         if hook["op"] == "piece":  # written by Ray's workers, which only know the folder
             (folder / "driver.pid").write_text(str(os.getpid()))
             (folder / "piece.at").write_text(str(hook["n"]))
-            from prefect_raybatch import pipeline
+            from prefect_raybatch.cluster import pipeline
 
             from .finish import FinishThatKills
 

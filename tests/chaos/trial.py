@@ -285,7 +285,7 @@ class Trial:
         return open_store(f"{self.out}/{RUN_KEY}", self.world.options(self.store) or None)
 
     def _verify(self) -> list[str]:
-        from prefect_raybatch.verify import verify
+        from prefect_raybatch.result.verify import verify
 
         verdict = verify(self._run_store())
         return [f"verify: {fault}" for fault in verdict.faults] + (
@@ -303,7 +303,7 @@ class Trial:
         # A killed writer's temporary file, a killed planner's probe: harmless, and for `reap`.
         killed = [name for name in odd if "/.tmp-" in f"/{name}" or name.startswith("_probe-")]
         if killed:
-            from prefect_raybatch.reap import reap
+            from prefect_raybatch.result.reap import reap
 
             self.record.extra["left_by_a_kill"] = len(killed)
             reap(self._run_store(), older_than=0.0)

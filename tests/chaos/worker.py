@@ -36,8 +36,8 @@ def main(spec_path: str, status_path: str) -> int:
 
 def attempt(spec: dict[str, Any]) -> dict[str, Any]:
     """plan, infer, finalize; what the report says."""
-    from prefect_raybatch.job import BatchJob
-    from prefect_raybatch.runs import finalize_run, infer_run, plan_run
+    from prefect_raybatch.job.batch_job import BatchJob
+    from prefect_raybatch.runs.runs import finalize_run, infer_run, plan_run
 
     from . import hooks
     from .engine import ENGINES

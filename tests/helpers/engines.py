@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.blocks import (
+from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
@@ -18,7 +18,7 @@ from prefect_raybatch.stages.blocks import (
     passes_by,
 )
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.stepper import Completion, Request
+from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 FAILS = 13  # the id of the row that the fake engine refuses
 

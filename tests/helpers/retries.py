@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch import runs
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.records import RunReport, Unit
-from prefect_raybatch.retry import Retry, plan_retry
-from prefect_raybatch.runs import Run
-from prefect_raybatch.stages.blocks import Failure, tag
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import RunReport, Unit
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Retry, plan_retry
+from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import open_store
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job import BatchJob
-from prefect_raybatch.ledger import Ledger
-from prefect_raybatch.plan import Shards, make_plan
-from prefect_raybatch.records import Commit, InputFile, Part, Plan, Receipt, Unit
-from prefect_raybatch.stages.blocks import Failure, tag
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Receipt, Unit
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.storage import Store, open_store
-from prefect_raybatch.success import Success
-from prefect_raybatch.tally import Tally
 
 from .engines import with_answers
 

@@ -4,7 +4,7 @@ our vLLM plugin's functions is written there, as "PROCESS FUNCTION"."""
 import os
 from collections.abc import Callable
 
-from prefect_raybatch.stages import vllm_plugin
+from prefect_raybatch.stages.vllm import plugin as vllm_plugin
 
 
 def logged(function: Callable[[], None]) -> Callable[[], None]:

@@ -1,0 +1,14 @@
+"""The address of the Prefect blocks, also for the entry point `prefect.collections`; their home is
+`flow/blocks/`."""
+
+from __future__ import annotations
+
+from prefect_raybatch.flow.blocks import (
+    BatchInferenceJob,
+    BatchInferenceRun,
+    ObjectStore,
+    RayCluster,
+    options_of,
+)
+
+__all__ = ["BatchInferenceJob", "BatchInferenceRun", "ObjectStore", "RayCluster", "options_of"]

@@ -1,0 +1,1 @@
+"""Ray: connects to it, and sends shards through the stages on it."""

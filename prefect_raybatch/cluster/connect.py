@@ -1,0 +1,376 @@
+"""Connects to a Ray cluster or starts a local one, and says whether a job fits it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.cluster.reach import check_reachable
+from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.errors import InsufficientResources
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.sizing.cards import card
+from prefect_raybatch.sizing.sizes import Capacity, Pool, choose_pool
+from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
+KNOCK = 2.0  # seconds a node has to take a connection
+
+LEVEL_LINE = b"Set ray log level from environment variable"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job takes while it runs: engines, and at least one task of each CPU stage."""
+
+    cpus: float
+    gpus: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine: its product name, MiB of memory in all and in use."""
+
+    index: int
+    name: str
+    mib: float
+    used_mib: float
+    driver: str
+
+
+def address_of(job: BatchJob) -> str | None:
+    """The cluster a job would use; None when one is started here."""
+    return job.cluster.address or os.environ.get("RAY_ADDRESS") or None
+
+
+class _Ray:
+    """Ray as `sharing` asks for it."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()  # ends the thread that started Ray
+
+    def joined(self) -> bool:
+        ray = sys.modules.get("ray")
+        return ray is not None and bool(ray.is_initialized())
+
+    def start(self, address: str | None, cpus: int) -> None:
+        if address:
+            check_reachable(address)
+        import ray
+        import ray.data  # sets the levels of its loggers, so that ours must come after it
+
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
+        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if not address:
+            quiet |= {"num_cpus": cpus, "include_dashboard": False}
+        try:
+            with _sigterm_kept(), _quiet_start(not address):
+                self._lasting(lambda: ray.init(address=address or "local", **quiet))
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InsufficientResources(
+                f"no Ray cluster answers at {address or 'this machine'}: {error}"
+            ) from None
+
+    def end(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._over.set()
+
+    def _lasting(self, start: Callable[[], object]) -> None:
+        """Calls `start` in a thread that lasts until the cluster's end.
+
+        Linux kills the processes that Ray starts when the thread that started them ends
+        (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster.
+        """
+        if threading.current_thread() is threading.main_thread():
+            start()
+            return
+        outcome: Future[None] = Future()
+        self._over = over = threading.Event()
+
+        def work() -> None:
+            try:
+                start()
+            except BaseException as error:  # the caller's to handle
+                outcome.set_exception(error)
+                return
+            outcome.set_result(None)
+            over.wait()
+
+        run = copy_context().run
+        threading.Thread(target=run, args=(work,), name="raybatch-ray", daemon=True).start()
+        outcome.result()
+
+    def free(self) -> dict[str, float]:
+        import ray
+
+        return dict(ray.available_resources())
+
+
+SHARED = Shared(_Ray())
+
+
+@contextmanager
+def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
+    """A connection to the job's cluster for the block, shared by all runs of this process; the last
+    one out stops it, and only what was started here.
+
+    Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
+    of this process are in another cluster.
+    """
+    with SHARED.joined(user or User(job.name), address_of(job), local_cpus(job)):
+        yield capacity()
+
+
+@contextmanager
+def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> Iterator[None]:
+    """The run's turn on the cluster, for the block: all that it takes, beside the other runs of
+    this process, or all there is without a pool. A local cluster and one elsewhere are the same."""
+    most = {"CPU": have.cpus, "GPU": have.gpus}
+    takes = dict(most)
+    if pool is not None:  # as many engines as it may come to, or they would starve the others
+        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job)
+        takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
+    with SHARED.admitted(user, takes, most):
+        yield
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray puts its own handler for SIGTERM in place of Prefect's, which would turn cancelling into
+    a crash; whoever had set one gets it back. Ray's stays where there was none."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _quiet_start(local: bool) -> Iterator[None]:
+    """Leaves out the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it
+    would tear the progress bar of a terminal, and knows no setting that silences it. All else that
+    is written meanwhile comes after the block. A start elsewhere may take minutes and is let be."""
+    if not (local and os.isatty(2)):
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as caught:
+        terminal = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            caught.seek(0)
+            for line in caught:
+                if LEVEL_LINE not in line:
+                    os.write(2, line)
+
+
+def local_cpus(job: BatchJob) -> int:
+    """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
+    since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
+    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job) + job.engine.num_cpus))
+
+
+def capacity() -> Capacity:
+    """Of the cluster this process is connected to."""
+    import ray
+
+    total = ray.cluster_resources()
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = [node for node in alive if node.get("GPU", 0) >= 1]
+    mark = "accelerator_type:"
+    return Capacity(
+        total.get("CPU", 0.0),
+        total.get("GPU", 0.0),
+        len(alive),
+        ray.get_runtime_context().gcs_address,
+        tuple(sorted(node["GPU"] for node in gpus)),
+        tuple(sorted(name.removeprefix(mark) for name in total if name.startswith(mark))),
+        min((node.get("CPU", 0.0) / node["GPU"] for node in gpus), default=0.0),
+        # Other nodes have other cards; of this one the driver can say more than its name.
+        _measured() if len(alive) == 1 and gpus else 0,
+    )
+
+
+def glance(job: BatchJob) -> Capacity | None:
+    """What can be told of the job's cluster without joining it: all of one that this process is in,
+    this machine where the run starts one itself; None for one that is elsewhere."""
+    if job.cluster.job_server:
+        return None
+    with SHARED.visited() as there:
+        if there:
+            return capacity()
+    if address_of(job):
+        return None
+    cards, _ = gpus_here()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        cards = cards[: len([name for name in visible.split(",") if name.strip()])]
+    cpus, count = local_cpus(job), len(cards)
+    return Capacity(
+        cpus,
+        count,
+        1,
+        "this machine",
+        (count,) if count else (),
+        tuple(sorted({found.name if (found := card(c.name)) else c.name for c in cards})),
+        cpus / count if count else 0.0,
+        _measured(),
+    )
+
+
+def gpus_here() -> tuple[list[Gpu], str]:
+    """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], ""
+    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=8,
+        )
+    except subprocess.TimeoutExpired:
+        return [], "nvidia-smi does not answer within 8 s"
+    if done.returncode:
+        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
+    cards = []
+    for line in done.stdout.splitlines():
+        index, name, total, used, driver = (part.strip() for part in line.split(","))
+        try:
+            cards.append(Gpu(int(index), name, float(total), float(used), driver))
+        except ValueError:  # [N/A] or [Not Supported]: a GPU that was cut into parts
+            return [], f"nvidia-smi says of GPU {index}: {total} MiB, {used} used"
+    return cards, "" if cards else "nvidia-smi shows no GPU"
+
+
+def _measured() -> int:
+    """Bytes of the smallest GPU of this machine; 0 where none is shown."""
+    return int(min((gpu.mib for gpu in gpus_here()[0]), default=0)) << 20
+
+
+def dashboard() -> str:
+    """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
+    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+
+    url = str(worker.get_dashboard_url() or "")
+    return url if not url or "://" in url else f"http://{url}"
+
+
+def nodes() -> set[str]:
+    """The ids of the nodes that live, of the cluster this process is connected to.
+
+    Each is knocked at: Ray takes up to half a minute to say that one is dead.
+    """
+    import ray
+
+    found = set()
+    for node in ray.nodes():
+        place = node["NodeManagerAddress"], node["NodeManagerPort"]
+        with suppress(OSError):
+            if node["Alive"]:
+                socket.create_connection(place, KNOCK).close()
+                found.add(node["NodeID"])
+    return found
+
+
+def actor_states(kind: str) -> dict[str, int]:
+    """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
+    (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""
+    import ray
+    from ray._private import state  # its public cover needs the dashboard
+
+    if not ray.is_initialized():
+        return {}
+    found = state.actors(job_id=ray.JobID.from_hex(ray.get_runtime_context().get_job_id()))
+    names = (
+        actor["State"]
+        for actor in found.values()
+        if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
+    )
+    return dict(Counter(name for name in names if name != "DEAD"))
+
+
+def needs(job: BatchJob, pool: Pool) -> Needs:
+    """What the job takes at least while it runs with that pool of engines."""
+    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job)
+    return Needs(cpus, pool.gpus[0], pool.device)
+
+
+def pool_for(job: BatchJob, have: Capacity) -> Pool:
+    """The engines as far as they can be told without the model's sizes."""
+    return choose_pool(job, have, None, 0, {})
+
+
+def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
+    """Raises `InsufficientResources` before an engine starts if the cluster can never hold it."""
+    pool = pool or pool_for(job, have)
+    want, engine = needs(job, pool), job.engine
+    short = []
+    parallel = f"tensor_parallel_size {engine.tensor_parallel_size} * pipeline_parallel_size "
+    parallel += f"{engine.pipeline_parallel_size}"
+    replicas = counted(pool.replicas[0], "replica")
+    slots = sum(int(gpus // engine.gpus_per_replica) for gpus in have.gpus_by_node)
+    if want.gpus > have.gpus:
+        short.append(
+            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}) of {have.gpus:g}; "
+            "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
+        )
+    elif want.gpus and slots < pool.replicas[0]:
+        short.append(
+            f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
+            f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
+            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size"
+        )
+    kind = engine.accelerator_type
+    if want.gpus and kind and kind not in have.accelerators:
+        short.append(
+            f"accelerator {kind}, where the cluster has {', '.join(have.accelerators) or 'none'}; "
+            "correct engine.accelerator_type"
+        )
+    if want.cpus > have.cpus:
+        short.append(
+            f"{want.cpus:g} logical CPUs of {have.cpus:g}; lower engine.replicas, "
+            "engine.engines_per_gpu, engine.num_cpus or cluster.prepare/finish.num_cpus"
+        )
+    if short:
+        raise InsufficientResources(
+            f"the Ray cluster at {have.address} is too small: needs " + "; and ".join(short)
+        )
+    return want
+
+
+def _list(gpus: tuple[float, ...]) -> str:
+    return ", ".join(f"{count:g}" for count in gpus) or "none"
+
+
+def _stage_cpus(job: BatchJob) -> float:
+    return job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus

@@ -1,0 +1,324 @@
+"""Chains the stages on Ray Data: work units in, receipts out. One call is one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import pyarrow as pa
+from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.window import limit_in_flight
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.batch_job import BatchJob, Stage
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
+from prefect_raybatch.ledger.records import Plan, Receipt, Unit
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages.block import Failure, is_lost
+from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
+RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
+NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working on or had kept"
+# Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
+# engines, the driver runs alone what is missing.
+ONCE = {"max_retries": 0}
+_BUILDING = threading.Lock()
+EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
+
+
+@dataclass
+class Pipeline:
+    """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
+
+    `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
+    read in place; `shuffle` (any text) decides the order of the shards.
+    """
+
+    job: BatchJob
+    plan: Plan
+    shards: Shards
+    store: Store
+    attempt: str
+    size: Sizing
+    input_options: dict[str, Any]
+    shuffle: str | None = None
+    engine: type = EngineStage
+
+    def __post_init__(self) -> None:
+        ledger = Ledger(self.store)
+        self._done = partial(_is_committed, self.store)
+        self._running: Dataset | None = None
+        self.reader = ShardReader(
+            ledger.files(self.plan),
+            decode_schema(self.plan.input_schema),
+            self.store if self.plan.snapshot else None,
+            self.input_options,
+            done=self._done,
+        )
+        self.model = models.with_tokenizer(self.plan.model, self.job.engine)
+        sampling = self.job.sampling
+        self.finish = Finish(
+            self.job.output,
+            self.model,
+            self.store,
+            self.attempt,
+            bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
+            int((sampling.model_extra or {}).get("n") or 1),
+        )
+
+    def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
+        """Sends units through the stages; yields their receipts as they come, in no order.
+
+        `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
+        Units whose task died with its process have no receipt: the caller sees what is missing.
+        Where a node went, what is missing has one that says so, since nothing in it is to blame.
+        """
+        missing = Counter(unit.shard for unit in units)
+        nodes, gone = cluster.nodes(), False
+        try:
+            node_errors: list[str] = []
+            with _short_errors(node_errors):
+                self._running = self._built(units, isolated)
+                try:
+                    for receipt in _receipts(self._running):
+                        missing[receipt.shard] -= 1
+                        yield receipt
+                except ObjectLostError as error:
+                    log.warning("a receipt was lost with its node: %s", _first_line(error))
+                    gone = True
+            missing = +missing
+            if missing and (gone or node_errors or nodes - cluster.nodes()):
+                for shard in missing:
+                    yield Receipt(shard, self.attempt, lost=NODE_LOST)
+        finally:
+            self._running = None
+            # Ray Data lets go of its actors and ends none; what Ray raised about one that died
+            # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
+            # next pass waits for it.
+            gc.collect()
+
+    def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        """The pass as a dataset; it keeps the settings that it was built under."""
+        with _context() as context:
+            limit_in_flight(context, self.size.uncommitted)
+            return self._dataset(units, isolated)
+
+    def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        limits = self.job.limits
+        calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
+        prepare = Prepare(
+            self.job.prompt,
+            self.model,
+            self.job.engine.context,
+            self.job.sampling.max_tokens,
+            calls=calls,
+            sampling=self.job.sampling.given(),
+        )
+        finish = replace(self.finish, calls=calls)
+        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
+        prepared = (
+            ShardDatasource(self.reader, self._tasks(units, isolated))
+            .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
+            .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
+        )
+        if self.job.engine.stage == "ray.data.llm":
+            rows = max(unit.rows for unit in units)
+            return self._ray_llm(prepared, spec, isolated, rows, finish)
+        return (
+            prepared
+            # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
+            # batch size it would wait until blocks of that many rows are there.
+            .map_batches_internal(
+                self.engine,
+                fn_constructor_args=[spec],
+                compute=self._pool(isolated),
+                **_batches(),
+                **self._engine_resources(),
+            ).map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
+        )
+
+    def _ray_llm(
+        self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
+    ) -> Dataset:
+        # Imported here: ray.data.llm takes seconds, and few jobs want it.
+        from prefect_raybatch.cluster.ray_llm import Gather, Spread, through
+
+        asked = prepared.map_batches(
+            Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)
+        )
+        calls = 1 if isolated else self.size.concurrent
+        answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
+        gather = Gather(finish, spec.sampling, self.size.length)
+        return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
+
+    def engines(self) -> dict[str, int]:
+        """How many engine actors are in which of Ray's states."""
+        ray_llm = self.job.engine.stage == "ray.data.llm"
+        return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else self.engine.__name__})")
+
+    def stop(self) -> None:
+        """Ends a pass from another thread than the one that iterates over it.
+
+        Until its first block is there, Ray's executor is known to nobody but by its thread.
+        """
+        name = f"StreamingExecutor-{self._running.get_dataset_id()}" if self._running else None
+        for thread in threading.enumerate():
+            if thread.name == name and isinstance(thread, StreamingExecutor):
+                thread.shutdown(force=True)
+
+    def quarantine(self, unit: Unit, reason: str) -> Receipt:
+        """The receipt of a single row that keeps killing its engine, with its piece written."""
+        (task,) = self.reader.tasks(self._starts([unit]))
+        table = next(self.reader.read(task), None)
+        if table is None:  # another driver committed the shard meanwhile
+            return Receipt(unit.shard, self.attempt)
+        if is_lost(table):
+            raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
+        kind, _, message = reason.partition(": ")
+        failure = Failure("engine", kind or "EngineDied", message[:500])
+        return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
+
+    def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
+        # The first driver goes in order; a later one, which may meet a live one, does not.
+        starts, seed = self._starts(units), self.shuffle
+        if isolated:  # nobody beside a unit in any stage
+            return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
+        return self.reader.tasks(starts, shuffle_seed=seed)
+
+    def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+        return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
+
+    def _pool(self, isolated: bool) -> ActorPoolStrategy:
+        calls, pool = 1 if isolated else self.size.concurrent, self.size.pool
+        return ActorPoolStrategy(
+            # Equal when the number is fixed: then Ray starts them all at once.
+            min_size=pool.fewest,
+            max_size=pool.engines,
+            max_concurrent_calls_per_actor=calls,
+            # One more waits at the actor, so that a freed slot is filled without a round trip.
+            max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),
+            enable_true_multi_threading=True,
+        )
+
+    def _engine_resources(self) -> dict[str, Any]:
+        engine = self.job.engine
+        resources: dict[str, Any] = {
+            "num_cpus": engine.num_cpus,
+            # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
+            # died is not retried by Ray, and the driver runs what is missing alone.
+            "max_restarts": 3,
+            "max_task_retries": 0,
+        }
+        if self.size.pool.device == "gpu":
+            # Rounded down to what Ray counts in, so that all of them fit.
+            whole = engine.gpus_per_replica / self.size.pool.engines_per_gpu
+            resources["num_gpus"] = math.floor(whole * 1000) / 1000
+            if engine.accelerator_type:
+                resources["accelerator_type"] = engine.accelerator_type
+        return resources
+
+
+def _is_committed(store: Store, shard: int) -> bool:
+    return Ledger(store).is_committed(shard)
+
+
+def _receipts(dataset: Dataset) -> Iterator[Receipt]:
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
+            yield Receipt.from_json(text)
+
+
+@contextlib.contextmanager
+def _context() -> Iterator[DataContext]:
+    """Ray Data's settings for the block; the caller's own are put back.
+
+    Ray Data and Python keep them for the whole process: of two runs that put back what they found
+    out of turn, one would build with the other's, and leave them to the caller.
+    """
+    with _BUILDING:
+        yield from _settings()
+
+
+def _settings() -> Iterator[DataContext]:
+    context = DataContext.get_current().copy()
+    context.target_max_block_size = None  # a shard stays one block, so a receipt is a shard
+    context.max_errored_blocks = -1  # a lost task costs its shard a second pass, not the run
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = False
+    context.execution_options.verbose_progress = False
+    with DataContext.current(context), warnings.catch_warnings():
+        # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
+        warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
+        yield context
+
+
+@contextlib.contextmanager
+def _short_errors(node_errors: list[str]) -> Iterator[None]:
+    """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
+    handler that keeps records would keep their GPUs as well. Its first line says enough.
+
+    `node_errors` takes up what was lost with a node. Runs of one process hear of each other's: the
+    one whose filter comes first notes on the record what it takes away from the others."""
+
+    def short(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1]:
+            text = _first_line(record.exc_info[1])
+            record.lost_with_node = text if _is_nodes(record.exc_info[1]) else ""
+            record.msg = f"{record.msg} {text}"
+            record.exc_info = None
+        if text := getattr(record, "lost_with_node", ""):
+            node_errors.append(text)
+        return True
+
+    EXECUTOR_LOG.addFilter(short)
+    try:
+        yield
+    finally:
+        EXECUTOR_LOG.removeFilter(short)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_nodes(error: BaseException) -> bool:
+    """Whether Ray says that a task or its input was lost with a node, not with its process."""
+    known = isinstance(error, (NodeDiedError, ObjectLostError))
+    return known or (isinstance(error, ActorDiedError) and "node has died" in str(error))
+
+
+def _batches() -> dict[str, Any]:
+    return {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    return {**_resources(stage), **_given(concurrency=stage.concurrency), **ONCE}
+
+
+def _resources(stage: Stage) -> dict[str, Any]:
+    return _given(num_cpus=stage.num_cpus, memory=stage.memory)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,1 @@
+"""The loop over shards, and what watches it."""

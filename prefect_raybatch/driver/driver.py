@@ -1,0 +1,339 @@
+"""The loop that turns receipts into commits: passes, budget, isolation of what kills engines.
+
+Knows neither Ray nor Prefect: a pass is a function from work units to receipts, so the loop is
+tested without either.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from prefect_raybatch.driver.stops import Stop, sample
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    RayBatchError,
+    SourceError,
+    StoreError,
+)
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.ledger import Coverage, Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.ranges import count
+from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit, add_counts
+from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.words import are, counted
+
+log = logging.getLogger(__name__)
+
+SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
+ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
+STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
+RATE_WINDOW = 30  # commits the shown rate is taken over
+COMMON = 5  # failures named in an error
+
+
+class RunPass(Protocol):
+    """Sends units through the stages and yields their receipts as they come."""
+
+    def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
+
+
+@dataclass
+class Progress:
+    """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second.
+
+    `held_back` counts failed rows of the shard that crossed the error budget: it is not committed,
+    so they are not in the tally.
+    """
+
+    rows: int
+    shards: int
+    tally: Tally = field(default_factory=Tally)
+    resumed_shards: int = 0
+    resumed_rows: int = 0
+    began: float = field(default_factory=time.time)
+    engine_deaths: int = 0
+    held_back: int = 0
+    losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
+    passes: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+
+    @property
+    def done(self) -> int:
+        return self.tally.rows
+
+    @property
+    def rate(self) -> float:
+        """Rows a second over the latest commits; 0 while there are none."""
+        if not self.recent:
+            return 0.0
+        start, rows = self.recent[0][0], sum(n for _, n in self.recent)
+        return rows / max(time.time() - start, 1e-6)
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self.rows - self.done) / self.rate if self.rate else None
+
+    def add(self, commit: Commit, since: float) -> None:
+        """Counts a commit; `since` is when its rows' work began, for the rate."""
+        before = self.tally.rows
+        self.tally.add(commit)
+        self.recent.append((since, self.tally.rows - before))
+
+
+class Driver:
+    """Drives one attempt at a run to its end.
+
+    `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
+    its receipt. `observe` is called after each commit, and once more when the error budget is
+    crossed, of which `on_stop` is told. `suspects`: units that engines can have in flight together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: Shards,
+        ledger: Ledger,
+        limits: Limits,
+        run_pass: RunPass,
+        quarantine: Callable[[Unit, str], Receipt],
+        observe: Callable[[Progress], None] = lambda progress: None,
+        suspects: int = 64,
+        on_stop: Callable[[Stop], None] = lambda stop: None,
+    ):
+        self.plan, self.shards, self.ledger = plan, shards, ledger
+        self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
+        self.observe, self.suspects, self.on_stop = observe, suspects, on_stop
+        self.coverage = Coverage(shards)
+        self.folder = Folder(ledger.store, plan.hash)
+        self.progress = Progress(plan.rows, plan.shards)
+        self.done = np.zeros(plan.shards, dtype=bool)
+        self._last = time.time()
+        self._lost: dict[int, str] = {}  # why a shard was lost in this pass, latest reason
+        self._warned: set[int] = set()
+
+    def resume(self) -> Progress:
+        """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
+        listing = self.ledger.listing(self.plan)
+        self.done = listing.done
+        if listing.strays:
+            log.warning(
+                "files among the commits that are none count for nothing: %s", listing.strays
+            )
+        for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
+            self.progress.add(commit, self._last)
+        self.progress.recent.clear()
+        self.progress.resumed_shards = self.progress.tally.shards
+        self.progress.resumed_rows = self.progress.done
+        self._check_budget([])
+        return self.progress
+
+    def run(self) -> Progress:
+        """Passes until all is committed. Call `resume` first.
+
+        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when
+        nothing gets through any more. What is committed stays committed.
+        """
+        units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
+        deaths: Counter[Unit] = Counter()
+        strikes, held_at_start = 0, self._held()
+        while units:
+            # Isolated once what is missing may all have been in flight at a death; more than that
+            # was never tried, and one unit at a time would be slow. A pass that got nothing through
+            # would only die the same way again.
+            few = strikes > 0 or len(units) <= self.suspects
+            isolated = self.progress.passes > 0 and few
+            before, known = self._held(), deaths.total()
+            turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
+            self._pass(turn, isolated)
+            units = self._missing(turn)
+            if isolated:
+                units = self._after_isolation(units, deaths)
+            if later:
+                units += self._missing(later)
+            # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
+            works = before > held_at_start
+            moved = self._held() > before or (works and deaths.total() > known)
+            strikes = 0 if moved else strikes + 1
+            if units and strikes >= STRIKES:
+                reason = next(iter(self._lost.values()), "no receipt came back")
+                raise EngineFailure(
+                    f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
+                    f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
+                    f"reason: {reason}"
+                )
+            if units:
+                log.warning(
+                    "%d of %s not done after pass %d, to run again",
+                    len({u.shard for u in units}),
+                    counted(self.plan.shards, "shard"),
+                    self.progress.passes,
+                )
+        self.folder.flush()
+        return self.progress
+
+    def _pass(self, units: Sequence[Unit], isolated: bool) -> None:
+        self.progress.passes += 1
+        self._lost = {}  # what an earlier pass was told says nothing of a death in this one
+        for receipt in self.run_pass(units, isolated):
+            if receipt.lost is not None:
+                self._note_lost(receipt)
+                continue
+            self._accept(receipt)
+
+    def _accept(self, receipt: Receipt) -> None:
+        if self.done[receipt.shard]:
+            return
+        whole = self.coverage.add(receipt)
+        if whole is not None:
+            self._commit(receipt.shard, whole)
+
+    def _commit(self, shard: int, receipts: list[Receipt]) -> None:
+        self._check_budget(receipts)
+        commit = self.ledger.commit(self.plan, self.shards[shard].rows, receipts)
+        if commit is None:  # another driver won; its record holds
+            commit = self.ledger.read_commit(self.plan, shard)
+        self._count(shard, commit)
+
+    def _count(self, shard: int, commit: Commit) -> None:
+        self.done[shard] = True
+        self._lost.pop(shard, None)
+        now = time.time()
+        # The first commit's work began with the engines, not with this loop's start.
+        since = self._last if self.progress.recent else commit.stats.get("started", self._last)
+        self.progress.add(commit, since)
+        self.folder.add(commit)
+        self._last = now
+        self.observe(self.progress)
+
+    def _check_budget(self, receipts: Sequence[Receipt]) -> None:
+        """The shard (of these `receipts`) that would cross the limit is not committed, so raising
+        the limit and running again continues from there."""
+        more = sum(count(r.failed) for r in receipts)
+        allowed = self.limits.allowed(self.plan.rows)
+        failed = self.progress.tally.failed + more
+        if failed <= allowed:
+            return
+        stop = Stop(failed, more, allowed, self.plan.rows)
+        if receipts:
+            stop = self._stopped(stop, receipts)
+        failures = add_counts(self.progress.tally.failures, *(r.failures for r in receipts))
+        common = Counter(failures).most_common(COMMON)
+        lines = [f"  {counted(n, 'row')}: {k.replace('|', ': ')}" for k, n in common]
+        lines += ["Such as:"] if stop.sample else []
+        lines += [f"  {line}" for line in stop.lines()]
+        done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
+        raise ErrorBudgetExceeded(
+            f"{failed:,} of {counted(self.plan.rows, 'row')} failed, more than "
+            f"{self.limits.said(self.plan.rows)}. Commonest:\n"
+            + "\n".join(lines)
+            + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
+            "cause or raise the limit and run the same command again."
+        )
+
+    def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
+        """Tells everybody of the failed rows that no commit will tell of."""
+        shard = receipts[0].shard
+        pieces = [piece for receipt in receipts for piece in receipt.pieces]
+        numbers = partial(self.ledger.numbers, self.plan)
+        found = sample(self.ledger.store, pieces, self.shards[shard].start, numbers)
+        stop = replace(stop, shard=shard, sample=found)
+        self.progress.held_back = stop.held_back
+        self.observe(self.progress)
+        self.on_stop(stop)
+        return stop
+
+    def _note_lost(self, receipt: Receipt) -> None:
+        reason = receipt.lost or ""
+        if receipt.fatal:
+            raise _fatal(reason)
+        if is_death(reason):
+            self.progress.engine_deaths += 1
+        if receipt.shard not in self._warned:
+            self._warned.add(receipt.shard)
+            log.warning("shard %d was lost: %s", receipt.shard, reason)
+        if reason[:LOSS] in self.progress.losses or len(self.progress.losses) < LOSSES:
+            self.progress.losses[reason[:LOSS]] += 1
+        self._lost[receipt.shard] = reason
+
+    def _held(self) -> int:
+        """Rows that are committed or held by receipts: what must grow in every pass."""
+        pending = np.flatnonzero(~self.done).tolist()
+        gaps = sum(count(self.coverage.gaps(shard)) for shard in pending)
+        return self.plan.rows - gaps
+
+    def _missing(self, units: Sequence[Unit]) -> list[Unit]:
+        """The parts of `units` that no receipt holds and nobody has committed meanwhile."""
+        theirs = self.ledger.committed(self.plan) & ~self.done
+        for shard in np.flatnonzero(theirs).tolist():
+            self.coverage.drop(shard)
+            self._count(shard, self.ledger.read_commit(self.plan, shard))
+        left = []
+        gaps = {u.shard: self.coverage.gaps(u.shard) for u in units if not self.done[u.shard]}
+        for unit in units:
+            for start, stop in gaps.get(unit.shard, ()):
+                low, high = max(start, unit.offset), min(stop, unit.offset + unit.rows)
+                if low < high:
+                    left.append(Unit(unit.shard, low, high - low))
+        return left
+
+    def _after_isolation(self, units: list[Unit], deaths: Counter[Unit]) -> list[Unit]:
+        """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
+        rest: list[Unit] = []
+        for unit in units:
+            reason = self._lost.get(unit.shard, "EngineDied: no receipt came back")
+            if not (is_death(reason) or reason.startswith("BlockHung")):
+                rest.append(unit)  # the store's or the input's fault: cutting would not help
+            elif unit.rows > 1:
+                rest += cut(unit)
+            else:
+                deaths[unit] += 1
+                if deaths[unit] < self.limits.engine_deaths:
+                    rest.append(unit)
+                else:
+                    self._accept(self.quarantine(unit, reason))
+        return rest
+
+
+def cut(unit: Unit) -> list[Unit]:
+    """Up to 16 parts of about equal size, in order."""
+    size = -(-unit.rows // SPLIT)
+    return [
+        Unit(unit.shard, unit.offset + at, min(size, unit.rows - at))
+        for at in range(0, unit.rows, size)
+    ]
+
+
+def is_death(reason: str) -> bool:
+    """Whether a unit was lost with its engine, and not because of store or input."""
+    return reason.startswith("EngineDied")
+
+
+FATAL: tuple[tuple[str, type[RayBatchError]], ...] = (
+    ("SourceError", SourceError),
+    ("StoreError", StoreError),
+    ("CorruptRun", CorruptRun),
+    ("ConfigError", ConfigError),
+)
+
+
+def _fatal(reason: str) -> RayBatchError:
+    """The error a fatal receipt stands for; its text begins with the class."""
+    for name, kind in FATAL:
+        if reason.startswith(name):
+            return kind(reason.removeprefix(name).lstrip(": "))
+    return EngineStartError(f"the engine cannot work: {reason}")

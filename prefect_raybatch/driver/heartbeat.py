@@ -1,0 +1,250 @@
+"""How a run is doing right now: a small record beside the attempt's note, and the thread it is
+written from. For people and followers only, never for correctness.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import dump, load
+from prefect_raybatch.storage import Store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.driver.driver import Progress
+
+log = logging.getLogger(__name__)
+
+HEARTBEATS = "_raybatch/heartbeats"
+EVERY = 10.0  # seconds between two records of an attempt
+SILENT = 60.0  # seconds without one after which an attempt is shown as silent
+STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
+UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
+WORDS = ("phase", "about", "dashboard")  # fields that hold text
+PHASES = (STARTING, INFERRING, WAITING, ENDED)
+JOIN = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What other threads may know of a `Progress`, taken in the driver's thread after a commit.
+
+    `at` and `window_start` are seconds since 1970; `commits` and `window_rows` are of the window
+    that the rate is taken over, and empty before the first commit of this attempt. `held_back`
+    counts failed rows of the shard that crossed the error budget and is not committed.
+    """
+
+    at: float
+    rows: int
+    shards: int
+    done: int
+    failed: int
+    skipped: int
+    committed: int
+    passes: int
+    engine_deaths: int
+    prompt_tokens: float
+    output_tokens: float
+    commits: int
+    window_rows: int
+    window_start: float
+    held_back: int = 0
+
+    @classmethod
+    def of(cls, progress: Progress, now: float | None = None) -> Counts:
+        tally, recent = progress.tally, progress.recent
+        return cls(
+            at=time.time() if now is None else now,
+            rows=progress.rows,
+            shards=progress.shards,
+            done=tally.rows,
+            failed=tally.failed,
+            skipped=tally.skipped,
+            committed=tally.shards,
+            passes=progress.passes,
+            engine_deaths=progress.engine_deaths,
+            prompt_tokens=tally.sums.get("prompt_tokens", 0.0),
+            output_tokens=tally.sums.get("output_tokens", 0.0),
+            commits=len(recent),
+            window_rows=sum(rows for _, rows in recent),
+            window_start=recent[0][0] if recent else 0.0,
+            held_back=progress.held_back,
+        )
+
+    def rate(self, now: float) -> float:
+        """Rows a second over the latest commits; falls while nothing is committed."""
+        return self.window_rows / max(now - self.window_start, 1e-6) if self.commits else 0.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a heartbeat record says. Rates are a second, times are seconds; `at` and `last_commit`
+    since 1970. `engines` counts the engine actors by Ray's state. `alarms` counts the warnings of
+    the present stall and `quiet` is how long it lasts, both 0 while commits flow. `dashboard` is
+    the URL of Ray's, "" where there is none. `held_back` counts failed rows beside the `failed`
+    ones that are committed: of the shard that crossed the error budget."""
+
+    at: float
+    phase: str = STARTING
+    rows: int = 0
+    shards: int = 0
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+    committed: int = 0
+    rate: float = 0.0
+    prompt_tokens_rate: float = 0.0
+    output_tokens_rate: float = 0.0
+    seconds_left: float | None = None
+    passes: int = 0
+    engine_deaths: int = 0
+    engines: Mapping[str, int] = field(default_factory=dict)
+    last_commit: float | None = None
+    alarms: int = 0
+    quiet: float = 0.0
+    about: str = ""
+    dashboard: str = ""
+    held_back: int = 0
+
+    @classmethod
+    def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
+        rate = counts.rate(now)
+        a_row = rate / counts.done if counts.done else 0.0
+        left = counts.rows - counts.done
+        return cls(
+            at=round(now, 3),
+            rows=counts.rows,
+            shards=counts.shards,
+            done=counts.done,
+            failed=counts.failed,
+            skipped=counts.skipped,
+            committed=counts.committed,
+            rate=round(rate, 2),
+            prompt_tokens_rate=round(counts.prompt_tokens * a_row, 1),
+            output_tokens_rate=round(counts.output_tokens * a_row, 1),
+            seconds_left=round(left / rate, 1) if rate else None,
+            passes=counts.passes,
+            engine_deaths=counts.engine_deaths,
+            held_back=counts.held_back,
+            last_commit=round(counts.at, 3) if counts.commits else None,
+            **more,
+        )
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str) -> Beat:
+        """Raises `CorruptRun` for anything that `to_bytes` does not write."""
+        value = load(data, what)
+        numbers = {f.name for f in fields(cls)} - set(WORDS) - {"engines"}
+        try:
+            beat = cls(**value)
+            engines = {str(k)[:40]: int(v) for k, v in dict(beat.engines).items()}
+        except (TypeError, ValueError) as error:
+            raise CorruptRun(f"{what} is no heartbeat: {error}") from None
+        wrong = [n for n in numbers if not _is_number(getattr(beat, n), n)]
+        wrong += [n for n in WORDS if not isinstance(getattr(beat, n), str)]
+        if wrong or beat.phase not in PHASES:
+            raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase'}")
+        return cls(**{**value, "engines": engines})
+
+
+def alive(engines: Mapping[str, int]) -> int:
+    """Engines that Ray holds for alive, of the states in a beat."""
+    return engines.get("ALIVE", 0)
+
+
+def _is_number(value: Any, name: str) -> bool:
+    if value is None:
+        return name in ("seconds_left", "last_commit")
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Listener:
+    """An observer that is also told of beats, about every second, from a thread of their own."""
+
+    def __call__(self, progress: Progress) -> None:
+        """After each commit, in the driver's thread: it must be quick."""
+
+    def hear(self, beat: Beat) -> None:
+        """The state now, also while nothing is committed."""
+
+
+def path_of(attempt: str) -> str:
+    return f"{HEARTBEATS}/{attempt}.json"
+
+
+def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
+    """The last beats of these attempts; one that is missing or damaged is left out."""
+    found = {}
+    for attempt in attempts:
+        path = path_of(attempt)
+        try:
+            found[attempt] = Beat.from_bytes(read_record(store, path), path)
+        except FileNotFoundError:
+            continue
+        except CorruptRun as fault:
+            log.warning("%s", fault)
+    return found
+
+
+def newest(store: Store) -> Beat | None:
+    """The latest beat of any driver of the run, for who follows it from elsewhere."""
+    names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
+    names = [name for name in names if name.isalnum()]  # no copies that a tool made
+    return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
+
+
+class Ticker:
+    """Calls `work` every `seconds` from a thread of its own, and once more when closed.
+
+    Whatever `work` raises is logged, once for each text: what it does is never worth a run. The
+    thread has the contextvars of who enters, so that Prefect knows the flow run there.
+    """
+
+    def __init__(self, name: str, seconds: float, work: Callable[[], None]):
+        self.name, self.seconds, self.work = name, seconds, work
+        self._wake, self._stop = threading.Event(), False
+        self._said = ""
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Ticker:
+        run = copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._loop,), name=self.name, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(JOIN)
+
+    def nudge(self) -> None:
+        """Calls `work` as soon as may be."""
+        self._wake.set()
+
+    def _loop(self) -> None:
+        last = False
+        while not last:
+            self._wake.wait(self.seconds)
+            self._wake.clear()
+            last = self._stop  # asked before the work, which may be going on when the end comes
+            self._once()
+
+    def _once(self) -> None:
+        try:
+            self.work()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if text != self._said:
+                self._said = text
+                log.warning("%s: %s; the run goes on", self.name, text)

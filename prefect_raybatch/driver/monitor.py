@@ -1,0 +1,193 @@
+"""Watches one attempt while the driver works: heartbeat, stall, metrics; tells its listener."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    EVERY,
+    INFERRING,
+    STARTING,
+    WAITING,
+    Beat,
+    Counts,
+    Listener,
+    Ticker,
+    path_of,
+)
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
+from prefect_raybatch.errors import EngineFailure, StoreError
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.ledger import COMMITS
+from prefect_raybatch.ledger.record_files import put_record
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.driver.driver import Progress
+
+log = logging.getLogger(__name__)
+
+LOOK = 1.0  # seconds between looks
+ASK_ENGINES = 10.0  # seconds between questions to Ray
+
+
+class Monitor:
+    """An observer for the driver that stands between it and `observe`.
+
+    `engines` gives the number of engine actors by state; it may raise or be slow. Use as a context
+    manager around the work; after it, `failure` is the error of a stall that is to fail the run.
+    """
+
+    def __init__(
+        self,
+        attempt: str,
+        plan: Plan,
+        store: Store,
+        limits: Limits,
+        observe: Callable[[Progress], None],
+        engines: Callable[[], Mapping[str, int]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
+        self.observe, self.engines, self.clock = observe, engines, clock
+        self.counts: Counts | None = None  # at the latest commit
+        self._progress: Progress | None = None
+        self.failure: EngineFailure | None = None
+        self._longest = 0.0
+        self._watch = StallWatch(limits, clock())
+        self._about = ""
+        self._held = ""  # why the run does not work yet
+        self.dashboard = ""  # of Ray, known once it is connected
+        self._states: Mapping[str, int] = {}
+        self._asked = self._written = float("-inf")
+        self._ended = False
+        self._beats = Ticker("heartbeat", EVERY, self._write)
+
+    def __call__(self, progress: Progress) -> None:
+        """After each commit, in the driver's thread: takes what the others need, no more."""
+        self.counts, self._progress = Counts.of(progress), progress
+        if progress.recent:
+            started, ended, _ = progress.tally.ends[-1]
+            self._longest = max(self._longest, ended - started)
+        self.observe(progress)
+
+    def held(self, why: str) -> None:
+        """The run waits for its turn, and `why`; "" when it goes on. Meanwhile nothing stalls."""
+        self._held = why
+        self._beats.nudge()
+
+    def __enter__(self) -> Monitor:
+        with ExitStack() as stack:
+            stack.enter_context(metrics.serving(self.plan.job_name, self.plan.run_key, self.beat))
+            stack.enter_context(self._beats)
+            stack.enter_context(Ticker("stall detection", LOOK, self._look))
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        self._beats.nudge()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def beat(self) -> Beat:
+        """The state now."""
+        counts, watch = self._now(), self._watch
+        if self._ended:
+            phase = ENDED
+        elif watch.alarms or self._held:
+            phase = WAITING
+        else:
+            phase = STARTING if watch.starting else INFERRING
+        more: dict[str, Any] = {
+            "phase": phase,
+            "engines": dict(self._states),
+            "alarms": watch.alarms,
+            "dashboard": self.dashboard,
+        }
+        about = self._about if watch.alarms else self._held
+        if counts is None:
+            rows, shards = self.plan.rows, self.plan.shards
+            return Beat(time.time(), rows=rows, shards=shards, about=about, **more)
+        quiet = round(self.clock() - watch.since, 1) if watch.alarms else 0.0
+        return Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+
+    def _now(self) -> Counts | None:
+        """The counts with those that change between commits, too."""
+        counts, progress = self.counts, self._progress
+        if counts is None or progress is None:
+            return None
+        return replace(counts, passes=progress.passes, engine_deaths=progress.engine_deaths)
+
+    # --- the thread that looks --------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self.clock()
+        if not self._ended and now - self._asked >= ASK_ENGINES:
+            self._asked = now
+            self._states = self.engines()
+        counts, latest = self._now(), self.counts
+        if self._held:
+            self._watch = StallWatch(self.limits, now)
+        elif counts is not None and latest is not None and not self._ended:
+            found = self._watch.look(now, latest, counts.passes, self._longest)
+            if isinstance(found, Stall):
+                self._stalled(found, counts)
+            elif isinstance(found, Flowing):
+                log.warning("commits flow again after %.0f s without one", found.seconds)
+                self._beats.nudge()
+        if isinstance(self.observe, Listener):
+            self.observe.hear(self.beat())
+
+    def _stalled(self, stall: Stall, counts: Counts) -> None:
+        self._states = self.engines()  # what was asked last may be older than the stall
+        self._about = (
+            f"no shard was committed for {stall.seconds:.0f} s, where {stall.limit:.0f} s are "
+            f"allowed{' until the first of a pass' if stall.starting else ''} "
+            f"({counts.committed:,} of {counted(counts.shards, 'shard')}, pass {counts.passes}, "
+            f"{counts.engine_deaths} engine deaths). Engines: {_told(self._states)}. "
+            f"Store: {probe(self.store)}; {self._heard()}"
+        )
+        log.warning("%s", self._about)
+        self._beats.nudge()
+        if self.limits.fail_on_stall and self.failure is None:
+            self.failure = EngineFailure(
+                f"{self._about}. limits.fail_on_stall ends the run; what is committed is kept and "
+                "the same command again continues"
+            )
+
+    def _heard(self) -> str:
+        if self._written == float("-inf"):
+            return "no heartbeat was written yet"
+        return f"the last heartbeat was written {self.clock() - self._written:.0f} s ago"
+
+    # --- the thread that writes -------------------------------------------------------------
+
+    def _write(self) -> None:
+        put_record(self.store, path_of(self.attempt), self.beat().to_bytes())
+        self._written = self.clock()
+
+
+def probe(store: Store) -> str:
+    """What one look into the folder of commits came to, and how long it took."""
+    began = time.monotonic()
+    try:
+        next(iter(store.list(COMMITS)), None)
+    except StoreError as error:
+        return f"a listing failed after {time.monotonic() - began:.1f} s: {error}"
+    return f"a listing took {time.monotonic() - began:.2f} s"
+
+
+def _told(states: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {state.lower()}" for state, n in sorted(states.items())) or "none known"

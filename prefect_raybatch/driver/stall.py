@@ -1,0 +1,153 @@
+"""Is the run getting on? When no shard has been committed for too long, and what to do then."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.driver.heartbeat import Counts
+from prefect_raybatch.errors import EngineFailure, RayBatchError
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.records import Receipt, Unit
+
+LEAST = 60.0  # seconds: shorter pauses are nobody's business
+INTERVALS = 10  # mean times between commits without one
+LONGEST = 3  # times the slowest shard: engines that began together also end together
+LOOK = 1.0  # seconds between looks whether a stalled run is to fail
+STOP = 5.0  # seconds for a pass that was given up to end
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No commit for `seconds`, where `limit` is allowed; the `number`th warning of this stall.
+    `starting` while no commit of this pass has come."""
+
+    seconds: float
+    limit: float
+    number: int
+    starting: bool
+
+
+@dataclass(frozen=True)
+class Flowing:
+    """Commits flow again after `seconds` without one."""
+
+    seconds: float
+
+
+class StallWatch:
+    """Says, asked about every second, when a run stalls and when it goes on.
+
+    Warnings come at the limit, then at 2, 4, 8 times it. A new pass starts its engines anew and so
+    has the longer limit until its first commit. Times are of a clock that does not jump, in
+    seconds; it reads no clock itself.
+    """
+
+    def __init__(self, limits: Limits, now: float):
+        self.limits = limits
+        self.since = now
+        self.starting = True
+        self.alarms = 0
+        self._seen = (-1, -1)  # commits, passes
+
+    def limit(self, counts: Counts, longest: float = 0.0) -> float:
+        """Seconds without a commit that are allowed now. `longest`: seconds the slowest shard of
+        this attempt took."""
+        if self.starting:
+            return float(self.limits.stall_start_seconds)
+        if self.limits.stall_seconds is not None:
+            return self.limits.stall_seconds
+        between = (counts.at - counts.window_start) / counts.commits if counts.commits else 0.0
+        return max(LEAST, INTERVALS * between, LONGEST * longest)
+
+    def look(
+        self, now: float, counts: Counts, passes: int, longest: float = 0.0
+    ) -> Stall | Flowing | None:
+        """What is new. `counts` are those of the latest commit, `passes` as many as have begun."""
+        # What was committed before this attempt is no sign that its engines have started.
+        self.starting = not counts.commits or passes > counts.passes
+        before, self._seen = self._seen, (counts.committed, passes)
+        waited, alarms = now - self.since, self.alarms
+        if before != self._seen:
+            self.since, self.alarms = now, 0
+            return Flowing(waited) if alarms and before[0] != counts.committed else None
+        limit = self.limit(counts, longest)
+        if counts.committed >= counts.shards or waited < limit * 2**alarms:
+            return None
+        self.alarms += 1
+        return Stall(waited, limit, self.alarms, self.starting)
+
+
+RunPass = Callable[[Sequence[Unit], bool], Iterator[Receipt]]
+_END = object()
+
+
+def interruptible(
+    run_pass: RunPass,
+    failure: Callable[[], EngineFailure | None],
+    stop: Callable[[], None],
+    halted: Callable[[], RayBatchError | None] = lambda: None,
+) -> RunPass:
+    """The pass, from which `failure()` can be raised while it waits for a receipt, and `halted()`
+    at any time.
+
+    Ray cannot be interrupted from outside, so the pass runs in a thread of its own; `stop` is
+    called when it is given up, and must make it end.
+    """
+
+    def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
+        receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
+        over = threading.Event()
+
+        def give(item: Any) -> bool:
+            while not over.is_set():
+                try:
+                    receipts.put(item, timeout=LOOK)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def pump() -> None:
+            end: Any = _END
+            try:
+                for receipt in run_pass(units, isolated):
+                    if not give(receipt):
+                        return
+            except BaseException as error:
+                end = error
+            give(end)
+
+        context = copy_context().run  # log lines from there belong to the same flow run
+        thread = threading.Thread(target=context, args=(pump,), name="raybatch-pass", daemon=True)
+        thread.start()
+        ended = False
+        try:
+            while True:
+                over_now = halted()
+                if over_now is not None:
+                    raise over_now
+                try:
+                    item = receipts.get(timeout=LOOK)
+                except queue.Empty:
+                    error = failure()
+                    if error is not None:
+                        raise error from None
+                    continue
+                ended = item is _END or isinstance(item, BaseException)
+                if item is _END:
+                    return
+                if ended:
+                    raise item
+                yield item
+        finally:
+            over.set()
+            if not ended:
+                stop()
+                thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
+
+    return passing

@@ -1,0 +1,117 @@
+"""Why an attempt stopped over its error budget: how many rows had failed, and some of them.
+
+The shard that would cross the limit is not committed, so its failed rows are in no commit and no
+count of one. They are kept in the attempt's note: for people, never for correctness.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.ledger.ledger import PIECES
+from prefect_raybatch.ledger.plan_tables import from_parquet
+from prefect_raybatch.ledger.records import Piece
+from prefect_raybatch.ledger.row_numbers import RowNumbers
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
+
+KEPT, SAID = 20, 5  # failed rows that a stop keeps, and that are said in a message
+TEXT, LINE = 500, 160  # characters of a row's message that are kept and said
+MAX_PIECE = 1 << 30  # bytes
+POSITION = "__rb_pos"  # the column of a piece with its rows' positions in the shard
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A failed row: its row number, and what the quarantine's files would say of it."""
+
+    row: int
+    stage: str
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An attempt that stopped: `failed` rows in all, of which `held_back` are in a shard that was
+    not committed; `allowed` by the limit, of `rows` planned."""
+
+    failed: int
+    held_back: int
+    allowed: int
+    rows: int
+    shard: int | None = None
+    sample: tuple[Sample, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, Any]) -> Stop | None:
+        """The stop in an attempt's note; None where there is none, or nothing readable."""
+        try:
+            value = dict(note["stopped"])
+            value["sample"] = tuple(Sample(**one) for one in value["sample"])
+            found = cls(**value)
+            numbers = [found.failed, found.held_back, found.allowed, found.rows]
+            numbers += [one.row for one in found.sample]
+            return found if all(type(number) is int for number in numbers) else None
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def line(self) -> str:
+        """What happened, in a sentence without an end."""
+        text = f"{self.failed:,} of {counted(self.rows, 'row')} failed, where {self.allowed:,} may"
+        if self.held_back:
+            rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
+            text += f"; {rest} in shard {self.shard}, which was therefore not committed"
+        return text
+
+    def lines(self) -> list[str]:
+        """Some of the failed rows, a line each."""
+        return [
+            f"row {one.row:,}: {one.stage}: {one.error}: {_short(one.message, LINE)}"
+            for one in self.sample[:SAID]
+        ]
+
+
+def sample(
+    store: Store, pieces: Iterable[Piece], start: int, numbers: Callable[[], RowNumbers]
+) -> tuple[Sample, ...]:
+    """Failed rows of the quarantine's `pieces` of one shard, the first ones; `start` is where it
+    begins in the run's input, and `numbers` gives the run's row numbers. What cannot be read is
+    left out: it explains a stop, no more."""
+    found: list[Sample] = []
+    for piece in pieces:
+        if piece.kind == "quarantine" and len(found) < KEPT:
+            found += _of_piece(store, piece, start, numbers)
+    return tuple(sorted(found, key=lambda one: one.row)[:KEPT])
+
+
+def _of_piece(
+    store: Store, piece: Piece, start: int, numbers: Callable[[], RowNumbers]
+) -> list[Sample]:
+    names = [POSITION, "stage", "error", "message"]
+    try:
+        data = store.read(f"{PIECES}/{piece.path}", MAX_PIECE)
+        table = from_parquet(data, piece.path, names).slice(0, KEPT)
+        rows = numbers().of(table[POSITION].to_numpy() + start).tolist()
+        columns = [table[name].to_pylist() for name in names[1:]]
+    except (RayBatchError, OSError) as error:
+        log.warning("failed rows cannot be shown: %s: %s", type(error).__name__, error)
+        return []
+    return [
+        Sample(int(row), str(stage), str(kind), _short(str(message), TEXT))
+        for row, stage, kind, message in zip(rows, *columns, strict=True)
+    ]
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,0 +1,22 @@
+"""Everything that imports Prefect: flows, tasks, blocks, and what its pages show.
+
+`prefect_raybatch.flow.batch_inference` is the entrypoint that deployments name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect_raybatch.flow.flows import batch_inference, retry_failed, tune_job
+
+__all__ = ["batch_inference", "retry_failed", "tune_job"]
+
+
+def __getattr__(name: str) -> Any:
+    """The flows are fetched when asked for: Prefect imports the blocks at each of its starts."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefect_raybatch.flow import flows
+
+    return getattr(flows, name)

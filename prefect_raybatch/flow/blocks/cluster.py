@@ -1,0 +1,130 @@
+"""The block that says where Ray is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from prefect.blocks.abstract import CredentialsBlock
+from prefect.types import SecretDict
+from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.job.batch_job import BatchJob
+
+CLIENT_REFUSED = (
+    "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
+    "host:6379, or the job server http://host:8265 whose jobs outlive this process"
+)
+SERVER = re.compile(r"https?://[^\s/?#@]+/?\Z")
+
+
+class RayCluster(CredentialsBlock):
+    """Where Ray is: a local cluster, a running one by its address, or a job server.
+
+    With neither address nor job server a cluster is started for the run and stopped after it.
+
+    Attributes:
+        address: Address of a running cluster that this process can join.
+        job_server: URL of the job server of a running cluster.
+        headers: HTTP headers for the job server.
+        token: Bearer token for the job server.
+
+    Example:
+        Use a saved cluster for a job:
+        ```python
+        from prefect_raybatch.flow.blocks import RayCluster
+
+        cluster = RayCluster.load("BLOCK_NAME")
+        job = cluster.apply(job)
+        ```
+    """
+
+    _block_type_name = "Ray Cluster"
+    _block_type_slug = "ray-cluster"
+    _logo_url = HttpUrl("https://github.com/ray-project.png?size=200")
+    _documentation_url = HttpUrl("https://docs.ray.io/en/latest/cluster/getting-started.html")
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
+
+    address: str | None = field(
+        None,
+        title="Address",
+        text="host:6379 (the GCS) or auto for a running cluster; empty starts a local one.",
+    )
+    job_server: str | None = field(
+        None,
+        title="Job server",
+        text="http(s)://host:8265 of a running cluster; runs are submitted there as Ray jobs and "
+        "outlive the flow's process.",
+    )
+    headers: SecretDict | None = field(
+        None, title="Headers", text="HTTP headers for the job server, kept as a secret."
+    )
+    token: SecretStr | None = field(
+        None, title="Token", text="Sent to the job server as a bearer token."
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("ray://"):
+            raise ValueError(CLIENT_REFUSED)
+        if value is not None and "://" in value:
+            raise ValueError(
+                "is a URL; write host:6379 or auto here, and http:// into the field job_server"
+            )
+        return value or None
+
+    @field_validator("job_server")
+    @classmethod
+    def _job_server(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        if value.startswith("ray://"):
+            raise ValueError(CLIENT_REFUSED)
+        if not SERVER.match(value):  # not quoted: it may hold a user and a password
+            raise ValueError(
+                "is no job server; write http://host:8265 and no more (keys belong into headers "
+                "or token)"
+            )
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> RayCluster:
+        if self.address and self.job_server:
+            raise ValueError(
+                "address is for a driver in the flow's process, job_server for one on the "
+                "cluster; keep one"
+            )
+        if (self.headers or self.token) and not self.job_server:
+            raise ValueError("headers and token are for the job server; set job_server as well")
+        return self
+
+    def apply(self, job: BatchJob) -> BatchJob:
+        """The job on this cluster. Raises `ConfigError` when the job cannot be run that way."""
+        value = job.to_dict()
+        places = {"address": self.address, "job_server": self.job_server}
+        kept = {k: v for k, v in value.get("cluster", {}).items() if k not in places}
+        value["cluster"] = {**kept, **{k: v for k, v in places.items() if v}}
+        return BatchJob.from_dict(value, "job on the RayCluster block")
+
+    def request_headers(self) -> dict[str, str]:
+        """Headers for each request to the job server, with the token. They are secrets."""
+        found = {} if self.headers is None else dict(self.headers.get_secret_value())
+        if self.token is not None:
+            found["Authorization"] = f"Bearer {self.token.get_secret_value()}"
+        return {str(name): str(value) for name, value in found.items()}
+
+    def get_client(self) -> Any:
+        """A `ray.job_submission.JobSubmissionClient` of the job server.
+
+        Asks the server for its version. Raises `ConfigError` without `job_server` and
+        `ConnectionError` when it does not answer.
+        """
+        if self.job_server is None:
+            raise ConfigError("this RayCluster has no job_server; set it to http://host:8265")
+        from ray.job_submission import JobSubmissionClient
+
+        return JobSubmissionClient(self.job_server, headers=self.request_headers() or None)

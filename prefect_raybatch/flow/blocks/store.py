@@ -1,0 +1,197 @@
+"""The block with the keys of an object store, and how others' blocks become store options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.blocks.abstract import CredentialsBlock
+from prefect.blocks.core import Block
+from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.storage import Store, open_store
+
+# s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
+KEYS = {
+    "key": ("aws_access_key_id", "minio_root_user"),
+    "secret": ("aws_secret_access_key", "minio_root_password"),
+    "token": ("aws_session_token",),
+    "profile": ("profile_name",),
+}
+
+
+class ObjectStore(CredentialsBlock):
+    """Keys and place of S3 or of a store that speaks it, for the input and output of jobs.
+
+    Name it in a job as `credentials_block: object-store/NAME`. The keys are its own, or those of
+    a saved `AwsCredentials` or `MinIOCredentials` block of prefect-aws. With neither they come
+    from the environment of the process that works.
+
+    Attributes:
+        credentials: A saved block of prefect-aws with the keys.
+        access_key_id: Access key, in place of such a block.
+        secret_access_key: Its secret.
+        session_token: Token of temporary keys.
+        endpoint_url: Where a store other than AWS answers.
+        region: Region of the bucket.
+        anonymous: Whether to send no keys at all.
+
+    Example:
+        Look into a folder with the keys of a saved block:
+        ```python
+        from prefect_raybatch.flow.blocks import ObjectStore
+
+        store = ObjectStore.load("BLOCK_NAME")
+        for file in store.get_client("s3://bucket/folder").list():
+            print(file.path, file.size)
+        ```
+    """
+
+    _block_type_name = "Object Store"
+    _block_type_slug = "object-store"
+    _logo_url = HttpUrl(
+        "https://cdn.sanity.io/images/3ugk85nk/production/"
+        "d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
+    )
+    _documentation_url = HttpUrl("https://s3fs.readthedocs.io/en/latest/#credentials")
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
+
+    credentials: str | None = field(
+        None,
+        title="Credentials block",
+        text="Saved AwsCredentials or MinIOCredentials block of prefect-aws, as type-slug/name.",
+    )
+    access_key_id: SecretStr | None = field(
+        None, title="Access key", text="Access key id, in place of a credentials block."
+    )
+    secret_access_key: SecretStr | None = field(
+        None, title="Secret key", text="Secret of the access key."
+    )
+    session_token: SecretStr | None = field(
+        None, title="Session token", text="Token that belongs to temporary keys."
+    )
+    endpoint_url: str | None = field(
+        None,
+        title="Endpoint",
+        text="http(s) URL of a store other than AWS, such as Ceph, MinIO or R2.",
+    )
+    region: str | None = field(None, title="Region", text="Region of the bucket.")
+    anonymous: bool = field(
+        False, title="Without keys", text="Send no keys: for public buckets only."
+    )
+
+    @field_validator("credentials", mode="before")
+    @classmethod
+    def _credentials(cls, value: Any) -> Any:
+        name = reference(value) if isinstance(value, Block) else value or None
+        if str(name).startswith("object-store/"):
+            raise ValueError("names another object store; name the block that has the keys")
+        return name
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _endpoint(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        host = value.partition("://")[2].partition("/")[0]
+        if not value.startswith(("http://", "https://")) or not host or "@" in host:
+            raise ValueError("is no endpoint; write http(s)://host[:port], without keys")
+        return value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ObjectStore:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key belong together; set both")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token belongs to access_key_id and secret_access_key")
+        given = [self.credentials is not None, self.access_key_id is not None, self.anonymous]
+        if sum(given) > 1:
+            raise ValueError("keep one of credentials, access_key_id and anonymous")
+        return self
+
+    def store_options(self) -> dict[str, Any]:
+        """Options as job.source.options and job.output.options take them, secrets in clear.
+
+        Raises `ConfigError` when the block of `credentials` cannot be loaded or holds no keys.
+        """
+        found: dict[str, Any] = {}
+        if self.credentials is not None:
+            found = options_of(self.credentials)
+        for option, value in (
+            ("key", self.access_key_id),
+            ("secret", self.secret_access_key),
+            ("token", self.session_token),
+        ):
+            if value is not None:
+                found[option] = value.get_secret_value()
+        if self.anonymous:
+            found["anon"] = True
+        for option, place in (("endpoint_url", self.endpoint_url), ("region", self.region)):
+            if place:
+                found[option] = place
+        return found
+
+    def get_client(self, uri: str) -> Store:
+        """The folder `uri` with these keys: `read`, `list`, `put`, `put_if_absent`, `delete`.
+
+        Nothing is contacted yet. Raises `ConfigError` for a URI that is no s3:// one.
+        """
+        if not uri.startswith(("s3://", "s3a://")):
+            raise ConfigError(f"{uri!r} is on no object store; write s3://bucket/folder")
+        return open_store(uri, self.store_options())
+
+
+def reference(block: Block) -> str:
+    """type-slug/name of a saved block; ValueError for one that was not saved, since its keys
+    would then have to travel in clear."""
+    name = block._block_document_name
+    if not name:
+        raise ValueError(
+            f"the {block.get_block_type_name()} block has no name yet; save it first, so that it "
+            "can be named where keys must not stand"
+        )
+    return f"{block.get_block_type_slug()}/{name}"
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Store options of the saved block type-slug/name: an `ObjectStore`, or one with the fields
+    of prefect-aws's `AwsCredentials` or `MinIOCredentials`.
+
+    Raises `ConfigError` when it cannot be loaded or holds nothing that a store could use.
+    """
+    try:
+        block: Any = Block.load(name, _sync=True)  # type: ignore[call-arg]
+    except Exception as error:
+        raise ConfigError(
+            f"credentials_block: {name!r} cannot be loaded ({_brief(error)}); save it first and "
+            "install the collection that defines it"
+        ) from None
+    if isinstance(block, ObjectStore):
+        return block.store_options()
+    options: dict[str, Any] = {}
+    for option, fields in KEYS.items():
+        for given in fields:
+            value = getattr(block, given, None)
+            if value is not None:
+                options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
+    parameters = getattr(block, "aws_client_parameters", None)
+    endpoint = getattr(parameters, "endpoint_url", None)
+    if endpoint:
+        options["endpoint_url"] = endpoint
+    if region := getattr(block, "region_name", None):
+        options["region"] = region
+    if not options:
+        raise ConfigError(f"credentials_block: {name!r} holds no keys that S3 could use")
+    return options
+
+
+def _brief(error: Exception) -> str:
+    """Class of an error, and its text where it cannot quote a block's values."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        wrong = sorted({".".join(map(str, item["loc"])) or "block" for item in error.errors()})
+        return f"its fields do not fit: {', '.join(wrong)}"
+    return str(error)

@@ -1,0 +1,120 @@
+"""Prefect events of a run: what automations and other flows can act on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefect.events import emit_event
+from prefect.runtime import task_run
+
+from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.errors import ErrorBudgetExceeded, is_transient
+from prefect_raybatch.ledger.records import RunReport
+
+log = logging.getLogger(__name__)
+
+COMMIT_EVERY = 5.0  # seconds between two events of commits at the least
+COMMIT_EVENTS = 400  # about as many a run at the most, however long it is and however many shards
+TEXT = 500  # characters of an error that travel
+
+
+class RunEvents:
+    """Emits the events of one run; Prefect adds the flow run and its kin as related resources.
+
+    The API being away stops nothing: Prefect queues events and logs what it cannot send.
+    """
+
+    def __init__(self, run_key: str, job: str):
+        self.resource = {
+            "prefect.resource.id": f"raybatch.run.{run_key}",
+            "prefect.resource.name": run_key,
+            "raybatch.job": job,
+        }
+
+    def emit(self, name: str, **payload: Any) -> None:
+        emit_event(event=f"raybatch.{name}", resource=self.resource, payload=payload)
+
+    def completed(self, report: RunReport) -> None:
+        self.emit(
+            "run.completed",
+            run=report.run,
+            rows=report.rows,
+            answered=report.good,
+            quarantined=report.failed,
+            skipped=report.skipped,
+            seconds=report.seconds,
+            rows_per_second=report.rows_per_s,
+        )
+
+    @contextmanager
+    def failures(self, retries: int) -> Iterator[None]:
+        """Tells of what the block raises: a budget that is used up, and a failure that Prefect
+        will not retry."""
+        try:
+            yield
+        except Exception as error:
+            text = str(error)[:TEXT]
+            if isinstance(error, ErrorBudgetExceeded):
+                self.emit("budget.exceeded", message=text)
+            if not is_transient(error) or (task_run.get_run_count() or 1) > retries:
+                self.emit("run.failed", error=type(error).__name__, message=text)
+            raise
+
+
+class LiveEvents:
+    """Turns beats into events: commits coalesced, stalls, a quarantine above `reported` rows."""
+
+    def __init__(self, events: RunEvents, run: str, reported: int):
+        self.events, self.run, self.reported = events, run, reported
+        self._committed = self._alarms = 0
+        self._at = float("-inf")
+        self._high = False
+
+    def started(self, beat: Beat) -> None:
+        """Call first: what is committed then is no news."""
+        self._committed = beat.committed
+        self.events.emit("run.started", run=self.run, **_figures(beat))
+
+    def see(self, beat: Beat, now: float) -> None:
+        """`now` in seconds of any clock that does not jump."""
+        if beat.alarms > self._alarms:
+            self.events.emit(
+                "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
+            )
+        self._alarms = beat.alarms
+        if beat.failed > self.reported and not self._high:
+            self._high = True
+            log.warning(
+                "%d rows are in quarantine, more than the %d that limits.warn_failed reports",
+                beat.failed,
+                self.reported,
+            )
+            self.events.emit(
+                "quarantine.high", run=self.run, reported=self.reported, **_figures(beat)
+            )
+        self._commits(beat, now)
+
+    def _commits(self, beat: Beat, now: float) -> None:
+        # A share of the shards and not a share of the time bounds the number over all attempts.
+        fresh = beat.committed - self._committed
+        enough = fresh * COMMIT_EVENTS >= beat.shards and now - self._at >= COMMIT_EVERY
+        if fresh > 0 and (enough or beat.committed == beat.shards):
+            self._committed, self._at = beat.committed, now
+            self.events.emit("shard.committed", run=self.run, new=fresh, **_figures(beat))
+
+
+def _figures(beat: Beat) -> dict[str, Any]:
+    return {
+        "rows": beat.rows,
+        "done": beat.done,
+        "failed": beat.failed,
+        "shards": beat.shards,
+        "committed": beat.committed,
+        "rows_per_second": beat.rate,
+        "seconds_left": beat.seconds_left,
+        "engine_deaths": beat.engine_deaths,
+        "phase": beat.phase,
+    }

@@ -1,0 +1,121 @@
+"""The flows: `batch_inference` and `retry_failed` (plan, infer, finalize), and `tune_job`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, cast
+from uuid import UUID
+
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from pydantic import AwareDatetime, Field
+
+from prefect_raybatch.flow.tasks import (
+    finalize_run,
+    infer_shards,
+    plan_retry,
+    plan_shards,
+    tune_engine,
+    with_blocks,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.retry import Nothing
+
+
+def titled(title: str) -> Any:
+    """A parameter's title in the form of the Prefect page, which else shows its name."""
+    return Field(json_schema_extra={"title": title})
+
+
+# The tabs of a parameter that may be left out.
+Key = Annotated[str, Field(title="Given")]
+Night = Annotated[AwareDatetime, Field(title="Given")]
+Classes = Annotated[list[str], Field(title="Given")]
+Fields = Annotated[dict[str, Any], Field(title="Given")]
+Job = Annotated[BatchJob, Field(title="Given")]
+Unset = Annotated[None, Field(title="By default")]
+
+
+def key_of(job: BatchJob, run_key: str | None, scheduled_for: datetime | None) -> str:
+    return run_key or runs.default_run_key(with_blocks(job), scheduled_for or scheduled_start())
+
+
+def named_by_run_key() -> str:
+    """The flow run's name is the run key, so the run directory is found by it."""
+    given = flow_run.get_parameters()
+    return key_of(given["job"], given.get("run_key"), given.get("scheduled_for"))
+
+
+@flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
+def batch_inference(
+    job: Annotated[BatchJob, titled("Job")],
+    run_key: Annotated[Key | Unset, titled("Run key")] = None,
+    scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
+) -> RunReport:
+    """Asks a model about every row of a table and writes the answers, each row exactly once.
+
+    Args:
+        job: What to read, what to ask, where to write.
+        run_key: Name of the run's directory in the output's folder. The same key continues or
+            returns a run; by default the job's name and the scheduled start of the outermost flow
+            run.
+        scheduled_for: For catching up: the scheduled start of a night that was missed, with its
+            time zone. The run gets the run key that night would have had.
+    """
+    run = plan_shards(job, key_of(job, run_key, scheduled_for))
+    progress = infer_shards(job, run)
+    return finalize_run(job, run, progress)
+
+
+@flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
+def retry_failed(
+    run_dir: Annotated[str, titled("Run directory")],
+    errors: Annotated[Classes | Unset, titled("Error classes")] = None,
+    overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
+    job: Annotated[Job | Unset, titled("Job")] = None,
+) -> RunReport | None:
+    """Asks again about the failed rows of a finished run, in a run of their own beside it.
+
+    Again with the same arguments, an unfinished retry is continued. Without
+    rows to retry the flow run is completed, says why, and its result is None.
+
+    Args:
+        run_dir: The finished run, a local folder or s3://.
+        errors: Only rows of these error classes, such as EngineDied; by default all failed rows.
+        overrides: Fields of the job to change, such as {"engine.max_model_len": 4096}.
+        job: A whole job in place of the run's own; its input and output.uri do not count.
+    """
+    planned = plan_retry(run_dir, errors, overrides, job)
+    if isinstance(planned, Nothing):
+        state: Any = Completed(message=planned.message)
+        return cast(None, state)
+    progress = infer_shards(planned.job, planned.run)
+    return finalize_run(planned.job, planned.run, progress)
+
+
+@flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
+def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
+    """Tries engine settings on a sample of the job's rows; returns the fields to change.
+
+    What was tried is the artifact `raybatch-tune-JOB` of the flow run.
+
+    Args:
+        job: The job, as for `batch_inference`.
+        minutes: About how long to try.
+        deadline: Time for the whole input, such as 6h; by default limits.deadline.
+    """
+    return tune_engine(job, minutes, deadline)
+
+
+def scheduled_start() -> datetime | None:
+    """When the outermost flow run was to start: a retry of a parent makes new subflow runs, and
+    they must find the same run directory. None outside a flow run."""
+    root = flow_run.get_root_flow_run_id()
+    if root is None:
+        return None
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(str(root))).expected_start_time

@@ -1,0 +1,213 @@
+"""What the Prefect page shows of a run while it works: progress, a table, log lines, events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
+
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    SILENT,
+    Beat,
+    Counts,
+    Listener,
+    Ticker,
+    alive,
+    newest,
+)
+from prefect_raybatch.flow.artifacts import artifact_key, put, update
+from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.report import plots
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.report import duration, table_lines
+from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
+
+LOOK = 1.0  # seconds between looks of the page's thread
+PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
+TABLE_EVERY = 10.0
+PLOTS_EVERY = 30.0
+LOG_EVERY = 15.0
+REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
+REMOTE_EVERY = 10.0
+OBSERVERS: list[Callable[[Progress], None]] = []  # the command line shows progress through these
+
+
+class Page(Listener):
+    """Shows a run in the Prefect page from a thread of its own, so that neither a slow API nor one
+    that is away holds up a commit. Use as a context manager around the work."""
+
+    def __init__(self, job: BatchJob, run: Run, clock: Callable[[], float] = time.monotonic):
+        self.job, self.run, self.clock = job, run, clock
+        self.key = artifact_key(run.run_key)
+        self.events = LiveEvents(
+            RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
+        )
+        self._counts: Counts | None = None
+        self._progress: Progress | None = None
+        self._beat: Beat | None = None
+        self._heard = self._asked = clock()
+        self._began = self._closing = False
+        self._artifacts: dict[str, UUID] = {}
+        self._shown: dict[str, Any] = {}
+        self._due: dict[str, float] = {}
+        self._ticker = Ticker("the Prefect page", LOOK, self.tick)
+
+    def __enter__(self) -> Page:
+        self.log = get_run_logger()
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        self._ticker.__exit__()
+
+    def __call__(self, progress: Progress) -> None:
+        for observer in OBSERVERS:
+            observer(progress)
+        self._counts, self._progress = Counts.of(progress), progress
+
+    def hear(self, beat: Beat) -> None:
+        for observer in OBSERVERS:
+            if isinstance(observer, Listener):
+                observer.hear(beat)
+        self._beat, self._heard = beat, self.clock()
+
+    def tick(self) -> None:
+        """Shows what is new and due. What the API does not take is tried again when it is next due,
+        and keeps nothing else from being shown."""
+        now = self.clock()
+        beat = self._now(now)
+        if beat is None:
+            return
+        if not self._began:
+            self._began = True
+            self.events.started(beat)
+        self.events.see(beat, now)
+        share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
+        drawn = (beat.committed, alive(beat.engines))
+        told = (beat.done, beat.phase, beat.held_back)
+        parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
+            ("line", LOG_EVERY, told, lambda: self.log.info(line(beat))),
+            ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
+            ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
+            ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
+        )
+        failed = None
+        for what, every, value, show in parts:
+            if not self._is_due(what, every, now, value):
+                continue
+            try:
+                show()
+            except Exception as error:
+                failed = error
+            else:
+                self._shown[what] = value
+        if failed is not None:
+            raise failed
+
+    def _show_share(self, share: float) -> None:
+        text = f"Share of the rows of {self.run.run_key} that are committed."
+        self._show(ProgressArtifact(progress=share, description=text), "progress")
+
+    def _show_state(self, beat: Beat) -> None:
+        table = "\n".join(table_lines(live_rows(beat)))
+        text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
+        self._show(MarkdownArtifact(markdown=table, description=text), "live")
+
+    def _show_plots(self, beat: Beat) -> None:
+        image = self._plots(beat)
+        if image is not None:
+            text = f"Throughput and shards of {self.run.run_key}."
+            self._show(ImageArtifact(image_url=image, description=text), "plots")
+
+    def _plots(self, beat: Beat) -> str | None:
+        if self._progress is None:
+            return None
+        engines = 0 if beat.phase == ENDED else alive(beat.engines)
+        a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
+        tally = self._progress.tally
+        seqs = sequences_seen(self.job, tally.whole.figures()) or SEQUENCES
+        working = engines * concurrent_batches(self.job, a_shard, seqs)
+        return plots.live(charts(tally, self.run.shards), working)
+
+    def _now(self, now: float) -> Beat | None:
+        """The state: of the driver in this process, or of one elsewhere by its records."""
+        counts = self._counts
+        if now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
+            self._asked = now
+            beat = newest(open_store(self.run.uri, self.job.output.options or None))
+            self._beat = beat if beat and time.time() - beat.at < SILENT else None
+        if counts is None:
+            return None
+        beat = self._beat
+        more = {}
+        if beat is not None:
+            names = ("phase", "engines", "alarms", "quiet", "about", "dashboard")
+            more = {name: getattr(beat, name) for name in names}
+            counts = replace(
+                counts,
+                passes=beat.passes,
+                engine_deaths=beat.engine_deaths,
+                held_back=max(counts.held_back, beat.held_back),
+            )
+        return Beat.of(counts, time.time(), **more)
+
+    def _is_due(self, what: str, every: float, now: float, value: Any) -> bool:
+        early = now < self._due.get(what, float("-inf")) and not self._closing
+        if early or self._shown.get(what) == value:
+            return False
+        self._due[what] = now + every
+        return True
+
+    def _show(self, artifact: Artifact, kind: str) -> None:
+        """Creates the artifact of this kind, or updates the one that this flow run has made: a
+        retry goes on with it, and a page does not get a new version every few seconds."""
+        known = self._artifacts.get(kind)
+        if known is None:
+            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}")
+        else:
+            update(known, artifact)
+
+
+def live_rows(beat: Beat) -> list[dict[str, str]]:
+    """The table of the run's present state."""
+    figures = {
+        "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
+        "rows": f"{beat.done:,} of {beat.rows:,}",
+        "failed": _failed(beat),
+        "shards": f"{beat.committed:,} of {beat.shards:,}",
+        "rows/s": f"{beat.rate:,.1f}",
+        "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
+        "time left": duration(beat.seconds_left),
+        "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
+        "pass": f"{beat.passes}",
+        **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
+    }
+    return [{"": name, "now": value} for name, value in figures.items()]
+
+
+def line(beat: Beat) -> str:
+    """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
+    share = beat.done / beat.rows if beat.rows else 1.0
+    pace = beat.phase
+    if beat.seconds_left is not None:
+        pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
+    rows = counted(beat.rows, "row")
+    return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
+
+
+def _failed(beat: Beat) -> str:
+    if not beat.held_back:
+        return f"{beat.failed:,}"
+    return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} of them not committed)"

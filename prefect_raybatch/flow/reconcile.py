@@ -1,0 +1,215 @@
+"""Which flow run goes with which Ray job: labels, cancelling, and reconciling the two.
+
+A flow run that follows a job carries the job's id as a label; labels survive restarts and are seen
+by every process, so `reconcile_jobs` can tell a job that somebody waits for from one that nobody
+does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.states import Crashed
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Cluster
+from prefect_raybatch.remote.follower import STOP_WAIT, Owner
+from prefect_raybatch.remote.server import JobServer, RayJob
+
+log = logging.getLogger(__name__)
+
+JOB, SERVER, SINCE = "raybatch.job", "raybatch.job_server", "raybatch.followed_since"
+GRACE = 900.0  # seconds after which a flow run has had time to notice that its job is over
+SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
+CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
+PAGE = 200
+OPEN = [
+    StateType.SCHEDULED,
+    StateType.PENDING,
+    StateType.RUNNING,
+    StateType.PAUSED,
+    StateType.CANCELLING,
+]
+
+
+def owner() -> Owner:
+    """The current flow run, as the one that follows a job; a nameless one outside of Prefect."""
+    current = flow_run.get_id()
+    if current is None:
+        return Owner()
+    id = UUID(str(current))
+
+    def attached(job: str, server: str) -> None:
+        try:
+            with get_client(sync_client=True) as client:
+                client.update_flow_run_labels(
+                    id, {JOB: job, SERVER: server, SINCE: round(time.time())}
+                )
+        except Exception as error:  # the API may be away for a moment; the job runs all the same
+            log.warning("the flow run was not labelled with its job: %s", error)
+
+    def cancelled() -> bool:
+        try:
+            with get_client(sync_client=True) as client:
+                state = client.read_flow_run(id).state
+        except Exception as error:
+            log.warning("Prefect does not say whether the flow run was cancelled: %s", error)
+            return False
+        return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+    return Owner(str(id), attached, cancelled)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What was done (or, in a dry run, would be): `what` is stopped, crashed or kept."""
+
+    what: str
+    job: str
+    flow_run: str | None
+    why: str
+
+
+def reconcile_jobs(
+    job_server: str, dry_run: bool = False, grace: float = GRACE, settle: float = SETTLE
+) -> list[Action]:
+    """Brings the Ray jobs at `job_server` and the flow runs of this Prefect API into step.
+
+    Jobs whose flow run has ended, and which no other flow run follows, are stopped. Flow runs that
+    are still Running `grace` seconds after their job ended without success, or whose job the
+    server does not know and does not learn of within `settle` seconds, become Crashed. Raises
+    `JobServerUnavailable`, `ConfigError`.
+    """
+    try:
+        url = Cluster(job_server=job_server).job_server
+    except ValueError as error:
+        raise ConfigError(f"{job_server!r} is no job server: {error}") from None
+    server = JobServer(str(url))
+    with get_client(sync_client=True) as client:
+        known = {job.id: job for job in server.jobs() if job.id.startswith("raybatch-")}
+        following = [run for run in _open_runs(client) if _label(run, SERVER) == server.url]
+        stopped = _orphans(client, server, known, following, dry_run)
+        return stopped + _widows(client, server, known, following, dry_run, grace, settle)
+
+
+def _orphans(
+    client: SyncPrefectClient,
+    server: JobServer,
+    known: dict[str, RayJob],
+    following: list[FlowRun],
+    dry_run: bool,
+) -> list[Action]:
+    waited_for = {_label(run, JOB) for run in following if not _cancelled_long_ago(run)}
+    actions = []
+    for job in known.values():
+        if not job.live:
+            continue
+        submitter = job.metadata.get("raybatch_flow_run")
+        if job.id in waited_for:
+            actions.append(Action("kept", job.id, submitter, "a flow run follows it"))
+            continue
+        ended, why = _has_ended(client, job)
+        if ended and not dry_run and not server.stop(job.id, STOP_WAIT):
+            why += "; it does not stop"
+        actions.append(Action("stopped" if ended else "kept", job.id, submitter, why))
+    return actions
+
+
+def _has_ended(client: SyncPrefectClient, job: RayJob) -> tuple[bool, str]:
+    """(whether the flow run that submitted the job is over for good, why)."""
+    submitter = job.metadata.get("raybatch_flow_run")
+    if not submitter:
+        return False, "it was submitted outside of Prefect"
+    try:
+        run = client.read_flow_run(UUID(submitter))
+    except (ObjectNotFound, ValueError):
+        return False, "this Prefect API does not know its flow run"
+    state = run.state
+    if state is None or (not state.is_final() and not _cancelled_long_ago(run)):
+        return False, "its flow run has not ended"
+    if state.is_crashed() and job.metadata.get("raybatch_on_crash") != "stop":
+        return False, "its flow run crashed; the next try follows it (cluster.on_crash: reattach)"
+    return True, f"its flow run {run.name} is {state.name}"
+
+
+def _widows(
+    client: SyncPrefectClient,
+    server: JobServer,
+    known: dict[str, RayJob],
+    following: list[FlowRun],
+    dry_run: bool,
+    grace: float,
+    settle: float,
+) -> list[Action]:
+    now = time.time()
+    left = [
+        run for run in following if _vanished(run, known.get(str(_label(run, JOB))), now - grace)
+    ]
+    if left and settle and not dry_run:
+        time.sleep(settle)
+    actions = []
+    for seen in left:
+        run = client.read_flow_run(seen.id)
+        job = server.find(str(_label(run, JOB)))
+        if not _vanished(run, job, now - grace):
+            continue
+        said = f"is {job.status}" if job else "is not known to the job server"
+        why = f"the Ray job {_label(run, JOB)} {said}, and nobody has noticed"
+        if not dry_run:
+            client.set_flow_run_state(
+                run.id,
+                Crashed(message=f"{why}. What is committed is kept; run it again to continue."),
+                force=True,
+            )
+        actions.append(Action("crashed", str(_label(run, JOB)), str(run.id), why))
+    return actions
+
+
+def _vanished(run: FlowRun, job: RayJob | None, before: float) -> bool:
+    if run.state is None or not run.state.is_running() or float(_label(run, SINCE) or 0) > before:
+        return False
+    if job is None:
+        return True
+    return not job.live and job.status != "SUCCEEDED" and (job.ended or 0.0) < before
+
+
+def _cancelled_long_ago(run: FlowRun) -> bool:
+    state = run.state
+    return (
+        state is not None
+        and state.is_cancelling()
+        and time.time() - state.timestamp.timestamp() > CANCEL
+    )
+
+
+def _label(run: FlowRun, name: str) -> Any:
+    return (run.labels or {}).get(name)
+
+
+def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    """Flow runs that have not ended and follow a job."""
+    wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
+    offset = 0
+    while True:
+        page = client.read_flow_runs(
+            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=PAGE, offset=offset
+        )
+        yield from (run for run in page if _label(run, JOB))
+        if len(page) < PAGE:
+            return
+        offset += PAGE

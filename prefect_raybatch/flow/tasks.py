@@ -1,0 +1,222 @@
+"""The Prefect tasks: thin covers of `runs` with retries by error class, artifacts and logs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, TableArtifact
+from prefect.cache_policies import NO_CACHE
+from prefect.logging.handlers import APILogHandler
+from prefect.tasks import exponential_backoff
+
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import is_transient
+from prefect_raybatch.flow import reconcile as flow_runs
+from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
+from prefect_raybatch.flow.assets import materialize_result
+from prefect_raybatch.flow.blocks.store import options_of
+from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.page import OBSERVERS, Page
+from prefect_raybatch.job.batch_job import BatchJob, seconds_of
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.remote import follower as jobs
+from prefect_raybatch.report import plots
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.runs import retry, runs, tune
+from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.words import counted
+
+__all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
+
+OURS = logging.getLogger("prefect_raybatch")
+
+
+def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
+    """Prefect's retry condition: only what a retry can help is tried again."""
+    error = None
+    with suppress(Exception):  # a state without a result says nothing against a retry
+        error = state.result(raise_on_failure=False)
+    return is_transient(error) if isinstance(error, BaseException) else True
+
+
+RETRY: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": exponential_backoff(backoff_factor=10),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": retry_transient,
+    "cache_policy": NO_CACHE,  # the run directory is the cache, and the only truth
+    "persist_result": False,
+}
+
+
+@task(name="plan_shards", task_run_name="plan-shards-{run_key}", **RETRY)
+def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
+    """Makes or adopts the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source.
+
+    Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
+    `StoreUnavailable` (retried).
+    """
+    with logs_in_page(), RunEvents(run_key, job.name).failures(RETRY["retries"]):
+        job = with_blocks(job)
+        run = runs.plan_run(job, run_key, dataset)
+        get_run_logger().info(
+            "run %s: %s in %s at %s",
+            *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),
+        )
+        return run
+
+
+@task(name="plan_retry", task_run_name="plan-retry", **RETRY)
+def plan_retry(
+    run_dir: str,
+    errors: list[str] | None = None,
+    overrides: dict[str, Any] | None = None,
+    job: BatchJob | None = None,
+) -> retry.Retry | retry.Nothing:
+    """Makes or adopts the run that retries failed rows of the finished run at `run_dir`.
+
+    Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
+    """
+    with logs_in_page():
+        made = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
+        log = get_run_logger()
+        if isinstance(made, retry.Nothing):
+            log.info("%s", made.message)
+        else:
+            rows, uri = counted(made.run.rows, "failed row"), made.run.uri
+            log.info("run %s: %s of %s at %s", made.run.run_key, rows, made.parent, uri)
+        return made
+
+
+@task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
+def infer_shards(job: BatchJob, run: Run) -> Progress:
+    """Reads, infers and commits all pending shards; a live progress artifact counts commits.
+
+    Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError`
+    (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
+    With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
+    """
+    with logs_in_page(), RunEvents(run.run_key, job.name).failures(RETRY["retries"]):
+        loaded = with_blocks(job)
+        with Page(loaded, run) as page:
+            return jobs.infer(job, loaded, run, page, flow_runs.owner())
+
+
+@task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
+def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+    """Writes the result, proves coverage, writes the report and `_SUCCESS`.
+
+    Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
+    """
+    events = RunEvents(run.run_key, job.name)
+    with logs_in_page(), events.failures(RETRY["retries"]):
+        report = runs.finalize_run(with_blocks(job), run, progress)
+        shown: dict[str, Artifact] = {
+            "stages": TableArtifact(
+                table=reports.stage_table(report),
+                description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
+            ),
+            "report": MarkdownArtifact(
+                markdown=reports.markdown(report, plots.markdown(report)),
+                description=f"Report of the run {run.run_key}.",
+            ),
+        }
+        if report.failures:
+            shown["failures"] = TableArtifact(
+                table=reports.failure_table(report.failures),
+                description=f"Commonest failures of the rows in quarantine of {run.run_key}.",
+            )
+        image = plots.whole(report)
+        if image is not None:
+            # By itself, too: Prefect's newer page shows no images within Markdown.
+            shown["plots"] = ImageArtifact(
+                image_url=image, description=f"Plots of the run {run.run_key}."
+            )
+        for kind, artifact in shown.items():
+            put(artifact, f"{artifact_key(report.run_key)}-{kind}")
+        if not run.finished:  # else that was said when it was
+            get_run_logger().info(
+                "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
+                *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
+                *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
+            )
+            materialize_result(report)
+            events.completed(report)
+        return report
+
+
+@task(name="tune_engine", cache_policy=NO_CACHE, persist_result=False)
+def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
+    """Tries engine settings for about `minutes`; a table artifact shows what was tried.
+
+    Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
+    no setting worked.
+    """
+    with logs_in_page():
+        log = get_run_logger()
+
+        def show(trial: tune.Trial) -> None:
+            log.info(tune.line(trial))
+
+        wanted = deadline or job.limits.deadline
+        limit = seconds_of(wanted) if wanted else None
+        found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
+        table = TableArtifact(table=tune.table(found), description="\n\n".join(tune.verdict(found)))
+        put(table, tune_key(job.name))
+        return tune.settings(found)
+
+
+class _PageLogs:
+    """Sends this package's own log lines to the Prefect page while tasks of this process are in
+    it: two at once must neither show each line twice nor take the page from each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = self._level = 0
+        self._handler: logging.Handler | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if any(isinstance(handler, APILogHandler) for handler in OURS.handlers):
+                return
+            self._handler, self._level = APILogHandler(), OURS.level
+            OURS.addHandler(self._handler)
+            OURS.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside or self._handler is None:
+                return
+            OURS.setLevel(self._level)
+            OURS.removeHandler(self._handler)
+            self._handler = None
+
+
+logs_in_page = _PageLogs()
+
+
+def with_blocks(job: BatchJob) -> BatchJob:
+    """The job with keys from its credentials blocks put into the store options."""
+    source, output = job.source, job.output
+    if source.credentials_block:
+        options = {**options_of(source.credentials_block), **source.options}
+        source = source.model_copy(update={"options": options})
+    if output.credentials_block:
+        options = {**options_of(output.credentials_block), **output.options}
+        output = output.model_copy(update={"options": options})
+    return job.model_copy(update={"source": source, "output": output})

@@ -1,0 +1,1 @@
+"""The truth about a run: its records, and how they are read and written."""

@@ -1,0 +1,142 @@
+"""Which runs belong together: a run and the runs that retry its failed rows.
+
+All lie side by side under one output root. The run that read the input is the root; the others
+are its key with `.r1`, `.r2`, ... whichever of them they are a child of, and `Plan.parent` says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job.batch_job import check_run_key
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import no_run
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.storage import Store, join, open_store
+
+MOST = 9999  # children of a root; a longer number in a folder's name is not one of ours
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of a family; `summary` is what its `_SUCCESS` says, None while it is unfinished."""
+
+    key: str
+    ledger: Ledger
+    plan: Plan
+    summary: Success | None
+
+    @property
+    def failed(self) -> int:
+        """Rows in the quarantine of a finished run."""
+        if self.summary is None:
+            raise CorruptRun(f"{self.ledger.store.uri} is not finished: it has no _SUCCESS")
+        return self.summary.quarantine
+
+
+@dataclass
+class Family:
+    """The root's key, the runs by key (the root first, children by number) and what does not
+    belong: a sentence each."""
+
+    root: Store
+    base: str
+    members: dict[str, Member]
+    next_key: str
+    strays: list[str] = field(default_factory=list)
+
+    def children(self, key: str) -> list[Member]:
+        return [member for member in self.members.values() if member.plan.parent == key]
+
+
+def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
+    """(store of the output root, run key) of a run directory; `ConfigError` for no such name."""
+    root, _, key = join(run_dir).rpartition("/")
+    if not root or root.endswith(":/"):
+        raise ConfigError(f"{run_dir!r} is no run directory: it has no folder around it")
+    return open_store(root, options), check_run_key(key)
+
+
+def load_family(root: Store, key: str) -> Family:
+    """The family of run `key` below `root`, as it is now.
+
+    Raises `NoSuchRun` when the run is not there, `CorruptRun` when it is not readable or one that
+    it descends from is not there; of other runs that is told in `strays`.
+    """
+    member = _member(root, key)
+    if member is None:
+        raise no_run(root.sub(key))
+    first = _first(root, member)
+    family = Family(root, first.key, {first.key: first}, "")
+    highest = 0
+    # A child takes the number after the highest plan, by put-if-absent: as it must have seen all
+    # lower ones, two that start at once meet at one number, and never take the same rows. Numbers
+    # are asked for one by one, since a listing may show a later run and not yet an earlier one.
+    listed = _highest_listed(root, first.key)
+    number = 0
+    while number < MOST:
+        number += 1
+        found = _try(root, f"{first.key}.r{number}", family)
+        if found is not None:
+            highest = number
+        elif number > listed:
+            break
+    family.next_key = check_run_key(f"{first.key}.r{highest + 1}")
+    return family
+
+
+def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
+    """What stands under `key`, put into the family where it belongs there."""
+    try:
+        member = _member(root, key)
+    except CorruptRun as fault:
+        family.strays.append(f"{key}: {fault}")
+        return fault
+    if member is None:
+        return None
+    parent = member.plan.parent
+    if parent in family.members:  # a parent's number is lower: it was finished before
+        family.members[key] = member
+    elif parent is not None:
+        family.strays.append(f"{key} retries rows of {parent}, which is not there")
+    return member.plan
+
+
+def _first(root: Store, member: Member) -> Member:
+    """The run that `member` descends from, which has no parent."""
+    seen = {member.key}
+    while member.plan.parent is not None:
+        parent = member.plan.parent
+        try:
+            above = None if parent in seen else _member(root, check_run_key(parent))
+        except ConfigError as error:
+            raise CorruptRun(f"{member.ledger.store.uri}: its parent: {error}") from None
+        if above is None:
+            raise CorruptRun(
+                f"{member.key} retries rows of {parent}, which is not there: {root.uri}/{parent}"
+            )
+        seen.add(parent)
+        member = above
+    return member
+
+
+def _member(root: Store, key: str) -> Member | None:
+    ledger = Ledger(root.sub(key))
+    plan = ledger.load_plan()
+    if plan is None:
+        return None
+    if plan.run_key != key:
+        raise CorruptRun(
+            f"{ledger.store.uri} was made as run {plan.run_key!r}; rename the folder back, since "
+            "runs that belong together find each other by their names"
+        )
+    return Member(key, ledger, plan, ledger.finished(plan))
+
+
+def _highest_listed(root: Store, base: str) -> int:
+    pattern = re.compile(re.escape(base) + r"\.r([1-9]\d{0,3})\Z")
+    return max((int(m[1]) for name in root.folders() if (m := pattern.match(name))), default=0)

@@ -1,0 +1,340 @@
+"""Plan and commit records in the run directory, and the proof that shards are covered.
+
+Knows neither Ray nor Prefect. The rules it keeps are those of docs/exactly-once.md; each reason
+stands beside the code that follows from it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.checkpoints import Listing, folded
+from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
+from prefect_raybatch.ledger.ranges import Ranges, count, merge, missing
+from prefect_raybatch.ledger.record_files import (
+    put_record,
+    put_record_if_absent,
+    put_record_proved,
+    read_record,
+)
+from prefect_raybatch.ledger.records import (
+    Commit,
+    InputFile,
+    Plan,
+    Receipt,
+    add_counts,
+    digest,
+    dump,
+    fold_stats,
+    load,
+)
+from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
+from prefect_raybatch.ledger.same_job import check_same
+from prefect_raybatch.ledger.success import SUCCESS, Success, check_parts, read_success
+from prefect_raybatch.storage import Store, read_ahead
+
+PLAN = "_raybatch/plan.json"
+ATTEMPTS = "_raybatch/attempts"
+COMMITS, PIECES, TABLES = "_raybatch/commits", "_raybatch/pieces", "_raybatch"
+FAILURES = 1000  # messages that a commit keeps apart
+READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
+_COMMIT = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
+_ATTEMPT = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
+
+
+def commit_path(shard: int) -> str:
+    return f"{COMMITS}/{shard:08d}.json"
+
+
+class Ledger:
+    """The records of one run directory."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    # --- plan -------------------------------------------------------------------------------
+
+    def load_plan(self) -> Plan | None:
+        """The plan, or None when the run has none yet. Raises `CorruptRun` when it is not ours."""
+        try:
+            return Plan.from_bytes(read_record(self.store, PLAN))
+        except FileNotFoundError:
+            return None
+
+    def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
+        """Writes plan and tables; returns the plan that holds, ours or an earlier writer's.
+
+        Tables go first, under names that carry their hash, so plan.json never names a table that
+        is missing or another's. The loser of the race adopts the winner's plan if it is the same
+        job, else raises `PlanMismatch`.
+        """
+        for name, data in tables.items():
+            put_record_proved(self.store, f"{TABLES}/{name}", data)
+        if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
+            return plan
+        winner = self.load_plan()
+        if winner is None:
+            raise CorruptRun(f"{self.store.uri}: plan.json exists and cannot be read")
+        check_same(winner, plan.fingerprint, plan.parts, self.store.uri)
+        return winner
+
+    def shards(self, plan: Plan) -> Shards:
+        shards = read_shards(self._table(plan.shards_table))
+        if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
+            raise CorruptRun(f"{plan.shards_table} does not fit the plan ({plan.shards} shards)")
+        return shards
+
+    def files(self, plan: Plan) -> tuple[InputFile, ...]:
+        return read_files(self._table(plan.files_table))
+
+    def numbers(self, plan: Plan) -> RowNumbers:
+        """The row number of each row of the run's input."""
+        if plan.numbers_table is None:
+            return RowNumbers(plan.rows)
+        return read_numbers(self._table(plan.numbers_table), plan.rows)
+
+    def _table(self, name: str) -> bytes:
+        try:
+            data = read_record(self.store, f"{TABLES}/{name}")
+        except FileNotFoundError:
+            raise CorruptRun(f"plan.json names {name}, which does not exist") from None
+        if digest(data)[:16] not in name:
+            raise CorruptRun(f"{name} does not have the hash its name says")
+        return data
+
+    # --- commits ----------------------------------------------------------------------------
+
+    def listing(self, plan: Plan) -> Listing:
+        """Which shards have a commit record now, by a fresh listing.
+
+        Only a name that we write is one. Copies that a tool or a person made beside it, such as
+        `00000001 2.json`, say nothing of any shard: they are noted as strays.
+        """
+        found = Listing.empty(plan.shards)
+        for info in self.store.list(COMMITS):
+            match = _COMMIT.match(info.path)
+            if match is None or info.path != commit_path(int(match[1])):
+                found.stray(info.path)
+                continue
+            if int(match[1]) >= plan.shards:
+                raise CorruptRun(f"{info.path} is no commit of this plan")
+            found.note(int(match[1]), info)
+        return found
+
+    def committed(self, plan: Plan) -> np.ndarray:
+        """bool[shards]: which have a commit record now, by a fresh listing."""
+        return self.listing(plan).done
+
+    def is_committed(self, shard: int) -> bool:
+        try:
+            self.store.stat(commit_path(shard))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def commits(
+        self,
+        plan: Plan,
+        listing: Listing,
+        exact: bool = False,
+        on_read: Callable[[Commit], None] = lambda commit: None,
+        on_fault: Callable[[CorruptRun], None] | None = None,
+    ) -> Iterator[Commit]:
+        """The commits that `listing` shows, by shard: from checkpoints, the rest one by one.
+
+        `exact` takes nothing from a checkpoint without proof by checksum. `on_read` is called
+        with each commit that was not in a checkpoint. A record that is no commit of this plan
+        raises `CorruptRun`, or is given to `on_fault` and left out.
+        """
+        shards = np.flatnonzero(listing.done).tolist()
+        known = folded(self.store, plan.hash, listing, exact)
+        rest = [shard for shard in shards if shard not in known]
+        read = read_ahead(partial(self._try_read, plan), rest, READERS, 4 * READERS)
+        for shard in shards:
+            body = known.pop(shard, None)
+            commit = next(read) if body is None else _try(plan, shard, body)
+            if isinstance(commit, CorruptRun):
+                if on_fault is None:
+                    raise commit
+                on_fault(commit)
+                continue
+            if body is None:
+                on_read(commit)
+            yield commit
+
+    def every_commit(self, plan: Plan) -> Iterator[Commit]:
+        """The commits of all shards of a whole run, by shard, whatever a listing shows.
+
+        Raises `CorruptRun` when one is not there.
+        """
+        listing = self.listing(plan)
+        yield from self.commits(plan, listing)
+        for shard in np.flatnonzero(~listing.done).tolist():
+            yield self.read_commit(plan, shard)
+
+    def _try_read(self, plan: Plan, shard: int) -> Commit | CorruptRun:
+        try:
+            return self.read_commit(plan, shard)
+        except CorruptRun as fault:
+            return fault
+
+    def read_commit(self, plan: Plan, shard: int) -> Commit:
+        """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
+        path = commit_path(shard)
+        try:
+            return _commit_of(plan, shard, read_record(self.store, path))
+        except FileNotFoundError:
+            raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
+
+    def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
+        """Commits a shard of `rows` rows by one put-if-absent; None when another driver won.
+
+        Raises `CorruptRun` unless the receipts are disjoint and hold exactly [0, rows).
+        """
+        held = merge(*(r.held or ((0, 0),) for r in receipts))
+        if held is None or missing(held, rows) or count(held) != rows:
+            raise CorruptRun(
+                f"shard {receipts[0].shard}: receipts do not cover its {rows} rows exactly once"
+            )
+        commit = Commit(
+            shard=receipts[0].shard,
+            attempt=receipts[0].attempt,
+            token=uuid.uuid4().hex,
+            plan_hash=plan.hash,
+            good=_union(r.good for r in receipts),
+            failed=_union(r.failed for r in receipts),
+            skipped=_union(r.skipped for r in receipts),
+            pieces=tuple(piece for r in receipts for piece in r.pieces),
+            stats=fold_stats([r.stats for r in receipts]),
+            failures=_commonest(add_counts(*(r.failures for r in receipts))),
+            where=receipts[-1].where,
+            committed=time.time(),
+        )
+        won = put_record_if_absent(self.store, commit_path(commit.shard), commit.to_bytes())
+        return commit if won else None
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def finished(self, plan: Plan | None = None) -> Success | None:
+        """What `_SUCCESS` says of `plan`, or None while the run is not complete.
+
+        The plan is read where it is not given. `CorruptRun` for a file that is none, or another
+        plan's; and where it names no plan, as earlier versions wrote it, unless its parts fit.
+        """
+        plan = plan or self.load_plan()
+        if plan is None:
+            self._check_unplanned()
+            return None
+        found = read_success(self.store, plan)
+        if found is not None and found.plan is None:
+            check_parts(self.store, found.parts)
+        return found
+
+    def _check_unplanned(self) -> None:
+        try:
+            self.store.stat(SUCCESS)
+        except FileNotFoundError:
+            return
+        raise CorruptRun(
+            f"{self.store.uri}/{SUCCESS} is there, and no {PLAN} that it could belong to. Nothing "
+            "was deleted. Put the plan back, or choose another run key"
+        )
+
+    def succeed(self, success: Success) -> None:
+        """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
+        put_record_if_absent(self.store, SUCCESS, success.to_bytes())
+
+    def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
+        """Who drives, since when, from where: for people, never for correctness."""
+        put_record(self.store, f"{ATTEMPTS}/{attempt}.json", dump(dict(info)))
+
+    def attempts(self) -> list[str]:
+        """Attempts that were noted. Says nothing about which of them are alive."""
+        found = (_ATTEMPT.match(info.path) for info in self.store.list(ATTEMPTS))
+        return [match[1] for match in found if match]
+
+    def read_attempt(self, attempt: str) -> dict[str, Any]:
+        """What `note_attempt` wrote; CorruptRun, or FileNotFoundError when it is gone."""
+        path = f"{ATTEMPTS}/{attempt}.json"
+        return load(read_record(self.store, path), path)
+
+
+class Coverage:
+    """Receipts of unfinished shards, folded by position until a shard is whole.
+
+    Ray runs a task again after a death, possibly with other block cuts, so adding up row counts
+    would commit shards with rows lost and others doubled: positions are what counts, and a
+    receipt that overlaps what is already held is rejected whole.
+    """
+
+    def __init__(self, shards: Shards):
+        self._shards = shards
+        self._parts: dict[int, list[Receipt]] = {}
+        self._held: dict[int, Ranges] = {}
+
+    def add(self, receipt: Receipt) -> list[Receipt] | None:
+        """Takes a receipt; returns all receipts of its shard once they cover it, else None."""
+        held = receipt.held
+        shard = self._shards[receipt.shard]
+        if not held or held[-1][1] > shard.rows or held[0][0] < 0:
+            return None
+        union = merge(self._held.get(shard.id, ()), held)
+        if union is None:
+            return None
+        self._held[shard.id] = union
+        self._parts.setdefault(shard.id, []).append(receipt)
+        if count(union) < shard.rows:
+            return None
+        del self._held[shard.id]
+        return self._parts.pop(shard.id)
+
+    def gaps(self, shard: int) -> Ranges:
+        """Positions of an uncommitted shard that no receipt holds yet."""
+        return missing(self._held.get(shard, ()), self._shards[shard].rows)
+
+    def drop(self, shard: int) -> None:
+        """Forgets a shard that somebody else committed."""
+        self._held.pop(shard, None)
+        self._parts.pop(shard, None)
+
+
+def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
+    path = commit_path(shard)
+    commit = Commit.from_bytes(body, path)
+    if commit.shard != shard:
+        raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
+    # A commit under another plan's hash may count other rows: never mix the two.
+    if commit.plan_hash != plan.hash:
+        raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
+    return commit
+
+
+def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
+    try:
+        return _commit_of(plan, shard, body)
+    except CorruptRun as fault:
+        return fault
+
+
+def _commonest(failures: Mapping[str, float]) -> dict[str, int]:
+    """The FAILURES commonest of {"stage|class|message": rows}, and what is left by class alone: a
+    text that differs from row to row would make the record as large as the rows."""
+    ordered = sorted(failures.items(), key=lambda item: -item[1])
+    kept = {key: int(rows) for key, rows in ordered[:FAILURES]}
+    for key, rows in ordered[FAILURES:]:
+        stage, kind, _ = [*key.split("|", 2), "", ""][:3]
+        rest = f"{stage}|{kind}|(other messages)"
+        kept[rest] = kept.get(rest, 0) + int(rows)
+    return kept
+
+
+def _union(parts: Iterable[Ranges]) -> Ranges:
+    return merge(*parts) or ()

@@ -1,0 +1,68 @@
+"""What is said of a place that holds no run: what was looked for, and which runs are near."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from itertools import islice
+
+from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.ledger.ledger import COMMITS, PLAN, Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 1000  # folders whose names are compared
+NAMED = 5  # runs that a message names
+
+
+def need_plan(ledger: Ledger) -> Plan:
+    """The plan of a run that must be there. Raises `NoSuchRun` when it is not, and `CorruptRun`
+    when it is not readable or only its commits are left."""
+    plan = ledger.load_plan()
+    if plan is None:
+        raise no_run(ledger.store)
+    return plan
+
+
+def no_run(store: Store) -> RayBatchError:
+    """What is wrong with a `store` that has no plan."""
+    if next(iter(store.list(COMMITS)), None) is not None:
+        return CorruptRun(f"{store.uri} has commits and no {PLAN}: restore that file")
+    try:
+        hint = _hint(store)
+    except RayBatchError as error:  # a store that lists nothing takes nothing from what is wrong
+        log.info("runs near %s cannot be listed: %s", store.uri, error)
+        hint = ""
+    return NoSuchRun(f"{store.uri}: there is no run there: it has no {PLAN}{hint}")
+
+
+def _hint(store: Store) -> str:
+    inside = _runs(store, list(islice(store.folders(), LOOKED_AT)))
+    if inside:
+        return f"; it holds runs: {', '.join(inside)}; name one of them"
+    above = store.above()
+    if above is None:
+        return ""
+    names = list(islice(above.folders(), LOOKED_AT))
+    own = store.uri.rpartition("/")[2]
+    near = _runs(above, difflib.get_close_matches(own, names, NAMED))
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    beside = _runs(above, names)
+    return f"; beside it are runs: {', '.join(beside)}" if beside else ""
+
+
+def _runs(root: Store, names: list[str]) -> list[str]:
+    """The first of the folders `names` that hold a run."""
+    found = []
+    for name in names[: 10 * NAMED]:
+        try:
+            root.stat(f"{name}/{PLAN}")
+        except FileNotFoundError:
+            continue
+        found.append(name)
+        if len(found) == NAMED:
+            break
+    return found

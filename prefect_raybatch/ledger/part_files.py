@@ -1,0 +1,86 @@
+"""Parquet files of a store, written one after the other, each made on the local disk first."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import StoreError
+from prefect_raybatch.ledger.records import Part
+from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
+
+
+class PartFiles:
+    """FOLDER/part-00000.parquet ... of `store`; `rows` are those in the part being written.
+
+    A part appears whole, when it is finished, and is proved to be what was written. Raises
+    StoreError for a full local disk (TMPDIR), and the store's errors; `discard` cleans up after
+    any of them.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.rows = 0
+        self._store, self._folder = store, folder
+        self._finished = 0
+        self._writer: Any = None
+        self._local: tempfile.TemporaryDirectory[str] | None = None
+
+    def write(self, table: pa.Table) -> None:
+        """Add `table` to the part as one row group."""
+        import pyarrow.parquet as pq
+
+        with local_disk():
+            if self._local is None:
+                self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
+                self._writer = pq.ParquetWriter(self._path, table.schema, compression="zstd")
+            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self.rows += table.num_rows
+
+    @property
+    def _path(self) -> str:
+        return f"{self._local.name}/part.parquet" if self._local else ""
+
+    def finish(self) -> tuple[Part, FileInfo] | None:
+        """Store the part; None when nothing was written since the last one."""
+        if self._local is None:
+            return None
+        with local_disk():
+            self._writer.close()
+            with open(self._path, "rb") as stream:
+                sums = Sums.of_stream(stream)
+        path = f"{self._folder}/part-{self._finished:05d}.parquet"
+        checksum, info = self._land(path, self._path, sums)
+        part = Part(path, self.rows, info.size, checksum, etag=info.etag)
+        self._finished += 1
+        self.discard()
+        return part, info
+
+    def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
+        """Store a local file of these sums; the SHA-256 of what is there then, and its info."""
+        return sums.sha256, put_file_proved(self._store, path, local_path, sums)
+
+    def discard(self) -> None:
+        """Forget the part being written."""
+        if self._local is None:
+            return
+        if self._writer is not None:
+            with suppress(OSError, pa.ArrowException):
+                self._writer.close()
+        self._local.cleanup()
+        self._writer, self._local, self.rows = None, None, 0
+
+
+@contextmanager
+def local_disk() -> Iterator[None]:
+    """Turns what writing to TMPDIR raises into a StoreError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{tempfile.gettempdir()}: a Parquet file cannot be written there "
+            f"({error.strerror or error}); make room, or set TMPDIR to another folder"
+        ) from error

@@ -1,0 +1,156 @@
+"""The tables that a plan names, and its schema, as bytes: shards, input files, columns. No I/O."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.records import InputFile, Shard
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# Columns of the file table. The second came after the first runs; who says nothing is left out.
+FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows")
+
+FILES_MAY_SAY = ("ctime_ns", "inode", "footer", "values")
+
+
+class Shards:
+    """The shard table: `starts` is int64[count + 1]. Indexing gives a `Shard`."""
+
+    def __init__(self, starts: np.ndarray):
+        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+            raise CorruptRun("the shard table is not a partition of the input rows")
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, shard: int) -> Shard:
+        if not 0 <= shard < len(self):
+            raise CorruptRun(f"shard {shard} is not in the plan (0 to {len(self) - 1})")
+        start = int(self.starts[shard])
+        return Shard(shard, start, int(self.starts[shard + 1]) - start)
+
+
+def shards_table(starts: np.ndarray) -> bytes:
+    """Parquet bytes of the shard table (columns shard int32, start int64, rows int32)."""
+    import pyarrow as pa
+
+    return to_parquet(
+        pa.table(
+            {
+                "shard": pa.array(np.arange(len(starts) - 1, dtype=np.int32)),
+                "start": pa.array(starts[:-1]),
+                "rows": pa.array(np.diff(starts).astype(np.int32)),
+            }
+        )
+    )
+
+
+def read_shards(data: bytes) -> Shards:
+    table = from_parquet(data, "shard table", ["shard", "start", "rows"])
+    start = table["start"].to_numpy()
+    rows = table["rows"].to_numpy()
+    if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
+        raise CorruptRun("the shard table is empty or not of whole numbers")
+    shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64))
+    if not np.array_equal(np.diff(shards.starts), rows):
+        raise CorruptRun("the shard table's rows do not match its starts")
+    return shards
+
+
+def files_table(files: Sequence[InputFile]) -> bytes:
+    """Parquet bytes of the inventory, one row a file.
+
+    Columns that came after the first runs are there only where they say something.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("uri", pa.string()),
+            ("size", pa.int64()),
+            ("etag", pa.string()),
+            ("mtime_ns", pa.int64()),
+            ("rows", pa.int64()),
+            ("ctime_ns", pa.int64()),
+            ("inode", pa.uint64()),
+            ("footer", pa.string()),
+            ("values", pa.string()),
+        ]
+    )
+    rows = [asdict(f) | {"values": json.dumps(f.values) if f.values else None} for f in files]
+    table = pa.Table.from_pylist(rows, schema)
+    empty = [name for name in FILES_MAY_SAY if table[name].null_count == len(files)]
+    return to_parquet(table.drop_columns(empty))
+
+
+def read_files(data: bytes) -> tuple[InputFile, ...]:
+    table = from_parquet(data, "file table", FILES_SAY, FILES_MAY_SAY)
+    return tuple(
+        InputFile(**row | {"values": _path_values(row.get("values"))}) for row in table.to_pylist()
+    )
+
+
+def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
+    if text is None:
+        return ()
+    try:
+        pairs = tuple((name, value) for name, value in json.loads(text))
+        if all(isinstance(n, str) and isinstance(v, str | None) for n, v in pairs):
+            return pairs
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise CorruptRun(f"the file table holds {text[:80]!r} for the columns of a path")
+
+
+def encode_schema(schema: pa.Schema) -> str:
+    """An Arrow schema as base64 of its IPC form."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def decode_schema(text: str) -> pa.Schema:
+    import pyarrow as pa
+
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
+    except (ValueError, pa.ArrowException, OSError) as error:
+        raise CorruptRun(f"a recorded schema is not readable: {error}") from None
+    check_types(schema, "plan.json")
+    return schema
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """A small table as the bytes of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    pq.write_table(table, out, compression="zstd")
+    return out.getvalue()
+
+
+def from_parquet(
+    data: bytes, what: str, names: Sequence[str], optional: Sequence[str] = ()
+) -> pa.Table:
+    """Columns `names` of such bytes, and of `optional` those that are there; `CorruptRun` says
+    that `what` is not readable."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
+        wanted = [*names, *(name for name in optional if name in there)]
+        return pq.read_table(pa.BufferReader(data), columns=wanted)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
+        raise CorruptRun(f"the {what} is not readable: {error}") from None

@@ -1,0 +1,84 @@
+"""Which row of the root's input each row of a run is.
+
+A run over its own input numbers rows by where they stand. A run that retries failed rows carries
+the numbers these rows have in the run it all began with, so that the results together are one
+table; its plan names a table with them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
+
+NAMED = 5  # rows named one by one where they are not neighbours
+
+
+class RowNumbers:
+    """Numbers of the rows of a run of `rows` rows; `table` (int64, ascending) where a plan has one.
+
+    Without a table a row's number is its position in the run's input.
+    """
+
+    def __init__(self, rows: int, table: np.ndarray | None = None):
+        self.rows, self.table = rows, table
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """int64 numbers of the rows at `positions` of the run's input."""
+        return positions if self.table is None else self.table[positions]
+
+    def all(self) -> np.ndarray:
+        """The numbers of all rows, ascending."""
+        return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
+
+    def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions of those of `numbers` that the run has, those it has not)."""
+        if self.table is None:
+            return numbers, numbers[:0]
+        known = among(self.table, numbers)
+        return np.searchsorted(self.table, numbers[known]), numbers[~known]
+
+    def name(self, start: int, stop: int) -> str:
+        """The rows at positions [start, stop), for people: `rows 4 to 9`, `rows 4, 7, 20`."""
+        if self.table is None:
+            return f"rows {start} to {stop - 1}"
+        return name_rows(self.table[start:stop])
+
+
+def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """bool for each of `numbers`: whether it is in `table`, which is ascending."""
+    if not len(table):
+        return np.zeros(len(numbers), bool)
+    at = np.searchsorted(table, numbers)
+    return table[np.minimum(at, len(table) - 1)] == numbers
+
+
+def name_rows(numbers: np.ndarray) -> str:
+    """Ascending row numbers for people: `rows 4 to 9` of neighbours, else the first few."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first == len(numbers) - 1:
+        return f"rows {first} to {last}"
+    named = ", ".join(str(number) for number in numbers[:NAMED])
+    more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
+    return f"rows {named}{more}"
+
+
+def numbers_table(numbers: np.ndarray) -> bytes:
+    """Parquet bytes of the table (column row, int64)."""
+    import pyarrow as pa
+
+    return to_parquet(pa.table({"row": pa.array(numbers, pa.int64())}))
+
+
+def read_numbers(data: bytes, rows: int) -> RowNumbers:
+    """The table of a plan over `rows` rows; `CorruptRun` unless it holds as many, ascending."""
+    import pyarrow as pa
+
+    column = from_parquet(data, "table of row numbers", ["row"])["row"]
+    if column.type != pa.int64() or column.null_count or len(column) != rows:
+        raise CorruptRun(f"the table of row numbers does not hold {rows} whole numbers")
+    table = column.to_numpy()
+    if rows and (table[0] < 0 or (np.diff(table) <= 0).any()):
+        raise CorruptRun("the table of row numbers is not ascending")
+    return RowNumbers(rows, table)

@@ -1,0 +1,51 @@
+"""Whether a run belongs to a job, and what tells the two apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.errors import PlanMismatch
+from prefect_raybatch.job.secrets import masked
+from prefect_raybatch.ledger.records import Plan
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line a differing field: `field: old -> new`; groups are taken apart."""
+    lines = []
+    flat_old, flat_new = _flat(old), _flat(new)
+    for key in sorted(set(flat_old) | set(flat_new)):
+        before, after = flat_old.get(key), flat_new.get(key)
+        if before != after:
+            lines.append(f"{key}: {_short(before)} -> {_short(after)}")
+    return lines
+
+
+def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> None:
+    """Raises `PlanMismatch` with a readable difference when the run belongs to another job."""
+    if plan.fingerprint == found:
+        return
+    lines = difference(plan.parts, parts)
+    if not lines:  # then it is what both hide
+        fields = ", ".join(masked(parts.get("engine", {}), "engine")) or "a field"
+        lines = [f"{fields}: hidden, and another value than before"]
+    raise PlanMismatch(
+        f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
+        + "\n  ".join(lines)
+        + "\nRun under another --run-key, or put the job back as it was."
+    )
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = item
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"

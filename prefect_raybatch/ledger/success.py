@@ -1,0 +1,178 @@
+"""What `_SUCCESS` says: that a plan's result is complete, and of which files it consists.
+
+Whoever finds one reads it here, and is told of one that is not of the plan beside it: by its word
+pieces are deleted that cannot be had again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import Part, Plan, dump, load
+from prefect_raybatch.storage import FileInfo, Store
+from prefect_raybatch.storage.proof import sha256_of
+
+SUCCESS = "_SUCCESS"
+FOLDERS = {"data": "data", "quarantine": "quarantine"}
+
+
+@dataclass(frozen=True)
+class Success:
+    """The end of a run: rows by what became of them, the files of the result in order, seconds
+    since 1970. `plan` is the plan's hash, None in runs finished by a version that kept none."""
+
+    rows: int
+    data: int
+    quarantine: int
+    skipped: int
+    parts: tuple[Part, ...]
+    compact: bool
+    row_number: str
+    finished: float
+    plan: str | None = None
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, plan: Plan, where: str) -> Success:
+        """The record of `plan`, found in run directory `where`.
+
+        Raises `CorruptRun` that says what to do for what is none, or another plan's.
+        """
+        path = f"{where}/{SUCCESS}"
+        try:
+            found = _parsed(load(data, path), path)
+        except CorruptRun as error:
+            raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
+        if found.plan is not None and found.plan != plan.hash:
+            raise CorruptRun(f"{path} was written for another plan. {_not_of(found.plan, plan)}")
+        kept = {kind: sum(p.rows for p in found.of(kind)) for kind in FOLDERS}
+        counted = found.data + found.quarantine + found.skipped
+        wanted = {"data": found.data, "quarantine": found.quarantine}
+        if not found.compact:
+            wanted = dict.fromkeys(FOLDERS, 0)
+        if {found.rows, counted} != {plan.rows} or kept != wanted:
+            raise CorruptRun(
+                f"{path} does not add up: {found.rows:,} rows, of them {found.data:,} in data, "
+                f"{found.quarantine:,} in quarantine, {found.skipped:,} left out, with files of "
+                f"{kept['data']:,} and {kept['quarantine']:,}; the plan has {plan.rows:,} rows. "
+                f"{_not_of(found.plan, plan)}"
+            )
+        return found
+
+    def of(self, kind: str) -> list[Part]:
+        """The files of data or quarantine, in order of name."""
+        folder = f"{FOLDERS[kind]}/"
+        return sorted((p for p in self.parts if p.path.startswith(folder)), key=_path)
+
+
+def _path(part: Part) -> str:
+    return part.path
+
+
+def _parsed(value: Mapping[str, Any], path: str) -> Success:
+    try:
+        parts = tuple(Part(**part) for part in value["parts"])
+        counts = [value[name] for name in ("rows", "data", "quarantine", "skipped")]
+        sizes = [size for part in parts for size in (part.rows, part.bytes)]
+        if not all(type(n) is int and n >= 0 for n in (*counts, *sizes)):
+            raise ValueError("a count is none")
+        compact, row_number = value.get("compact", True), value.get("row_number", "_row")
+        finished, plan = value.get("finished", 0.0), value.get("plan")
+        if type(compact) is not bool or not isinstance(row_number, str):
+            raise ValueError("compact or row_number is none")
+        if not isinstance(plan, (str, type(None))) or not isinstance(finished, (int, float)):
+            raise ValueError("plan or finished is none")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptRun(f"{path} is malformed: {type(error).__name__}: {error}") from None
+    for part in parts:
+        folder, _, name = str(part.path).partition("/")
+        if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
+            raise CorruptRun(f"{path} is malformed: {part.path!r} is no file of the result")
+    rows, data, quarantine, skipped = counts
+    return Success(
+        rows, data, quarantine, skipped, parts, compact, row_number, float(finished), plan
+    )
+
+
+def _not_of(theirs: str | None, plan: Plan) -> str:
+    named = f"plan {theirs[:12]}" if theirs else "no plan"
+    return (
+        f"It names {named}, _raybatch/plan.json here is plan {plan.hash[:12]}. Nothing was "
+        "deleted. If the file is not this run's, move it away and run the same command again, "
+        "which writes the result from what is committed; if plan.json was replaced, put the former "
+        "one back"
+    )
+
+
+def read_success(store: Store, plan: Plan) -> Success | None:
+    """What `_SUCCESS` says, or None while there is none. Raises as `Success.from_bytes`."""
+    try:
+        return Success.from_bytes(read_record(store, SUCCESS), plan, store.uri)
+    except FileNotFoundError:
+        return None
+
+
+def check_parts(store: Store, parts: Iterable[Part]) -> None:
+    """`CorruptRun` naming a part that is missing, of another size, or with other contents.
+
+    By one listing; a part is read where it has an ETag other than the one that was recorded. One
+    without (on a disk) counts by its size: it was read back when it was written.
+    """
+    there = listed(store)
+    for part in parts:
+        info = there.get(part.path)
+        if info is None:
+            said = "is missing"
+        elif info.size != part.bytes:
+            said = f"has {info.size:,} bytes, not {part.bytes:,}"
+        elif part.etag is not None and info.etag != part.etag and not _same(store, part):
+            said = "has other contents"
+        else:
+            continue
+        raise CorruptRun(
+            f"{store.uri}/{part.path}, a file of the result ({part.rows:,} rows), {said}. "
+            "Nothing was deleted. Put the file back; or, while _raybatch/pieces is there, move "
+            "_SUCCESS away and run the same command again, which writes the result anew"
+        )
+
+
+def _same(store: Store, part: Part) -> bool:
+    """A copied bucket gives other ETags to the same contents."""
+    with store.open(part.path) as stream:
+        return sha256_of(stream) == part.sha256
+
+
+def listed(store: Store) -> dict[str, FileInfo]:
+    """The files in the folders of the result, by path."""
+    return {info.path: info for folder in FOLDERS.values() for info in store.list(folder)}
+
+
+def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
+    """Those of `paths` that are not `named` and that readers of a folder take for its data.
+
+    They leave out names that begin with a dot or an underscore.
+    """
+    known = set(named)
+    return sorted(
+        path
+        for path in paths
+        if path not in known and not any(part[0] in "._" for part in path.split("/"))
+    )
+
+
+def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
+    """`CorruptRun` naming a file in data/ or quarantine/ that is not of the result."""
+    found = strays(listed(store), (part.path for part in parts))
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise CorruptRun(
+            f"{store.uri}/{found[0]}{more} is no file of this result, and whoever reads the folder "
+            "would take it for one. Nothing was deleted and _SUCCESS is not written: move it "
+            "elsewhere, then run the same command again"
+        )

@@ -1,0 +1,1 @@
+"""Which model a job means, pinned; what it takes of a GPU."""

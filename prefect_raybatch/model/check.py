@@ -1,0 +1,163 @@
+"""Whether an engine can load a model and answer with it, told from its files before one starts.
+
+An engine says the same after a minute, on the GPU, once for each of its restarts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import BatchJob, Engine, Sampling
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.storage import Store, is_remote
+
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+MAX_HEADER_BYTES = 100 << 20  # the most that safetensors itself accepts
+# What vLLM reads weights from when engine.load_format is one of these.
+FROM_FILES = {None, "auto", "hf", "safetensors", "pt", "npcache", "mistral"}
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+# Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
+POOLING = (
+    *("ForTextEncoding", "EmbeddingModel", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForAudioClassification", "ForImageClassification", "ForVideoClassification"),
+    *("ClassificationModel", "ForRewardModeling", "RewardModel", "ForMaskedLM"),
+)
+
+
+def check(job: BatchJob, model: Mapping[str, Any], files: bool = True) -> None:
+    """Raises `ConfigError` for a model that does not generate text, lacks weights or tokenizer,
+    has files that were cut off, or whose context has no room for the answer.
+
+    `model` is what `model.resolve` gives. Of a Hugging Face name config.json alone is looked at;
+    so of any model without `files`, as for a cluster that is only imagined.
+    """
+    source = str(model["source"])
+    config, _ = models.read_config(model)
+    _check_generates(job.engine, source, config)
+    _check_room(job.engine, job.sampling, config)
+    if not files:
+        return
+    if source == models.DEMO or is_remote(source) or Path(source).is_dir():
+        _check_files(job.engine, source, models.store_of(model))
+
+
+def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> None:
+    extra = engine.model_extra or {}
+    if extra.get("runner") not in (None, "auto", "generate"):
+        raise ConfigError(
+            f"engine.runner: {extra['runner']!r} gives no text, and only text can be written; "
+            "leave it out"
+        )
+    named = config.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    generating = vllm_fields.generating_models()
+    if not names or any(name in (generating or ()) for name in names):
+        return
+    if any(name.endswith(POOLING) for name in names) or (
+        generating is not None and all(name.endswith("Model") for name in names)
+    ):
+        raise ConfigError(
+            f"engine.model: {source} is {', '.join(names)}, which embeds or classifies and "
+            "generates no text; name a model that does, such as one ending in ForCausalLM"
+        )
+
+
+def _check_room(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -> None:
+    if engine.max_model_len == "auto":  # follows from the rows and leaves room for the answer
+        return
+    context, said = engine.context, "engine.max_model_len"
+    if context is None:
+        text = {**config, **(config.get("text_config") or {})}
+        own = text.get("max_position_embeddings")
+        if text.get("rope_scaling") or not isinstance(own, int):
+            return  # stretched: vLLM knows by how much
+        context, said = own, "max_position_embeddings of the model's config.json"
+    if sampling.max_tokens >= context:
+        raise ConfigError(
+            f"sampling.max_tokens: {sampling.max_tokens:,} leave no room for a prompt, as prompt "
+            f"and answer together have {context:,} tokens ({said}); lower it"
+        )
+
+
+def _check_files(engine: Engine, source: str, store: Store) -> None:
+    extra = engine.model_extra or {}
+    sizes = {file.path: file.size for file in store.list(recursive=False)}
+    weights = {name for name in sizes if name.endswith(models.WEIGHTS)}
+    if extra.get("load_format") in FROM_FILES:
+        if not weights:
+            raise ConfigError(
+                f"engine.model: {source} holds no weights (no file ends in "
+                f"{', '.join(models.WEIGHTS)}); copy them there, or name another model"
+            )
+        _check_index(source, store, sizes)
+        for name in sorted(weights):
+            if name.endswith(".safetensors"):
+                _check_safetensors(f"{source}/{name}", store, name, sizes[name])
+    own = not extra.get("tokenizer") and not extra.get("trust_remote_code")
+    gguf = any(name.endswith(".gguf") for name in weights)  # holds its tokenizer itself
+    if own and not gguf and not any(_is_tokenizer(name) for name in sizes):
+        raise ConfigError(
+            f"engine.model: {source} holds no tokenizer ({', '.join(TOKENIZER)}); copy it there, "
+            "or name one in engine.tokenizer"
+        )
+
+
+def _is_tokenizer(name: str) -> bool:
+    return name in TOKENIZER or name.startswith("tokenizer.model.") or name.endswith(".tiktoken")
+
+
+def _check_index(source: str, store: Store, sizes: Mapping[str, int]) -> None:
+    if INDEX not in sizes:
+        return
+    try:
+        index = json.loads(store.read(INDEX, MAX_INDEX_BYTES))
+        files = sorted({str(file) for file in index["weight_map"].values()})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(
+            f"engine.model: {source}/{INDEX} is not readable; copy it again"
+        ) from None
+    missing = [file for file in files if file not in sizes]
+    if missing:
+        raise ConfigError(
+            f"engine.model: {source} lacks {len(missing)} of the {len(files)} weight files that "
+            f"{INDEX} names, the first {missing[0]}; copy the model again"
+        )
+
+
+def _check_safetensors(where: str, store: Store, name: str, size: int) -> None:
+    """The file's header says where its last tensor ends; a shorter file was cut off."""
+    with store.open(name) as stream:
+        said = _safetensors_bytes(stream)
+    if said is None:
+        raise ConfigError(
+            f"engine.model: {where} is no safetensors file (perhaps a pointer of Git LFS, or cut "
+            "off); copy it again"
+        )
+    if said != size:
+        raise ConfigError(
+            f"engine.model: {where} has {size:,} bytes where its header says {said:,}: it was cut "
+            "off or changed; copy it again"
+        )
+
+
+def _safetensors_bytes(stream: BinaryIO) -> int | None:
+    """Bytes of a whole file by its own header; None where there is no such header."""
+    length = int.from_bytes(stream.read(8), "little")
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        return None
+    head = stream.read(length)
+    try:
+        tensors = json.loads(head)
+        ends = [t["data_offsets"][1] for key, t in tensors.items() if key != "__metadata__"]
+        return 8 + length + max(map(int, ends), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None

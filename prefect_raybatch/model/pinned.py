@@ -1,0 +1,250 @@
+"""Which model a job means, pinned to a revision, and where its files lie on a node."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch import demo
+from prefect_raybatch.bounded import within
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.storage import Store, is_remote, open_store
+
+log = logging.getLogger(__name__)
+
+DEMO = "demo"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+MAX_CONFIG_BYTES = 4 << 20
+HUB = 3.0  # seconds for an answer of Hugging Face
+SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
+
+
+def resolve(engine: Engine) -> dict[str, Any]:
+    """{source, revision, identity}: what the plan pins.
+
+    A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face
+    name is pinned to the commit that `revision` points to now. Raises `ConfigError` when there is
+    no such model.
+    """
+    source = engine.model
+    if source == DEMO:
+        return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}
+    if is_remote(source):
+        return {"source": source, "revision": None, "identity": _remote(source)}
+    if Path(source).exists():
+        path = Path(source).resolve()
+        if not (path / "config.json").exists():
+            raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+        return {"source": str(path), "revision": None, "identity": _folder(path)}
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise ConfigError(
+            f"engine.model: {source!r} is no folder here and no Hugging Face name (owner/name)"
+        )
+    revision = _hub_commit(source, engine.revision)
+    return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
+
+
+def local_path(model: dict[str, Any]) -> str:
+    """What to hand to vLLM and transformers on this node; an s3:// model is fetched here once."""
+    source = str(model["source"])
+    if source == DEMO:
+        return demo.demo_model_path()
+    return _fetch(source, str(model["identity"])) if is_remote(source) else source
+
+
+def store_of(model: Mapping[str, Any]) -> Store:
+    """The files of a model that lies in a folder, local or s3://; nothing is fetched."""
+    source = str(model["source"])
+    return open_store(demo.demo_model_path() if source == DEMO else source)
+
+
+def local_folder(model: dict[str, Any]) -> Path:
+    """The model's files on this node, fetched once where they are not here yet."""
+    path = Path(local_path(model))
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path), revision=model.get("revision")))
+
+
+def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
+    """(path or name, revision, trust_remote_code) of the tokenizer the engine would take too."""
+    trust = bool(model.get("trust_remote_code"))
+    if model.get("tokenizer"):
+        return str(model["tokenizer"]), model.get("tokenizer_revision"), trust
+    return local_path(model), model.get("revision"), trust
+
+
+def with_tokenizer(model: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """The plan's model and the engine arguments that choose another tokenizer for it."""
+    extra = engine.model_extra or {}
+    names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
+    return {**model, **{name: extra[name] for name in names if extra.get(name)}}
+
+
+def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """(config.json, bytes of the weight files or None) of a model, without fetching its weights.
+
+    Raises `ConfigError` when its config.json cannot be had from here.
+    """
+    source = str(model["source"])
+    try:
+        if is_remote(source):
+            store = open_store(source)
+            sizes = {file.path: file.size for file in store.list()}
+            return _object(store.read("config.json", MAX_CONFIG_BYTES)), _weight_bytes(sizes)
+        folder = Path(demo.demo_model_path() if source == DEMO else source)
+        if not folder.exists():
+            return _hub_config(source, model.get("revision"))
+        sizes = {str(file.name): file.stat().st_size for file in folder.iterdir()}
+        return _object((folder / "config.json").read_bytes()), _weight_bytes(sizes)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"engine.model: config.json of {source} is not readable: {error}"
+        ) from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, not an object")
+    return value
+
+
+def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
+    """Bytes of the weights among a model's files: of one form, where they are there in several."""
+    for ending in WEIGHTS:
+        # Mistral's own form of the same weights lies beside the usual one.
+        files = {n: size for n, size in sizes.items() if n.endswith(ending) and "/" not in n}
+        usual = [size for name, size in files.items() if not name.startswith("consolidated")]
+        if found := sum(usual or files.values()):
+            return found
+    return None
+
+
+def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    config = _object(Path(hf_hub_download(name, "config.json", revision=revision)).read_bytes())
+    if HF_HUB_OFFLINE:
+        return config, None
+    try:
+        info = within(
+            HUB,
+            lambda: HfApi().model_info(name, revision=revision, timeout=HUB, files_metadata=True),
+        )
+    except Exception as error:
+        if not _is_network(error):
+            raise
+        return config, None  # the sizes then follow from the config
+    return config, _weight_bytes({f.rfilename: f.size or 0 for f in info.siblings or ()})
+
+
+def context_length(path: str) -> int | None:
+    """Longest context the model's config.json names, in tokens; None where it cannot be told."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    value = config.get("max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+def _folder(path: Path) -> str:
+    files = []
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(SAMPLE)
+            stream.seek(max(0, size - SAMPLE))
+            files.append([str(file.relative_to(path)), size, digest(head + stream.read())])
+    return digest(dump(files))
+
+
+def _remote(source: str) -> str:
+    files = [[f.path, f.size, f.etag] for f in open_store(source).list()]
+    if not any(name == "config.json" for name, _, _ in files):
+        raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+    return digest(dump(sorted(files)))
+
+
+def _hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit `revision` means; offline, the one in the local cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    trouble = "HF_HUB_OFFLINE is set"
+    if not HF_HUB_OFFLINE:
+        try:
+            # Cut off, because a look-up of the hub's name knows no limit.
+            return within(HUB, lambda: HfApi().model_info(name, revision=revision, timeout=HUB).sha)
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, HfHubHTTPError) and status in (401, 403, 404):
+                raise ConfigError(
+                    f"engine.model: Hugging Face answers {status} for {name!r}"
+                    f"{f' at revision {revision!r}' if revision else ''}; check the name, the "
+                    "revision and HF_TOKEN"
+                ) from None
+            if not _is_network(error):
+                raise
+            trouble = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    try:
+        cached = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, OSError):
+        raise ConfigError(
+            f"engine.model: {name!r} cannot be reached at Hugging Face ({trouble}) and is not in "
+            "the local cache; check the network, or give a local folder or an s3:// one"
+        ) from None
+    commit = Path(cached).parent.name
+    if not HF_HUB_OFFLINE:
+        log.warning(
+            "engine.model: Hugging Face cannot be reached (%s); %s is taken from the local cache, "
+            "at revision %s",
+            trouble,
+            name,
+            commit,
+        )
+    return commit
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether it says that nobody answers. The hub's HTTP client raises errors of its own, which
+    are no OSErrors, and is another library from version to version."""
+    own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
+    return isinstance(error, OSError) or "TransportError" in own
+
+
+def _fetch(source: str, identity: str) -> str:
+    root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
+    target = root / "models" / identity
+    root.joinpath("models").mkdir(parents=True, exist_ok=True)
+    # One download a node however many engines start there: the others wait at the lock.
+    with (root / "models" / f"{identity}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            part = root / "models" / f"{identity}.part"
+            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            _download(open_store(source), part)
+            part.rename(target)
+    return str(target)
+
+
+def _download(store: Store, folder: Path) -> None:
+    for info in store.list():
+        path = folder / info.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with store.open(info.path) as stream, path.open("wb") as out:
+            while chunk := stream.read(16 << 20):
+                out.write(chunk)

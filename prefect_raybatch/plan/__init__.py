@@ -1,0 +1,1 @@
+"""Inventory and job to a plan."""

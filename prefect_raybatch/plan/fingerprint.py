@@ -1,0 +1,137 @@
+"""Which fields of a job decide its answers, and their hash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.secrets import hide_argument
+from prefect_raybatch.ledger.records import digest, dump
+
+# Every job field is in exactly one of these two tables (a test proves it). The first decide what
+# the answers are; the second only how, where or how fast they are made.
+FINGERPRINTED = {
+    "name": "part of what the run is called; a renamed job is another job",
+    "source.uri": "other rows",
+    "source.format": "other parsing, other values",
+    "source.limit": "other rows",
+    "source.columns": "other columns in the result",
+    "prompt.template": "other requests",
+    "prompt.system": "other requests",
+    "prompt.function": "other requests; its module's source counts",
+    "prompt.on_null": "decides between failing and asking",
+    "prompt.on_too_long": "decides between failing and asking about less",
+    "sampling": "decides the answers, every field of it",
+    "engine.model": "another model",
+    "engine.revision": "another model",
+    "engine.max_model_len": "decides which prompts are too long",
+    "engine.max_model_len_percentile": "decides it, where max_model_len is auto",
+    "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
+    "output.column": "other result columns",
+    "output.columns": "other result columns",
+    "output.postprocess": "other results; its module's source counts",
+    "output.output_schema": "other result types",
+    "output.row_number": "other result columns",
+    "output.on_cut_off": "decides which rows are good; counts where it is fail",
+}
+
+FREE = {
+    "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
+    "source.options": "how to reach the input; may hold secrets",
+    "source.credentials_block": "how to reach the input",
+    "engine.device": "where it runs",
+    "engine.replicas": "how many work",
+    "engine.tensor_parallel_size": "how one engine is spread",
+    "engine.pipeline_parallel_size": "how one engine is spread",
+    "engine.engines_per_gpu": "how many work on a GPU",
+    "engine.order": "speed",
+    "engine.deduplicate": "speed: only requests that have the same answer are asked once",
+    "engine.stage": "speed: the same model, tokens and sampling",
+    "engine.max_num_seqs": "speed",
+    "engine.max_num_batched_tokens": "speed",
+    "engine.batch_size": "size of shards, which the plan keeps",
+    "engine.max_concurrent_batches": "speed",
+    "engine.accelerator_type": "where it runs",
+    "engine.num_cpus": "what Ray sets aside",
+    "engine.env": "how the process runs; may hold secrets",
+    "output.uri": "where the run directory is",
+    "output.compact": "layout of the result, not its rows",
+    "output.file_mb": "layout of the result, not its rows",
+    "output.options": "how to reach the output; may hold secrets",
+    "output.credentials_block": "how to reach the output",
+    "limits": "when to give up; may be raised to finish a run",
+    "cluster": "where it runs",
+}
+
+FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory, not answers
+    (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "async_scheduling",
+        "block_size",
+        "disable_log_stats",
+        "download_dir",
+        "cpu_offload_gb",
+        "max_parallel_loading_workers",
+        "distributed_executor_backend",
+        "safetensors_load_strategy",
+        "hf_token",
+    )
+)
+
+
+def fingerprint(
+    job: BatchJob,
+    model: Mapping[str, Any] | None = None,
+    retry: Mapping[str, Any] | None = None,
+) -> tuple[str, dict]:
+    """(SHA-256, what went into it) of whatever in the job changes an answer.
+
+    The identity of a model in a local or s3:// folder counts; a Hugging Face name counts as it is
+    written, since the plan pins the commit it meant when the run began. `retry` says which failed
+    rows of which run are the input ({parent, errors}), and takes the source's place.
+    """
+    engine = job.engine.model_extra or {}
+    parts: dict[str, Any] = {
+        "name": job.name,
+        "source.uri": job.source.uris,
+        "source.format": job.source.format,
+        "source.limit": job.source.limit,
+        "source.columns": job.source.columns,
+        "prompt": job.prompt.model_dump(mode="json"),
+        "sampling": job.sampling.model_dump(mode="json"),
+        "engine.model": job.engine.model,
+        "engine.revision": job.engine.revision,
+        "engine.max_model_len": job.engine.max_model_len,
+        "engine": {k: v for k, v in sorted(engine.items()) if k not in FREE_ENGINE_ARGUMENTS},
+        "output.column": job.output.column,
+        "output.columns": job.output.columns,
+        "output.postprocess": job.output.postprocess,
+        "output.schema": job.output.output_schema,
+        "output.row_number": job.output.row_number,
+    }
+    # What came after the first runs counts where it is used: the others keep their fingerprint.
+    if job.prompt.on_too_long == "quarantine":
+        del parts["prompt"]["on_too_long"]
+    if job.output.on_cut_off == "fail":
+        parts["output.on_cut_off"] = "fail"
+    if job.engine.max_model_len == "auto":
+        parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
+    if job.prompt.function:
+        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
+    if job.output.postprocess:
+        parts["output.postprocess.source"] = source_digest(
+            job.output.postprocess, "output.postprocess"
+        )
+    if model is not None and "@" not in str(model["identity"]):
+        parts["model.identity"] = model["identity"]
+    if retry is not None:
+        parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
+        parts["retry"] = dict(retry)
+    # What stands in records and messages is without keys; what is counted is not.
+    return digest(dump(parts)), {**parts, "engine": hide_argument(parts["engine"], "engine")}

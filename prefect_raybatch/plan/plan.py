@@ -1,0 +1,161 @@
+"""Inventory and job to plan: shards and fingerprint. Pure; imports neither Ray nor Prefect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job.batch_job import RESERVED, UNWRITTEN, BatchJob, template_fields
+from prefect_raybatch.job.secrets import hide_argument, is_masked
+from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
+from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.sizing.shards import choose_rows_per_shard
+from prefect_raybatch.sizing.sizes import expected_engines
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
+    """The job with engine.max_model_len: auto replaced by what a plan's `context` says."""
+    if job.engine.max_model_len != "auto":
+        return job
+    if context is None:
+        raise CorruptRun("plan.json says nothing of the context length that auto came to")
+    engine = job.engine.model_copy(update={"max_model_len": context["max_model_len"]})
+    return job.model_copy(update={"engine": engine})
+
+
+def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
+    """int64[shards + 1]: shard i holds input rows [starts[i], starts[i + 1])."""
+    starts = np.arange(0, rows + rows_per_shard, rows_per_shard, dtype=np.int64)
+    return np.minimum(starts[: math.ceil(rows / rows_per_shard) + 1], rows)
+
+
+def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
+    """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
+    import difflib
+
+    for name in UNWRITTEN:
+        if (job.sampling.model_extra or {}).get(name):
+            raise ConfigError(
+                f"sampling.{name} is not supported: only the answer's text is written; remove it"
+            )
+    names = list(schema.names)
+
+    def known(name: str, field: str) -> None:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
+            )
+
+    for name in template_fields(job.prompt.template) if job.prompt.template else ():
+        known(name, "prompt.template")
+    for name in job.output.columns or ():
+        known(name, "output.columns")
+    kept = names if job.output.columns is None else job.output.columns
+    added = [job.output.row_number]
+    if job.output.postprocess is None:
+        added.append(job.output.column)
+    added += list(job.output.output_schema or ())
+    for name in job.output.columns or ():
+        if job.output.columns and job.output.columns.count(name) > 1:
+            raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
+    if job.output.row_number in QUARANTINE:
+        raise ConfigError(
+            f"output.row_number: the quarantine's files have a column {job.output.row_number!r} of "
+            f"their own (as {', '.join(QUARANTINE)} are there); choose another name"
+        )
+    for name in added:
+        if name.startswith(RESERVED):
+            raise ConfigError(
+                f"output: column {name!r} cannot be written: names that begin with {RESERVED} are "
+                "ours; rename it with output.row_number or output.schema"
+            )
+        if added.count(name) > 1:
+            raise ConfigError(
+                f"output: column {name!r} would be written twice; rename it with output.column, "
+                "output.row_number or output.schema"
+            )
+        if name in kept:
+            raise ConfigError(
+                f"output: column {name!r} is already an input column; rename it with "
+                "output.column, output.row_number or output.schema, or leave the input's out "
+                "with output.columns"
+            )
+
+
+def public_job(job: BatchJob) -> dict[str, Any]:
+    """The job as the run directory keeps it: without store options and environment, which may
+    hold secrets."""
+    value = job.to_dict()
+    for group in ("source", "output"):
+        value.get(group, {}).pop("options", None)
+    engine = value.get("engine", {})
+    engine.pop("env", None)
+    for name in job.engine.model_extra or {}:
+        if is_masked(hide_argument(engine.get(name), name)):
+            del engine[name]
+    return value
+
+
+def make_plan(
+    job: BatchJob,
+    run_key: str,
+    files: Sequence[InputFile],
+    schema: pa.Schema,
+    row_bytes: float,
+    model: Mapping[str, Any],
+    snapshot: bool,
+    retry: Mapping[str, Any] | None = None,
+    numbers: bytes | None = None,
+    engines: int | None = None,
+    context: Mapping[str, Any] | None = None,
+) -> tuple[Plan, dict[str, bytes]]:
+    """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
+
+    `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's. The
+    shards are cut for `engines`, by default for those of a cluster that cannot be asked. `context`
+    is what max_model_len: auto came to (`Plan.context`).
+    """
+    rows = sum(file.rows for file in files)
+    engines = engines or expected_engines(job, None)
+    size = choose_rows_per_shard(rows, row_bytes, job, engines)[0]
+    starts = shard_starts(rows, size)
+    shards, listing = shards_table(starts), files_table(files)
+    tables = {
+        f"{kind}-{digest(data)[:16]}.parquet": data
+        for kind, data in (("shards", shards), ("files", listing), ("numbers", numbers))
+        if data is not None
+    }
+    names = [*tables, None]
+    found, parts = fingerprint(job, model, retry)
+    plan = Plan(
+        run_key=run_key,
+        job_name=job.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        rows=rows,
+        rows_per_shard=size,
+        shards=len(starts) - 1,
+        fingerprint=found,
+        parts=parts,
+        model=dict(model),
+        input_schema=encode_schema(schema),
+        shards_table=str(names[0]),
+        files_table=str(names[1]),
+        snapshot=snapshot,
+        job=public_job(job),
+        parent=retry["parent"] if retry else None,
+        numbers_table=names[2],
+        row_bytes=round(row_bytes, 1),
+        context=context,
+    )
+    return plan, tables

@@ -1,0 +1,285 @@
+"""How long the prompts of an input are, from a bounded sample of its rows made into prompts by the
+real prepare stage: what `raybatch plan --tokens` shows, and what max_model_len: auto comes to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.batch_job import BatchJob, template_fields
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from prefect_raybatch.source import Inventory
+
+SAMPLE = 2000  # rows
+SECONDS = 20.0  # the rest of the sample is left out that long after the first block
+RUN = 50  # rows read at one place: a few in a row cost little more than one
+STEP = 64  # a context length is rounded up to a multiple of this
+MARGIN = 1.1  # over the longest prompt seen, where all are to fit
+FAR = 4  # times P99: a longest prompt beyond that is worth a word
+BARS = 10
+HEADS = 16  # files looked into where a sample cannot be spread within them
+
+Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, rows
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Prompt tokens of `rows` sampled rows; `failed` more made no prompt.
+
+    `shared`: share of the tokens that a prompt has in common, from its start and in whole blocks
+    of the prefix cache, with another of the sample. `repeated`: share of the rows whose request
+    another has as well. `histogram`: (from, to, rows), both ends included. `max_model_len` is what
+    auto comes to, None where the model's own length and the sample say nothing; `over` the share
+    of the sampled rows that is too long for it.
+    """
+
+    rows: int
+    failed: int
+    seconds: float
+    least: int
+    median: int
+    p90: int
+    p99: int
+    most: int
+    longest: Mapping[str, Any]
+    histogram: tuple[tuple[int, int, int], ...]
+    shared: float
+    repeated: float
+    max_model_len: int
+    why: str
+    over: float
+    notes: tuple[str, ...] = ()
+
+    def context(self) -> dict[str, Any]:
+        """What a plan keeps (`Plan.context`)."""
+        names = ("max_model_len", "why", "rows", "median", "p99", "most")
+        return {name: getattr(self, name) for name in names}
+
+
+def of_files(
+    job: BatchJob,
+    model: Mapping[str, Any],
+    found: Inventory,
+    store: Store | None = None,
+    sample: int = SAMPLE,
+) -> Tokens:
+    """Of Parquet files, spread over all their rows. `store` is the run's where they are its
+    snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
+    prompt."""
+    return measure(job, model, _spread(job, found, store, sample), sample)
+
+
+def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> Tokens:
+    """Of CSV or JSON Lines without copying them: of the first block of up to 16 files."""
+    from prefect_raybatch import source
+
+    heads = list(source.heads(job.source, HEADS))
+    each = -(-sample // max(1, len(heads)))
+    return measure(job, model, (b for head in heads for b in _thinned(*head, each)), sample)
+
+
+def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
+    import numpy as np
+
+    from prefect_raybatch.stages.block import LOST, is_lost
+    from prefect_raybatch.stages.read import ShardReader
+
+    schema = found.schema
+    if job.prompt.template:  # no other columns are needed
+        wanted = set(template_fields(job.prompt.template)) or {schema.names[0]}
+        schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
+    reader = ShardReader(found.files, schema, store, job.source.options)
+    starts = np.cumsum([0, *(file.rows for file in found.files)])
+    units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
+    # In no order, so that a sample that is cut short is spread over the input as well.
+    tasks = reader.tasks(units, len(units), units_per_task=1, shuffle_seed="sample")
+    at = {unit.shard: start for unit, start in units}
+    for task in tasks:
+        (unit,) = task.units
+        for table in reader.read(task):
+            if is_lost(table):
+                raise SourceError(str(table[LOST][0]).removeprefix("SourceError: "))
+            number = int(np.searchsorted(starts, at[unit.shard], side="right")) - 1
+            yield found.files[number].uri, int(at[unit.shard] - starts[number]), table
+
+
+def places(rows: int, sample: int) -> list[tuple[int, int]]:
+    """(first row, rows) of runs that make up a sample of `rows`, spread evenly over them."""
+    if rows <= sample:
+        return [(start, min(RUN, rows - start)) for start in range(0, rows, RUN)]
+    size = min(RUN, sample)
+    count = -(-sample // size)
+    return [(i * (rows - size) // max(1, count - 1), size) for i in range(count)]
+
+
+def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
+    """At most `most` rows of a table, in runs spread over it."""
+    for start, rows in places(table.num_rows, most):
+        yield uri, start, table.slice(start, rows)
+
+
+@dataclass
+class _Seen:
+    """What the sampled rows came to, one entry a row that made a prompt."""
+
+    sizes: list[int] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)  # with the answer
+    keys: list[bytes] = field(default_factory=list)
+    requests: set[tuple[bytes, str]] = field(default_factory=set)
+    failures: list[Any] = field(default_factory=list)
+    longest: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(
+    job: BatchJob,
+    model: Mapping[str, Any],
+    blocks: Iterable[Block],
+    sample: int = SAMPLE,
+    seconds: float = SECONDS,
+) -> Tokens:
+    """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
+    from prefect_raybatch.stages.calls.calling import Calls
+    from prefect_raybatch.stages.prepare import Prepare
+
+    pinned = models.with_tokenizer(model, job.engine)
+    limits = job.limits
+    # Apart: a function that ends its process would end the driver, here and at each new try.
+    calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+    prepare = Prepare(job.prompt, pinned, None, calls=calls, sampling=job.sampling.given())
+    began = time.monotonic()
+    looked: float | None = None
+    seen = _Seen()
+    for uri, start, table in blocks:
+        _look(seen, job, prepare, uri, start, table)
+        # The first block loads the reader and the tokenizer, which says nothing about the others.
+        looked = time.monotonic() if looked is None else looked
+        if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
+            break
+    if not seen.sizes:
+        first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
+        raise ConfigError(
+            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
+            f"length cannot be told{first}"
+        )
+    return _summary(job, pinned, seen, time.monotonic() - began)
+
+
+def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table: pa.Table) -> None:
+    import numpy as np
+
+    from prefect_raybatch.stages.block import Failure
+    from prefect_raybatch.stages.calls.apart import NoChild
+
+    try:
+        requests, tokens = prepare.prompts(table)
+    except NoChild as error:
+        raise ConfigError(f"no prompts of sampled rows: {error}") from None
+    for i, (request, ids) in enumerate(zip(requests, tokens, strict=True)):
+        if isinstance(ids, Failure):
+            seen.failures.append(ids)
+            continue
+        if len(ids) > max(seen.sizes, default=-1):
+            seen.longest = {"file": uri, "row": start + i}
+        key = np.asarray(ids, ">u4").tobytes()
+        seen.sizes.append(len(ids))
+        seen.needs.append(len(ids) + request.answer(job.sampling.max_tokens))
+        seen.keys.append(key)
+        seen.requests.add((key, repr(request.sampling)))
+
+
+def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) -> Tokens:
+    import numpy as np
+
+    sizes = np.array(seen.sizes)
+    median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
+    most = int(sizes.max())
+    length, why = choose(job, seen.needs, _models_own(model))
+    over = float((sizes >= length).mean())
+    notes = []
+    if most > FAR * p99:
+        notes.append(
+            f"the longest prompt sampled has {most:,} tokens, over {FAR} times the 99th percentile "
+            f"({p99:,}); prompts of engine.max_model_len tokens or more are "
+            f"{'quarantined' if job.prompt.on_too_long == 'quarantine' else 'cut'} "
+            "(prompt.on_too_long)"
+        )
+    return Tokens(
+        rows=len(sizes),
+        failed=len(seen.failures),
+        seconds=round(seconds, 2),
+        least=int(sizes.min()),
+        median=median,
+        p90=p90,
+        p99=p99,
+        most=most,
+        longest=seen.longest,
+        histogram=histogram(seen.sizes, p99),
+        shared=round(_shared(seen.keys), 4),
+        repeated=round(1 - len(seen.requests) / len(sizes), 4),
+        max_model_len=length,
+        why=why,
+        over=over,
+        notes=tuple(notes),
+    )
+
+
+def choose(job: BatchJob, needs: list[int], own: int | None) -> tuple[int, str]:
+    """(context length for rows that need `needs` tokens with their answers, why); `own` is the
+    model's length, which it never exceeds."""
+    import numpy as np
+
+    share = job.engine.max_model_len_percentile
+    if share < 1:
+        need = int(np.quantile(needs, share, method="inverted_cdf"))
+        what = f"P{share * 100:g} of"
+    else:
+        need, what = math.ceil(max(needs) * MARGIN), "a tenth over the longest of"
+    length = -(-need // STEP) * STEP
+    why = f"{need:,} tokens, prompt and answer: {what} {len(needs):,} sampled rows"
+    if own is not None and length > own:
+        return own, f"the model's own; the rows would take {why}"
+    return length, f"{why}; a multiple of {STEP}"
+
+
+def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
+    """(from, to, rows) of bars of one width up to the 99th percentile, and one for all above."""
+    import numpy as np
+
+    least, most = min(sizes), max(sizes)
+    width = max(1, -(-(p99 - least + 1) // BARS))
+    edges = list(range(least, p99 + 1, width))
+    bars = [(low, min(low + width - 1, p99)) for low in edges]
+    if most > p99:
+        bars.append((p99 + 1, most))
+    values = np.array(sizes)
+    return tuple((a, b, int(((values >= a) & (values <= b)).sum())) for a, b in bars)
+
+
+def _shared(keys: list[bytes]) -> float:
+    from prefect_raybatch.stages.order import BLOCK, common_tokens
+
+    ordered = sorted(keys)
+    held = common_tokens(ordered) // BLOCK * BLOCK  # in order: nobody shares more with another
+    return float(held.sum()) / (sum(map(len, keys)) / 4)
+
+
+def _models_own(model: dict[str, Any]) -> int | None:
+    """The model's context length, from its config.json or, of a name, from its tokenizer."""
+    own = models.context_length(models.local_path(model))
+    if own is None:
+        from prefect_raybatch.stages.block import load_tokenizer
+
+        said = load_tokenizer(*models.tokenizer_place(model)).model_max_length
+        own = said if isinstance(said, int) and said < 1 << 30 else None
+    return own

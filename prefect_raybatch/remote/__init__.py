@@ -1,0 +1,1 @@
+"""A run as a Ray job: submitted, found again, followed, stopped."""

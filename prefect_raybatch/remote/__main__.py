@@ -1,0 +1,146 @@
+"""What Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
+
+Reads its job from the record of that number and works on the run as a driver in a flow's process
+would. Exit status: 0 whole, 1 an error, 3 another job has taken over, 143 stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.remote.follower import OUTPUT_ENV
+from prefect_raybatch.remote.logs import MarkedLines
+from prefect_raybatch.remote.records import JobRecords, Outcome
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import are, counted
+
+log = logging.getLogger("prefect_raybatch.remote")
+
+LOOK_EVERY = 5.0  # seconds between looks for a newer job
+LINE_EVERY = 30.0  # seconds between progress lines in Ray's dashboard
+SUPERSEDED = 3
+
+
+def work(uri: str, number: int) -> int:
+    """Works on the run until it is whole; returns the exit status."""
+    ledger = Ledger(open_store(uri, _output(uri).output.options or None))
+    plan = need_plan(ledger)
+    records = JobRecords(ledger.store, plan.run_key, plan.hash)
+    record = records.read(number)
+    job = _with_keys(BatchJob.from_dict(record.job, f"job {number}"))
+    # The cluster is the one that runs this: Ray has put its address into the environment.
+    cluster = job.cluster.model_copy(update={"address": "auto", "job_server": None})
+    job = job.model_copy(update={"cluster": cluster})
+    run = Run(
+        uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished(plan) is not None
+    )
+    if _superseded(records, number):
+        return SUPERSEDED
+    over = threading.Event()
+    threading.Thread(target=_guard, args=(records, number, over), daemon=True).start()
+    try:
+        progress = runs.infer_run(job, run, _Lines())
+    except Exception as error:
+        message = str(error) or type(error).__name__
+        records.end(number, Outcome(type(error).__name__, message))
+        log.error("%s: %s", type(error).__name__, message)
+        if not isinstance(error, RayBatchError):
+            raise  # its traceback belongs into Ray's log
+        return 1
+    finally:
+        over.set()
+    records.end(number, Outcome(None, "", progress.engine_deaths, progress.passes))
+    log.info("all %s %s committed", counted(plan.shards, "shard"), are(plan.shards))
+    return 0
+
+
+def _output(uri: str) -> BatchJob:
+    """A job that only knows how to reach the run directory; the real one lies there."""
+    given = json.loads(os.environ.get(OUTPUT_ENV, "{}"))
+    return _with_keys(
+        BatchJob.from_dict(
+            {
+                "name": "remote",
+                "source": {"uri": uri},
+                "prompt": {"template": "-"},
+                "output": {"uri": uri, **given},
+            },
+            OUTPUT_ENV,
+        )
+    )
+
+
+def _with_keys(job: BatchJob) -> BatchJob:
+    if not (job.source.credentials_block or job.output.credentials_block):
+        return job
+    from prefect_raybatch.flow.tasks import with_blocks
+
+    return with_blocks(job)
+
+
+def _superseded(records: JobRecords, number: int) -> bool:
+    newest = records.newest_number()
+    if newest > number:
+        log.warning("job %d has taken over from job %d, which ends", newest, number)
+    return newest > number
+
+
+def _guard(records: JobRecords, number: int, over: threading.Event) -> None:
+    """Ends this process when a newer job is recorded: then this one was taken for dead."""
+    while not over.wait(LOOK_EVERY):
+        try:
+            if _superseded(records, number):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        except RayBatchError as error:  # the store is away: the work itself will say so
+            log.debug("no look for a newer job: %s", error)
+
+
+class _Lines:
+    """Progress for those who look into Ray's dashboard; the flow makes its own from the commits."""
+
+    def __init__(self) -> None:
+        self.printed = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if time.time() - self.printed >= LINE_EVERY:
+            self.printed = time.time()
+            print(
+                f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s"
+            )
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # so that what is open is closed: Ray kills 3 s later
+
+
+def main() -> int:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(MarkedLines("%(message)s"))
+    ours = logging.getLogger("prefect_raybatch")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        return work(sys.argv[1], int(sys.argv[2]))
+    except RayBatchError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""The run that outlives its process: inference as a job of Ray's job server, followed from here.
+
+Never two live jobs for one run, and none that nobody knows of:
+
+- A job has a number and, made from it, a submission id. Its record is written by put-if-absent
+  *before* it is submitted (`job_records`), so whoever comes next finds it, also when the submitter
+  died between the two. Ray takes an id once in the life of a head: of any number of submitters of
+  the same record one starts the job, the others find it there.
+- Whoever wants the run done looks at the newest record and asks the server. Live: follow it.
+  Succeeded: collect. Unknown (the submitter died first, or the head has lost its memory): submit
+  the same id. Failed or stopped: write record N + 1 and look again; the loser of that race finds
+  the winner's record there.
+- A job looks for a newer record than its own and ends itself when there is one. So the submit of a
+  flow that slept for an hour starts nothing, and a job that its server took for dead stops.
+
+Rows do not hang on any of this: commits say what is done, and two live jobs would only ask some
+rows twice.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import os
+import shlex
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from prefect_raybatch import errors
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
+from prefect_raybatch.errors import (
+    ConfigError,
+    JobLost,
+    JobServerUnavailable,
+    JobStopped,
+    RayBatchError,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import READERS, Ledger
+from prefect_raybatch.ledger.records import Commit, Plan
+from prefect_raybatch.remote.logs import LogFeed
+from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
+from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.storage import open_store, read_ahead
+
+log = logging.getLogger(__name__)
+
+POLL = 2.0  # seconds between questions whether the job lives
+LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking takes long
+SHARE = 0.1  # of the time that may go into looking for commits
+STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
+OLD_SERVER = 30.0  # seconds of patience with a server that the job no longer names
+ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
+ROUNDS = 100  # jobs that can end under our hands before something else must be wrong
+OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
+COMMAND = "python -m prefect_raybatch.remote"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The flow run on whose behalf a job is followed. Outside of Prefect these defaults serve.
+
+    `attached(submission id, server)` is called when a job is found or submitted; `cancelled()`
+    says, after a signal, whether a person has cancelled the flow run.
+    """
+
+    id: str | None = None
+    attached: Callable[[str, str], None] = lambda id, server: None
+    cancelled: Callable[[], bool] = lambda: False
+
+
+def infer(
+    job: BatchJob,
+    loaded: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    owner: Owner | None = None,
+) -> Progress:
+    """`runs.infer_run`, here or, where the job names a job server, as a Ray job followed from here.
+
+    `loaded` is the job with the keys of its credentials blocks. Raises what the job raised;
+    `JobServerUnavailable` and `JobLost` (worth a retry, which finds the job again), `JobStopped`,
+    `ConfigError` for secrets that would be shown.
+    """
+    if job.cluster.job_server is None:
+        return runs.infer_run(loaded, run, observe)
+    return Follower(job, loaded, run, observe, owner or Owner()).run_to_end()
+
+
+class Follower:
+    """Finds or submits the run's job and follows it to its end."""
+
+    def __init__(
+        self,
+        job: BatchJob,
+        loaded: BatchJob,
+        run: Run,
+        observe: Callable[[Progress], None],
+        owner: Owner,
+        server_at: Callable[..., JobServer] = JobServer,
+        command: str = COMMAND,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.job, self.run, self.owner = job, run, owner
+        self.url = str(job.cluster.job_server)
+        self.sent, self.env = sendable(job), environment(job)
+        self.server_at, self.command, self.sleep = server_at, command, sleep
+        ledger = Ledger(open_store(run.uri, loaded.output.options or None))
+        plan = runs.load_run(ledger, run)[0]
+        self.records = JobRecords(ledger.store, run.run_key, plan.hash)
+        self.watch = Watch(ledger, plan, observe)
+        self._current: tuple[Record, JobServer] | None = None
+
+    def run_to_end(self) -> Progress:
+        """The progress once every shard is committed."""
+        self.watch.begin()
+        with self._on_signal():
+            for _ in range(ROUNDS):
+                if self.watch.whole:
+                    return self.watch.progress
+                record, server = self.attach()
+                self.owner.attached(record.id, record.server)
+                ended = self.follow(record, server)
+                if ended is not None:
+                    self._collect(record, ended)
+        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+
+    # --- find or submit ---------------------------------------------------------------------
+
+    def attach(self) -> tuple[Record, JobServer]:
+        """The record of the one job that is live, or has succeeded, and its server."""
+        for _ in range(ROUNDS):
+            newest = self.records.newest()
+            if newest is None:
+                self._next(1)
+                continue
+            server, found = self._ask(newest)
+            self._current = newest, server
+            if found is None and newest.server == self.url:
+                self._submit(newest, server)
+                return newest, server
+            if found is not None and found.live:
+                if self.job.cluster.on_crash == "reattach" or _by_us(newest):
+                    log.info("following the Ray job %s", newest.id)
+                    return newest, server
+                log.info("stopping the Ray job %s of an earlier try", newest.id)
+                server.stop(newest.id, STOP_WAIT)
+            elif found is not None and found.status == "SUCCEEDED" and self.watch.look_now():
+                return newest, server
+            self._next(newest.number + 1)
+        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+
+    def _next(self, number: int) -> None:
+        self.records.add(number, self.sent, self.url, self.owner.id)
+
+    def _ask(self, record: Record) -> tuple[JobServer, RayJob | None]:
+        if record.server == self.url:
+            server = self.server_at(self.url)
+            return server, server.find(record.id)
+        server = self.server_at(record.server, patience=OLD_SERVER)
+        try:
+            return server, server.find(record.id)
+        except JobServerUnavailable as error:
+            # Its job, if it lives, sees the next record and ends itself.
+            log.warning("job %s is taken for lost: %s", record.id, error)
+            return server, None
+
+    def _submit(self, record: Record, server: JobServer) -> None:
+        metadata = {
+            "raybatch_run_key": self.run.run_key,
+            "raybatch_run": self.run.uri,
+            "raybatch_on_crash": record.on_crash,
+            **({"raybatch_flow_run": record.flow_run} if record.flow_run else {}),
+        }
+        command = f"{self.command} {shlex.quote(self.run.uri)} {record.number}"
+        server.submit(record.id, command, metadata, self.env)
+        log.info("the Ray job %s runs at %s", record.id, record.server)
+
+    # --- follow -----------------------------------------------------------------------------
+
+    def follow(self, record: Record, server: JobServer) -> RayJob | None:
+        """Waits for the job's end; None when the server no longer knows of it."""
+        feed = LogFeed(partial(server.logs, record.id))
+        while True:
+            found = server.find(record.id)
+            over = found is None or not found.live
+            feed.poll(last=over)
+            self.watch.look(now=over)
+            if over:
+                return found
+            self.sleep(POLL)
+
+    def _collect(self, record: Record, ended: RayJob) -> None:
+        """Returns when the run is whole or a newer job is there to follow; raises what the job
+        raised otherwise."""
+        outcome = self.records.outcome(record.number)
+        if outcome is not None:
+            self.watch.progress.engine_deaths = outcome.engine_deaths
+            self.watch.progress.passes = outcome.passes
+        if self.watch.whole or self.records.newest_number() > record.number:
+            return
+        if ended.status == "STOPPED":
+            raise JobStopped(
+                f"the Ray job {record.id} was stopped; what is committed is kept, and the same "
+                "run again continues it"
+            )
+        if outcome is not None and outcome.error:
+            raise error_of(outcome)
+        raise JobLost(f"the Ray job {record.id} ended as {ended.status}: {ended.message[-1000:]}")
+
+    @contextmanager
+    def _on_signal(self) -> Iterator[None]:
+        """A cancelled flow run takes its job with it; of one that is only interrupted (a worker
+        that is drained, Ctrl-C) the job goes on, unless on_crash says stop."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:  # Prefect's TerminationSignal, KeyboardInterrupt, SystemExit
+            if self._current is not None:
+                record, server = self._current
+                if self.job.cluster.on_crash == "stop" or self.owner.cancelled():
+                    self._stop(record, server)
+                else:
+                    log.warning("the Ray job %s goes on; the same run again follows it", record.id)
+            raise
+
+    def _stop(self, record: Record, server: JobServer) -> None:
+        log.info("stopping the Ray job %s", record.id)
+        with suppress(RayBatchError):  # the signal must get through; reconcile stops what is left
+            if server.stop(record.id, STOP_WAIT):
+                log.info("the Ray job %s has stopped; what is committed is kept", record.id)
+                return
+        log.error("the Ray job %s has not stopped: raybatch reconcile will", record.id)
+
+
+class Watch:
+    """Progress of a run from its commits, whoever makes them."""
+
+    def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
+        self.ledger, self.plan, self.observe = ledger, plan, observe
+        self.progress = Progress(plan.rows, plan.shards)
+        self._seen = np.zeros(plan.shards, bool)
+        self._last = time.time()
+        self._next = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return bool(self._seen.all())
+
+    def begin(self) -> None:
+        """Counts what is committed already."""
+        listing = self.ledger.listing(self.plan)
+        for commit in self.ledger.commits(self.plan, listing):
+            self.progress.add(commit, self._last)
+        self._seen = listing.done.copy()
+        self.progress.recent.clear()
+        self.progress.resumed_shards = self.progress.tally.shards
+        self.progress.resumed_rows = self.progress.done
+        self._tell()
+        self.observe(self.progress)
+
+    def look_now(self) -> bool:
+        """Looks, and says whether every shard is committed."""
+        self.look(now=True)
+        return self.whole
+
+    def look(self, now: bool = False) -> None:
+        """Counts new commits, if it is time to look or `now`."""
+        began = time.monotonic()
+        if not now and began < self._next:
+            return
+        commits = self._fresh()
+        for commit in commits:
+            # The first commit's work began with the engines, not with the job.
+            first = commit.stats.get("started", self._last)
+            self.progress.add(commit, self._last if self.progress.recent else first)
+            self._last = max(self._last, commit.committed)
+        self._tell(over=now)
+        if commits:
+            self.observe(self.progress)
+        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / SHARE)
+
+    def _tell(self, over: bool = False) -> None:
+        """Tells a listener what the run's driver says that it does, by its heartbeat."""
+        if not isinstance(self.observe, Listener):
+            return
+        beat = None
+        try:
+            beat = newest(self.ledger.store)
+        except RayBatchError as error:  # only for people: the commits decide
+            log.info("heartbeats cannot be read: %s", error)
+        now = time.time()
+        # That of a driver which is gone says nothing of the one that is followed.
+        if beat is None or now - beat.at > SILENT or (beat.phase == ENDED and not over):
+            beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
+        self.observe.hear(beat)
+
+    def _fresh(self) -> list[Commit]:
+        listing = self.ledger.listing(self.plan)
+        fresh = listing.done & ~self._seen
+        shards = np.flatnonzero(fresh).tolist()
+        read: Iterator[Commit]
+        if len(shards) <= ONE_BY_ONE:
+            read = read_ahead(
+                partial(self.ledger.read_commit, self.plan), shards, READERS, 4 * READERS
+            )
+        else:
+            read = self.ledger.commits(self.plan, replace(listing, done=fresh))
+        found = sorted(read, key=lambda commit: commit.committed)
+        self._seen |= fresh
+        return found
+
+
+def environment(job: BatchJob) -> dict[str, str]:
+    """What the job's process is told by environment variables: nothing secret.
+
+    Raises `ConfigError` when blocks are named and the cluster could not reach Prefect's API.
+    """
+    block = job.output.credentials_block
+    given = {"options": job.output.options, "credentials_block": block}
+    env = {OUTPUT_ENV: json.dumps(given)}
+    if block or job.source.credentials_block:
+        url = os.environ.get("PREFECT_API_URL", "")
+        if not url or "@" in url.split("/api", 1)[0]:
+            raise ConfigError(
+                "credentials_block with cluster.job_server: the cluster loads the block itself, "
+                "so PREFECT_API_URL must name an API it can reach, without a password in it "
+                "(PREFECT_API_KEY belongs into the nodes' environment)"
+            )
+        env["PREFECT_API_URL"] = url
+    return env
+
+
+def error_of(outcome: Outcome) -> Exception:
+    """The error a job left behind: one of ours, or a builtin that no retry helps, else JobLost."""
+    kind = getattr(errors, str(outcome.error), None)
+    if isinstance(kind, type) and issubclass(kind, RayBatchError):
+        return kind(outcome.message)
+    text = f"{outcome.error}: {outcome.message}"
+    if outcome.error in ("TypeError", "ValueError", "NotImplementedError"):
+        return getattr(builtins, outcome.error)(text)
+    return JobLost(text)
+
+
+def _by_us(record: Record) -> bool:
+    return (record.host, record.pid) == (socket.gethostname(), os.getpid())

@@ -1,0 +1,173 @@
+"""Which Ray jobs a run has had: numbered records in the run directory, written before each submit.
+
+A number is a fencing token. Record N + 1 is written only by somebody who saw that job N has ended
+or cannot be reached; job N looks for it when it starts and every few seconds, and ends itself when
+it is there. So even a job that a lost head has forgotten, or a submit that arrives an hour late,
+does not work beside its successor for long.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
+from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import dump, load
+from prefect_raybatch.plan.plan import public_job
+from prefect_raybatch.storage import Store
+
+JOBS = "_raybatch/jobs"
+_RECORD = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Job `number` of a run, as it was about to be submitted. `job` is what it works on, without
+    secrets; `flow_run` is the Prefect flow run that submitted it."""
+
+    number: int
+    id: str
+    server: str
+    plan_hash: str
+    job: dict[str, Any]
+    flow_run: str | None
+    on_crash: str
+    host: str
+    pid: int
+    user: str
+    written: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job says it ended: `error` is a class name, None for a run that is whole."""
+
+    error: str | None = None
+    message: str = ""
+    engine_deaths: int = 0
+    passes: int = 0
+
+
+class JobRecords:
+    """The records of one run directory."""
+
+    def __init__(self, store: Store, run_key: str, plan_hash: str):
+        self.store, self.run_key, self.plan_hash = store, run_key, plan_hash
+
+    def newest_number(self) -> int:
+        """0 while there is none."""
+        listed = ((_RECORD.match(info.path), info.path) for info in self.store.list(JOBS))
+        numbers = (
+            int(match[1]) for match, path in listed if match and path == _path(int(match[1]))
+        )
+        return max(numbers, default=0)
+
+    def newest(self) -> Record | None:
+        number = self.newest_number()
+        return self.read(number) if number else None
+
+    def read(self, number: int) -> Record:
+        path = _path(number)
+        try:
+            value = load(read_record(self.store, path), path)
+            record = Record(**value)
+        except FileNotFoundError:
+            raise CorruptRun(f"{path} does not exist, though the job was submitted") from None
+        except TypeError as error:
+            raise CorruptRun(f"{path} is no record of a job: {error}") from None
+        kinds = (type(record.number), type(record.id), type(record.job), type(record.server))
+        if kinds != (int, str, dict, str) or record.id != self.id_of(number):
+            raise CorruptRun(f"{path} is not the record of job {number} of this plan")
+        return record
+
+    def add(self, number: int, job: dict[str, Any], server: str, flow_run: str | None) -> bool:
+        """Takes the number, by put-if-absent; False when another flow was first."""
+        user = "unknown"
+        with suppress(OSError, KeyError):  # containers run under numbers without a name
+            user = getpass.getuser()
+        record = Record(
+            number=number,
+            id=self.id_of(number),
+            server=server,
+            plan_hash=self.plan_hash,
+            job=job,
+            flow_run=flow_run,
+            on_crash=str(job.get("cluster", {}).get("on_crash", "reattach")),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            user=user,
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        return put_record_if_absent(self.store, _path(number), dump(asdict(record)))
+
+    def id_of(self, number: int) -> str:
+        """The submission id: the same from whichever process, and never another run's."""
+        key = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_key)
+        return f"raybatch-{key}-{self.plan_hash[:12]}-{number}"
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        """What the job itself leaves behind when it ends."""
+        put_record(self.store, _end_path(number), dump(asdict(outcome)))
+
+    def outcome(self, number: int) -> Outcome | None:
+        """None when the job ended without a word."""
+        path = _end_path(number)
+        try:
+            return Outcome(**load(read_record(self.store, path), path))
+        except FileNotFoundError:
+            return None
+        except TypeError as error:
+            raise CorruptRun(f"{path} is no outcome of a job: {error}") from None
+
+
+def _path(number: int) -> str:
+    return f"{JOBS}/{number:04d}.json"
+
+
+def _end_path(number: int) -> str:
+    return f"{JOBS}/{number:04d}.end.json"
+
+
+def sendable(job: BatchJob) -> dict[str, Any]:
+    """The job as it may stand in a record and be sent to a cluster.
+
+    Raises `ConfigError` naming the field that may be a secret: what goes through Ray's job server
+    is shown to everybody who may open its dashboard.
+    """
+    value = public_job(job)
+    for group, given in (("source", job.source.options), ("output", job.output.options)):
+        _refuse(
+            f"{group}.options",
+            hide_options(given),
+            f"name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
+            "role or environment variables of their own",
+        )
+        if given:
+            value.setdefault(group, {})["options"] = dict(given)
+    nodes = "in the environment of the cluster's nodes"
+    _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
+    if job.engine.env:
+        value.setdefault("engine", {})["env"] = dict(job.engine.env)
+    extra = job.engine.model_extra or {}
+    hidden = {name: hide_argument(item, name) for name, item in extra.items()}
+    _refuse("engine", hidden, f"set HF_TOKEN or the like {nodes}")
+    return value
+
+
+def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
+    field = next(masked(shown, where), None)
+    if field is not None:
+        raise ConfigError(
+            f"{field} may be a secret, which cluster.job_server would show: {remedy}; if it is "
+            f"none, name it in {SAFE_NAMES} in the environment of the flow"
+        )

@@ -1,0 +1,1 @@
+"""Commits to figures, words and plots."""

@@ -1,0 +1,228 @@
+"""What a run's own figures advise: the evidence, and the one change to make. Pure.
+
+Each rule looks at one cause. A figure that is not known says nothing, and neither does a run that
+was too short for its engines to be full most of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from prefect_raybatch.job.batch_job import BatchJob, seconds_of
+from prefect_raybatch.ledger.records import Advice, RunReport
+from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
+from prefect_raybatch.words import counted
+
+FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
+BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
+UNEVEN = 1.25  # the busiest engine over the mean one
+CUT_OFF = 0.01  # of the answers
+TOO_LONG = 0.001  # of the rows
+ROUNDS = 4  # times max_num_seqs: an engine with fewer rows is mostly starting and ending
+CPU_STAGES = ("read", "prepare", "finish")
+MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
+USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
+SPARE = 1.1  # of what a deadline needs
+
+
+def advise(report: RunReport, job: BatchJob) -> tuple[Advice, ...]:
+    """Advice on `report`, the most pressing first."""
+    return tuple(advice for rule in RULES for advice in [rule(report, job)] if advice)
+
+
+def memory(report: RunReport, job: BatchJob) -> Advice | None:
+    """Engines died for want of memory."""
+    found = [
+        (reason, number)
+        for reason, number in report.losses.items()
+        if any(word in reason.lower() for word in MEMORY_WORDS)
+    ]
+    if not found:
+        return None
+    tokens = job.engine.max_num_batched_tokens or USUAL_TOKENS
+    change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
+    if tokens <= 2048:
+        seqs = sequences_seen(job, report.figures) or SEQUENCES
+        change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
+    times = sum(number for _, number in found)
+    return Advice(
+        "engines ran out of memory",
+        f"{counted(times, 'shard')} {'was' if times == 1 else 'were'} lost with it and done again, "
+        "the last one said: "
+        f"{found[-1][0]}",
+        change,
+    )
+
+
+def deadline(report: RunReport, job: BatchJob) -> Advice | None:
+    """The run took longer than it may."""
+    if not job.limits.deadline or not report.workers:
+        return None
+    allowed = seconds_of(job.limits.deadline)
+    if report.seconds <= allowed:
+        return None
+    engines = _engines(report)
+    need = math.ceil(engines * report.seconds / allowed * SPARE)
+    return Advice(
+        "the deadline was missed",
+        f"{report.seconds:,.0f} s of work where limits.deadline {job.limits.deadline} allows "
+        f"{allowed:,.0f} s, with {counted(engines, 'engine')} at "
+        f"{report.rows_per_s / engines:,.1f} rows/s",
+        f"{counted(need, 'engine')} instead of {engines} (engine.replicas in proportion)",
+    )
+
+
+def starved(report: RunReport, job: BatchJob) -> Advice | None:
+    """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
+    running, waiting = report.figures.get("running"), report.figures.get("waiting")
+    full = sequences_seen(job, report.figures)
+    if running is None or waiting is None or not full or not _long_enough(report, full):
+        return None
+    if running >= FULL * full or waiting >= 1:
+        return None
+    seen = f"an engine had {running:,.0f} of {full} sequences running and none waiting"
+    work = {s.name: s.seconds for s in report.stages if s.name in CPU_STAGES}
+    slowest = max(work, key=lambda name: work[name], default=None)
+    if slowest is None or work[slowest] < 0.5 * report.seconds:
+        ahead = 2 * max(2, math.ceil(full * report.shards / report.rows))
+        return Advice(
+            "engines are not full",
+            f"{seen}; the CPU stages were idle most of the time, so too little is sent ahead",
+            f"engine.max_concurrent_batches: {ahead}",
+        )
+    at_once = work[slowest] / report.seconds
+    group = "finish" if slowest == "finish" else "prepare"
+    change = f"cluster.{group}.concurrency: {math.ceil(2 * at_once) + 1}"
+    if job.prompt.function and slowest == "prepare":
+        change += ", with CPUs for it; or a faster prompt.function"
+    return Advice(
+        f"engines are starved by {slowest}",
+        f"{seen}; {slowest} worked {work[slowest]:,.0f} s in all, {at_once:.1f} tasks at once",
+        change,
+    )
+
+
+def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
+    """The GPU waits although its engine is full: Python on one core holds it back."""
+    gpu, running = report.figures.get("gpu"), report.figures.get("running")
+    full = sequences_seen(job, report.figures)
+    if gpu is None or running is None or not full or not _long_enough(report, full):
+        return None
+    if gpu >= BUSY_GPU or running < FULL * full:
+        return None
+    return Advice(
+        "the GPU is not used enough",
+        f"GPUs were busy {gpu:.0%} of the time while engines had {running:,.0f} of {full} "
+        "sequences running: the host holds them back",
+        "one more engine on each GPU (engine.engines_per_gpu), or a higher engine.max_num_seqs "
+        "where memory is short",
+    )
+
+
+def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
+    """Sequences wait because the KV cache is full."""
+    cache, running = report.figures.get("kv_cache"), report.figures.get("running")
+    waiting, full = report.figures.get("waiting"), sequences_seen(job, report.figures)
+    if cache is None or running is None or not waiting or not full:
+        return None
+    if cache < 0.9 or running >= FULL * full:
+        return None
+    return Advice(
+        "the KV cache is full",
+        f"{cache:.0%} of it was in use on average, with {running:,.0f} of {full} sequences running "
+        f"and {waiting:,.0f} waiting",
+        "fewer engines on a GPU (engine.engines_per_gpu), or more GPUs an engine "
+        "(engine.tensor_parallel_size)",
+    )
+
+
+def uneven(report: RunReport, job: BatchJob) -> Advice | None:
+    """Some engines did much more than others."""
+    engine = next((s for s in report.stages if s.name == "engine"), None)
+    if engine is None or engine.busiest is None or len(report.workers) < 2:
+        return None
+    if engine.busiest < UNEVEN:
+        return None
+    engines = _engines(report)
+    shards = sum(worker.shards for worker in report.workers) / engines
+    most, least = report.workers[0], report.workers[-1]
+    evidence = (
+        f"engine {most.name} did {counted(most.rows, 'row')}, {engine.busiest:.2f} times the mean, "
+        f"{least.name} {least.rows:,}; {shards:.1f} shards an engine"
+    )
+    if shards >= 16:  # smaller shards would not help: the nodes differ
+        return Advice(
+            "engines are uneven", evidence, f"look at the node of {least.name}: it is slower"
+        )
+    rows = max(1, math.ceil(report.rows / engines / 16))
+    return Advice("engines are uneven", evidence, f"source.rows_per_shard: {rows} for the next run")
+
+
+def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
+    """Answers that ended at max_tokens."""
+    number = report.tokens.get("cut_off", 0.0)
+    most = 2 * job.sampling.max_tokens
+    if job.output.on_cut_off == "fail":
+        failed = sum(n for key, n in report.failures.items() if "|AnswerCutOff|" in key)
+        return failed_answers(report, failed, most) if failed else None
+    formed = report.tokens.get("cut_off_structured", 0.0)
+    if formed and job.output.on_cut_off == "auto":
+        return Advice(
+            "answers of a given form are not whole",
+            f"{formed:,.0f} of {report.good:,} answers had to be JSON, one of a choice or the like "
+            f"and ended at sampling.max_tokens {job.sampling.max_tokens}; they count as good",
+            f"sampling.max_tokens: {most}; and output.on_cut_off: fail, which sends such rows to "
+            "quarantine (keep: they are wanted)",
+        )
+    if not report.good or number < CUT_OFF * report.good:
+        return None
+    return Advice(
+        "answers are cut off",
+        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens "
+        f"{job.sampling.max_tokens}",
+        f"sampling.max_tokens: {most}",
+    )
+
+
+def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
+    return Advice(
+        "answers are cut off",
+        f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
+        f"raybatch retry-failed --error AnswerCutOff --set sampling.max_tokens={most}",
+    )
+
+
+def too_long(report: RunReport, job: BatchJob) -> Advice | None:
+    """Rows that did not fit the model's context as it was set."""
+    number = sum(n for key, n in report.failures.items() if "|PromptTooLong|" in key)
+    if not report.rows or number < max(1, TOO_LONG * report.rows):
+        return None
+    return Advice(
+        "prompts are too long",
+        f"{number:,} of {report.rows:,} rows failed with PromptTooLong at engine.max_model_len "
+        f"{job.engine.max_model_len or 'of the model'}",
+        "a higher engine.max_model_len, then raybatch retry-failed --error PromptTooLong",
+    )
+
+
+RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
+    memory,
+    deadline,
+    starved,
+    idle_gpu,
+    full_cache,
+    uneven,
+    too_long,
+    cut_off,
+)
+
+
+def _engines(report: RunReport) -> int:
+    """Engines of the attempt that did most rows; one that died and its successor count as two."""
+    known = report.engines or sum(node.engines for node in report.nodes)
+    return max(1, known or len(report.workers))
+
+
+def _long_enough(report: RunReport, full: int) -> bool:
+    return report.rows >= ROUNDS * full * _engines(report)

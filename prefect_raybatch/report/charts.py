@@ -1,0 +1,110 @@
+"""Commits reduced to what plots show, of bounded size whatever the run's. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefect_raybatch.ledger.records import Charts
+from prefect_raybatch.report.tally import Tally
+
+POINTS = 120  # of throughput over time
+CELLS = 2000  # of the shard map
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+def charts(tally: Tally, shards: int) -> Charts:
+    """Charts of a run of `shards` shards, also of one that goes on: the tally may grow meanwhile in
+    another thread, and what comes after this began is left out."""
+    number = min(tally.shards, len(tally.ends))
+    ends = tally.ends[:number]
+    series = tally.series
+    started = np.array([start for start, _, _ in ends], np.float64)
+    ended = np.array([end for _, end, _ in ends], np.float64)
+    # Copies: an array that numpy looks into cannot grow.
+    rows, prompt, output, shard, failed = (
+        np.array(values[:number], np.float64)
+        for values in (series.rows, series.prompt, series.output, series.shard, series.failed)
+    )
+    return Charts(
+        throughput=throughput(started, ended, np.stack([rows, prompt, output])),
+        durations=durations({k: np.array(v[:number]) for k, v in series.seconds.items()}),
+        cells=cells(shards, shard.astype(int), failed.astype(int), rows.astype(int)),
+    )
+
+
+def throughput(
+    started: np.ndarray, ended: np.ndarray, amounts: np.ndarray
+) -> tuple[tuple[float, ...], ...]:
+    """(time, a second of each amount) over equal times of work.
+
+    `amounts`: float[kinds, shards]. A shard's amounts are spread evenly over its time in the engine
+    and after. Time in which nothing ran, between attempts, is cut out.
+    """
+    known = (ended > started) & (started > 0)
+    started, ended, amounts = started[known], ended[known], amounts[:, known]
+    if not started.size:
+        return ()
+    started, ended = _worked(started, ended)
+    span = float(ended.max())
+    edges = np.linspace(0.0, span, min(POINTS, max(10, started.size)) + 1)
+    rates = np.diff(_done(started, ended, amounts, edges), axis=0) / np.diff(edges)[:, None]
+    return tuple(
+        (float(f"{at:.9g}"), *(float(f"{rate:.6g}") for rate in rates_then))
+        for at, rates_then in zip(edges[1:], rates, strict=True)
+    )
+
+
+def _done(
+    started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
+) -> np.ndarray:
+    """float[edges, kinds]: what was done of each amount until each edge."""
+    times = np.concatenate([started, ended])
+    order = np.argsort(times)
+    times = times[order]
+    found = []
+    for amount in amounts:
+        rate = amount / (ended - started)
+        running = np.cumsum(np.concatenate([rate, -rate])[order])
+        total = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
+        found.append(np.interp(edges, times, total))
+    return np.maximum.accumulate(np.stack(found, axis=1), axis=0)  # sums of floats may dip
+
+
+def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The times as seconds of work: 0 is the first start, pauses take none."""
+    order = np.argsort(started)
+    reached = np.maximum.accumulate(ended[order])
+    gaps = np.maximum(started[order][1:] - reached[:-1], 0.0)
+    idle = np.empty_like(started)
+    idle[order] = np.concatenate([[0.0], np.cumsum(gaps)])
+    origin = started.min()
+    return started - origin - idle, ended - origin - idle
+
+
+def durations(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
+    """Quantiles of the seconds that tasks of each stage took; stages that nothing is known of are
+    left out."""
+    found = {}
+    for stage, values in seconds.items():
+        values = values[~np.isnan(values)]
+        if values.size:
+            found[stage] = tuple(round(float(q), 4) for q in np.quantile(values, QUANTILES))
+    return found
+
+
+def cells(
+    shards: int, shard: np.ndarray, failed: np.ndarray, rows: np.ndarray
+) -> tuple[tuple[int, ...], ...]:
+    """(shards, committed, failed rows, committed rows) of equal runs of shards, in order."""
+    if shards <= 0:
+        return ()
+    size = -(-shards // CELLS)
+    number = -(-shards // size)
+    fits = (shard >= 0) & (shard < shards)
+    at = shard[fits] // size
+    counts = [
+        np.bincount(at, weights=weights, minlength=number).astype(int).tolist()
+        for weights in (np.ones(at.size), failed[fits], rows[fits])
+    ]
+    sizes = [size] * (number - 1) + [shards - size * (number - 1)]
+    return tuple(zip(sizes, *counts, strict=True))

@@ -1,0 +1,274 @@
+"""Receipts and statistics to a report: `RunReport`, Markdown and tables. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prefect_raybatch.ledger.records import Part, Plan, RunReport
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.tally import Tally
+
+DASH = "-"  # what is not known
+FILES = 100  # files of a result that a page names
+COUNTED = (  # by row or token, summed over the commits; 0 where a run is of before
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cut_off",
+    "cut_off_structured",
+    "deduplicated",
+    "truncated",
+)
+
+
+def build(
+    run: str,
+    plan: Plan,
+    tally: Tally,
+    state: str,
+    parts: Sequence[Part] = (),
+    resumed_shards: int = 0,
+    notes: Iterable[str] = (),
+    engine_deaths: int = 0,
+    dashboard: str = "",
+    losses: Mapping[str, int] | None = None,
+) -> RunReport:
+    """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
+    busy = tally.busy_seconds
+    tokens = {name: tally.sums.get(name, 0.0) for name in COUNTED}
+    return RunReport(
+        run=run,
+        run_key=plan.run_key,
+        job=plan.job_name,
+        state=state,
+        rows=plan.rows,
+        good=tally.good,
+        failed=tally.failed,
+        skipped=tally.skipped,
+        shards=plan.shards,
+        resumed_shards=resumed_shards,
+        seconds=round(busy, 1),
+        rows_per_s=round(tally.rows / busy, 1) if busy else 0.0,
+        tokens=tokens,
+        stages=tally.stages(),
+        failures=dict(sorted(tally.failures.items(), key=lambda kv: -kv[1])[:20]),
+        model=dict(plan.model),
+        parts=tuple(parts),
+        notes=tuple(notes),
+        steady_rows_per_s=round(tally.steady_rate, 1),
+        engine_deaths=engine_deaths,
+        figures=tally.whole.figures(),
+        workers=tally.workers(),
+        nodes=tally.nodes(),
+        engines=tally.engines,
+        other_engines=len(tally.by_engine) - tally.engines,
+        charts=charts(tally, plan.shards),
+        dashboard=dashboard,
+        losses=dict(losses or {}),
+    )
+
+
+def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
+    """The report as a page a manager can read: result first, figures after. `plots` are lines of
+    Markdown that show them."""
+    lines = [
+        f"# {report.job}: {report.state}",
+        "",
+        f"Run `{report.run_key}` in `{report.run}`",
+        "",
+        *table_lines([{"": name, " ": value} for name, value in result_rows(report)]),
+        *_section("Plots", plots),
+        *_section("Stages", table_lines(stage_table(report))),
+        *_section("Engines", table_lines(engine_table(report))),
+        *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
+    ]
+    lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
+    if report.failures:
+        lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
+    if report.parts:
+        lines += _section("Files", table_lines(part_table(report)))
+    lines += _section("Notes", [f"- {note}" for note in report.notes])
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines] if lines else []
+
+
+def result_rows(report: RunReport) -> list[tuple[str, str]]:
+    """What came of the run, (name, value)."""
+    share = f" ({report.failed / report.rows:.2%})" if report.rows and report.failed else ""
+    done = report.good + report.failed + report.skipped
+    open_rows = [("Rows still to do", f"{report.rows - done:,}")] if done < report.rows else []
+    tokens = report.tokens
+    rows = [
+        ("Rows in", f"{report.rows:,}"),
+        ("Rows answered", f"{report.good:,}"),
+        ("Rows in quarantine", f"{report.failed:,}{share}"),
+        ("Rows left out by postprocess", f"{report.skipped:,}"),
+        *open_rows,
+        ("Working time", duration(report.seconds)),
+        (
+            "Rows a second",
+            f"{report.rows_per_s:,.0f} (steady {report.steady_rows_per_s:,.0f})",
+        ),
+        (
+            "Tokens in / out",
+            f"{tokens.get('prompt_tokens', 0):,.0f} / {tokens.get('output_tokens', 0):,.0f}",
+        ),
+        ("From the prefix cache", cached_share(tokens)),
+        ("Answers cut off at max_tokens", _cut_off(tokens)),
+        *_about_requests(tokens),
+        ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
+        ("Engine deaths", f"{report.engine_deaths}"),
+        ("Model", f"{report.model.get('source')}"),
+    ]
+    if report.dashboard:
+        rows.append(("Ray dashboard", report.dashboard))
+    return rows
+
+
+def _cut_off(tokens: Mapping[str, float]) -> str:
+    number, formed = tokens.get("cut_off", 0), tokens.get("cut_off_structured", 0)
+    rest = f", of which {formed:,.0f} had to have a given form and are not whole" if formed else ""
+    return f"{number:,.0f}{rest}"
+
+
+def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Requests that were not sent as they stood; nothing where all were."""
+    rows = []
+    if same := tokens.get("deduplicated", 0):
+        rows.append(("Rows with the request of another", f"{same:,.0f}, inferred once a shard"))
+    if cut := tokens.get("truncated", 0):
+        rows.append(("Prompts cut to fit", f"{cut:,.0f}"))
+    return rows
+
+
+def stage_table(report: RunReport) -> list[dict[str, Any]]:
+    """One row a stage: tasks, rows, seconds, rates, how even the tasks and the workers were."""
+    return [
+        {
+            "stage": s.name,
+            "tasks": f"{s.tasks:,}",
+            "rows": f"{s.rows:,}",
+            "seconds in all": f"{s.seconds:,.1f}",
+            "rows/s a task": f"{s.rows_per_s:,.0f}",
+            "mean s": number(s.mean_s, 2),
+            "slowest s": number(s.slowest_s, 2),
+            "balance": f"{s.balance:.2f}",
+            "busiest": number(s.busiest, 2),
+        }
+        for s in report.stages
+    ]
+
+
+def engine_table(report: RunReport) -> list[dict[str, str]]:
+    """What the engines did: tokens a second, sequences, caches. A dash is not known."""
+    known, tokens = report.figures, report.tokens
+    busy = report.seconds or None
+    rates = [
+        number(tokens[name] / busy if busy and tokens.get(name) else None, 0)
+        for name in ("prompt_tokens", "output_tokens")
+    ]
+    rows = {
+        "engines": _engines(report) if report.workers else DASH,
+        "tokens/s in / out": " / ".join(rates),
+        "sequences running (mean an engine)": number(known.get("running"), 1),
+        "sequences that may run (max_num_seqs)": number(known.get("sequences"), 0),
+        "sequences waiting (mean an engine)": number(known.get("waiting"), 1),
+        "KV cache in use (mean)": percent(known.get("kv_cache")),
+        "KV cache in use (most)": percent(known.get("kv_cache_peak")),
+        "from the prefix cache": cached_share(tokens),
+        "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
+    }
+    return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def _engines(report: RunReport) -> str:
+    more = f" ({report.other_engines:,} more in other attempts)" if report.other_engines else ""
+    return f"{report.engines or len(report.workers):,}{more}"
+
+
+def node_table(report: RunReport) -> list[dict[str, str]]:
+    """One row a node with engines: use of its CPU and GPUs while they worked, memory at most."""
+    return [
+        {
+            "node": node.name,
+            "engines": f"{node.engines}",
+            "rows": f"{node.rows:,}",
+            "CPU": percent(node.figures.get("node_cpu")),
+            "memory GiB": number(node.figures.get("node_memory_peak"), 1),
+            "GPU": percent(node.figures.get("gpu")),
+            "GPU memory GiB": number(node.figures.get("gpu_memory_peak"), 1),
+        }
+        for node in report.nodes
+    ]
+
+
+def advice_table(report: RunReport) -> list[dict[str, str]]:
+    """What to change, and why."""
+    return [
+        {"what": one.about, "evidence": one.evidence, "change": one.change} for one in report.advice
+    ]
+
+
+def part_table(report: RunReport) -> list[dict[str, str]]:
+    """The files of the result, the first hundred; the rest in a line."""
+    shown, rest = report.parts[:FILES], report.parts[FILES:]
+    lines = [(part.path, part.rows, part.bytes) for part in shown]
+    if rest:
+        rows, size = sum(part.rows for part in rest), sum(part.bytes for part in rest)
+        lines.append((f"{len(rest):,} more", rows, size))
+    return [{"file": path, "rows": f"{rows:,}", "bytes": f"{size:,}"} for path, rows, size in lines]
+
+
+def number(value: float | None, digits: int) -> str:
+    """1,234.5; a dash for what is not known."""
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """41%; a dash for what is not known."""
+    return DASH if share is None else f"{share:.0%}"
+
+
+def failure_table(failures: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Commonest failures first: rows, stage, error, message."""
+    rows = []
+    for key, number in sorted(failures.items(), key=lambda kv: -kv[1]):
+        stage, kind, message = [*key.split("|", 2), "", ""][:3]
+        rows.append({"rows": f"{number:,}", "stage": stage, "error": kind, "message": message})
+    return rows
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table; cells are made harmless, since messages may quote anybody's data."""
+    if not rows:
+        return ["(none)"]
+    head = list(rows[0])
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    lines += ["| " + " | ".join(_cell(row[name]) for name in head) + " |" for row in rows]
+    return lines
+
+
+def _cell(value: Any) -> str:
+    text = str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def cached_share(tokens: Mapping[str, float]) -> str:
+    total = tokens.get("prompt_tokens", 0)
+    return f"{tokens.get('cached_tokens', 0) / total:.0%} of prompt tokens" if total else "-"
+
+
+def duration(seconds: float | None) -> str:
+    """12 s, 3 min 05 s, 2 h 07 min; a dash for what is not known."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

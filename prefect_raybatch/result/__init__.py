@@ -1,0 +1,1 @@
+"""Pieces to the result, and the proof."""

@@ -1,0 +1,146 @@
+"""Removes what killed attempts left in a run directory, and nothing that may still count.
+
+Nobody can tell from outside whether a driver is dead or only stopped, so age alone never decides
+about a piece: it goes when its shard's commit names others, or when the run is finished. Then no
+driver, alive or woken years later, can make it part of the result. Snapshots and tables go when
+plan.json is there and names others: whoever is still making them finds that plan and adopts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.ledger import PIECES, TABLES, Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success, check_parts
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.storage import FileInfo, Store
+
+KINDS = {
+    "pieces": "pieces that no commit names",
+    "snapshots": "copies of the input that the plan does not name",
+    "tables": "tables that the plan does not name",
+    "probes": "probes of the store",
+    "unfinished": "writes that were cut off",
+}
+_PIECE = re.compile(re.escape(PIECES) + r"/(\d{8,10})-[0-9a-f]{32}\.parquet\Z")
+_TABLE = re.compile(r"(shards|files|numbers)-[0-9a-f]{16}\.parquet\Z")
+_PROBE = re.compile(r"_probe-[^/]+/")
+
+
+@dataclass
+class Reaped:
+    """What was removed (or would be): files and bytes by kind, see `KINDS`. Bytes of uploads in
+    parts are not known and count as 0."""
+
+    run: str
+    dry_run: bool
+    files: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    kept: int = 0  # pieces of shards that are not committed: a live driver may commit them
+
+    def note(self, kind: str, info: FileInfo) -> None:
+        self.files[kind] = self.files.get(kind, 0) + 1
+        self.bytes[kind] = self.bytes.get(kind, 0) + info.size
+
+
+def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
+    """Removes leftovers older than `older_than` seconds by the store's clock.
+
+    Raises `NoSuchRun` when `store` is no run directory, and the store's errors.
+    """
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    before = store.now() - older_than
+    found = Reaped(store.uri, dry_run)
+
+    def take(kind: str, infos: Iterator[FileInfo]) -> None:
+        names = []
+        for info in infos:
+            if info.modified is None or info.modified < before:
+                found.note(kind, info)
+                names.append(info.path)
+        if not dry_run:
+            store.delete(names)
+
+    take("pieces", orphans(ledger, plan, on_kept=lambda info: _count(found)))
+    take("snapshots", _snapshots(ledger, plan))
+    take("tables", _tables(ledger, plan))
+    take("probes", (info for info in store.list() if _PROBE.match(info.path)))
+    for info in store.unfinished(before, remove=not dry_run):
+        found.note("unfinished", info)
+    return found
+
+
+def orphans(
+    ledger: Ledger,
+    plan: Plan,
+    on_kept: Callable[[FileInfo], None] = lambda info: None,
+) -> Iterator[FileInfo]:
+    """Pieces that can never become part of the result any more; `on_kept` gets those that may.
+
+    Raises `CorruptRun` before the first one where the result that they became is not there.
+    """
+    # Pieces first: one that appears later is not looked at, and commits only ever grow.
+    pieces = [info for info in ledger.store.list(PIECES) if _PIECE.match(info.path)]
+    success = ledger.finished(plan)
+    if not pieces:
+        return
+    if success is not None and success.compact:
+        _check_result(ledger, success)
+        yield from pieces  # the result has all of them
+        return
+    if success is not None:  # an orphan is only what no commit of all shards names
+        done = np.ones(plan.shards, bool)
+        commits = ledger.every_commit(plan)
+    else:
+        listing = ledger.listing(plan)
+        done, commits = listing.done, ledger.commits(plan, listing)
+    named = {p.path for commit in commits for p in commit.pieces}
+    for info in pieces:
+        match = _PIECE.match(info.path)
+        if match is None or info.path.rpartition("/")[2] in named:
+            continue
+        shard = int(match[1])
+        if success is not None or (shard < plan.shards and done[shard]):
+            yield info
+        else:
+            on_kept(info)
+
+
+def _check_result(ledger: Ledger, success: Success) -> None:
+    """Whether the result is there that pieces are deleted for; raises `CorruptRun`."""
+    check_parts(ledger.store, success.parts)
+    if success.plan is not None:
+        return
+    # Nothing binds this _SUCCESS of an earlier version to the plan but its rows.
+    found = verify(ledger.store)
+    if not found.ok:
+        raise CorruptRun(
+            f"{ledger.store.uri} is finished by an earlier version, and not proved: "
+            f"{found.faults[0]}. The pieces are kept; raybatch verify names all that is wrong"
+        )
+
+
+def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    named = {file.uri for file in ledger.files(plan)} if plan.snapshot else set()
+    return (info for info in ledger.store.list(f"{TABLES}/input") if info.path not in named)
+
+
+def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
+    for info in ledger.store.list(TABLES, recursive=False):
+        name = info.path.rpartition("/")[2]
+        if _TABLE.match(name) and name not in named:
+            yield info
+
+
+def _count(found: Reaped) -> None:
+    found.kept += 1

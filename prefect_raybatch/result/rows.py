@@ -1,0 +1,150 @@
+"""The rows of a finished run with their numbers, from its files or, not compacted, its pieces."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.ledger.ranges import Ranges
+from prefect_raybatch.ledger.records import Commit, Part
+from prefect_raybatch.ledger.row_numbers import RowNumbers
+from prefect_raybatch.ledger.success import FOLDERS
+from prefect_raybatch.result.finalize import POSITION, read_piece
+
+CHUNK = 8 << 20
+BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
+BATCH_BYTES = 32 << 20
+
+Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; numbers (int64)
+
+
+def rows_of(member: Member) -> Iterator[Rows]:
+    """The numbers of all rows of a run, by the file that holds them.
+
+    Of each file only the row numbers are read; checksums are for `verify`. Rows left out by
+    postprocess, and all rows of a run without compaction, are known from the commits.
+    Raises `CorruptRun` naming a file that is missing or not readable.
+    """
+    ledger, plan = member.ledger, member.plan
+    shards, numbers = ledger.shards(plan), ledger.numbers(plan)
+    whole = _compact(member)
+    for commit in ledger.commits(plan, ledger.listing(plan), exact=True):
+        start = shards[commit.shard].start
+        yield "left out", f"the commit of shard {commit.shard}", _of(numbers, start, commit.skipped)
+        if not whole:
+            yield from _committed(commit, numbers, start)
+    if not whole:
+        return
+    for kind in FOLDERS:
+        for part in _parts(member, kind):
+            with _opened(member, part, check=False) as (parquet, name):
+                yield (
+                    kind,
+                    part.path,
+                    parquet.read([name], use_threads=False)[name].to_numpy().astype(np.int64),
+                )
+
+
+def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
+    """(file, row numbers, `columns`) of the failed rows of a finished run, in order of number.
+
+    A file is fetched to the local disk and must have the checksum that finalize recorded. Memory:
+    one batch, or without compaction one shard. Raises `CorruptRun` naming a file at fault.
+    """
+    if _compact(member):
+        for part in _parts(member, "quarantine"):
+            with _opened(member, part, check=True) as (parquet, name):
+                wanted = [name, *columns]
+                for batch in parquet.iter_batches(
+                    _batch_rows(parquet), columns=wanted, use_threads=False
+                ):
+                    table = pa.Table.from_batches([batch])
+                    rows = table[name].to_numpy().astype(np.int64)
+                    yield part.path, rows, table.select(columns)
+        return
+    ledger, plan = member.ledger, member.plan
+    shards, numbers = ledger.shards(plan), ledger.numbers(plan)
+    for commit in ledger.commits(plan, ledger.listing(plan), exact=True):
+        pieces = [piece for piece in commit.pieces if piece.kind == "quarantine"]
+        if not pieces:
+            continue
+        table = pa.concat_tables([read_piece(ledger.store, commit.shard, p) for p in pieces])
+        table = table.sort_by(POSITION)
+        at = table[POSITION].to_numpy().astype(np.int64) + shards[commit.shard].start
+        yield pieces[0].path, numbers.of(at), table.select(columns)
+
+
+def _committed(commit: Commit, numbers: RowNumbers, start: int) -> Iterator[Rows]:
+    for kind, ranges in (("data", commit.good), ("quarantine", commit.failed)):
+        where = next((p.path for p in commit.pieces if p.kind == kind), "no piece")
+        yield kind, where, _of(numbers, start, ranges)
+
+
+def _of(numbers: RowNumbers, start: int, ranges: Ranges) -> np.ndarray:
+    spans = [np.arange(start + a, start + b, dtype=np.int64) for a, b in ranges]
+    return numbers.of(np.concatenate(spans)) if spans else np.zeros(0, np.int64)
+
+
+def _compact(member: Member) -> bool:
+    return member.summary is None or member.summary.compact
+
+
+def _parts(member: Member, kind: str) -> list[Part]:
+    if member.summary is None:
+        raise CorruptRun(f"{member.ledger.store.uri} is not finished: it has no _SUCCESS")
+    return member.summary.of(kind)
+
+
+@contextmanager
+def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]]:
+    """(Parquet file, name of its row number column) of a part of the result."""
+    row_number = member.summary.row_number if member.summary else "_row"
+    uri = f"{member.ledger.store.uri}/{part.path}"
+    with tempfile.TemporaryFile(prefix="raybatch-") as local:
+        try:
+            with member.ledger.store.open(part.path) as stream:
+                source: Any = stream
+                if check:
+                    _fetch(stream, local, part, uri)
+                    source = local
+                with pq.ParquetFile(source, pre_buffer=False) as parquet:
+                    check_types(parquet.schema_arrow, uri)
+                    if row_number not in parquet.schema_arrow.names:
+                        raise CorruptRun(f"{uri} has no column {row_number}")
+                    yield parquet, row_number
+        except FileNotFoundError:
+            raise CorruptRun(f"{uri}, which _SUCCESS names, is missing") from None
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise CorruptRun(f"{uri} is not readable Parquet: {error}") from None
+
+
+def _fetch(stream: Any, local: Any, part: Part, uri: str) -> None:
+    hashed = hashlib.sha256()
+    while chunk := stream.read(CHUNK):
+        hashed.update(chunk)
+        with local_disk():
+            local.write(chunk)
+    if hashed.hexdigest() != part.sha256:
+        raise CorruptRun(
+            f"{uri} is not what finalize wrote, so its rows cannot be trusted; restore the file "
+            "(raybatch verify names all that is wrong)"
+        )
+    local.seek(0)
+
+
+def _batch_rows(parquet: Any) -> int:
+    metadata = parquet.metadata
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    row_bytes = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1.0)
+    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))

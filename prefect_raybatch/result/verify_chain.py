@@ -1,0 +1,207 @@
+"""Proves a run and the runs that retry its failed rows together: each row in exactly one place.
+
+Each run is proved by itself first. Then every row of the root must be found once: in the data of
+some run, among the rows some run left out, or in a quarantine from which no run has taken it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.family import Family, Member, load_family
+from prefect_raybatch.ledger.row_numbers import among, name_rows
+from prefect_raybatch.result.rows import rows_of
+from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
+from prefect_raybatch.storage import Store
+
+
+@dataclass
+class Link:
+    """One run of a chain. `quarantined` are all its failed rows, `retried` those of them that its
+    children have taken."""
+
+    run_key: str
+    parent: str | None
+    finished: bool
+    rows: int
+    data: int
+    quarantined: int
+    skipped: int
+    retried: int = 0
+
+
+@dataclass
+class ChainVerdict:
+    """What was found. `ok`: every run is finished and proved, and every row is in one place."""
+
+    run: str
+    rows: int
+    runs: list[Link] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.runs) and not self.faults
+
+    @property
+    def data(self) -> int:
+        return sum(link.data for link in self.runs)
+
+    @property
+    def quarantined(self) -> int:
+        """Failed rows that no run has taken to retry."""
+        return sum(link.quarantined - link.retried for link in self.runs)
+
+    @property
+    def skipped(self) -> int:
+        return sum(link.skipped for link in self.runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        sums = {"data": self.data, "quarantined": self.quarantined, "skipped": self.skipped}
+        return {
+            "ok": self.ok,
+            "run": self.run,
+            "rows": self.rows,
+            **sums,
+            "runs": [link.__dict__ for link in self.runs],
+            "faults": self.faults,
+        }
+
+    def fault(self, text: str) -> None:
+        if len(self.faults) < MOST_NAMED:
+            self.faults.append(text)
+        elif len(self.faults) == MOST_NAMED:
+            self.faults.append("... and more")
+
+
+def verify_chain(root: Store, key: str) -> ChainVerdict:
+    """Proves the chain that run `key` below `root` belongs to, from its first run to its last.
+
+    Memory: four bytes a row of the input, and eight a row that failed or was retried. Raises
+    `CorruptRun` when the run or one it descends from has no readable plan.
+    """
+    family = load_family(root, key)
+    first = family.members[family.base]
+    found = ChainVerdict(first.ledger.store.uri, first.plan.rows)
+    for stray in family.strays:
+        found.fault(stray)
+    where = _Where(found)
+    taken = {
+        name: _numbers(member, found)
+        for name, member in family.members.items()
+        if member.plan.parent is not None
+    }
+    for member in family.members.values():
+        verdict = _verify(member, found)
+        if verdict is None:
+            continue
+        link = Link(
+            member.key,
+            member.plan.parent,
+            verdict.finished,
+            verdict.rows,
+            verdict.data,
+            verdict.quarantined,
+            verdict.skipped,
+        )
+        found.runs.append(link)
+        if verdict.finished:
+            link.retried = _member(family, member, taken, where, found)
+    if not found.faults:
+        where.all_there(first.plan.rows)
+    return found
+
+
+def _numbers(member: Member, found: ChainVerdict) -> np.ndarray:
+    try:
+        return member.ledger.numbers(member.plan).all()
+    except CorruptRun as fault:
+        found.fault(f"{member.key}: {fault}")
+        return np.zeros(0, np.int64)
+
+
+def _verify(member: Member, found: ChainVerdict) -> Verdict | None:
+    """The run by itself, its faults noted."""
+    try:
+        verdict = verify(member.ledger.store)
+    except CorruptRun as fault:
+        found.fault(f"{member.key}: {fault}")
+        return None
+    for text in verdict.faults:
+        found.fault(f"{member.key}: {text}")
+    return verdict
+
+
+def _member(
+    family: Family,
+    member: Member,
+    taken: dict[str, np.ndarray],
+    where: _Where,
+    found: ChainVerdict,
+) -> int:
+    """Notes where the rows of a finished run are; how many failed rows its children have taken."""
+    children = [child.key for child in family.children(member.key)]
+    for one, other in combinations(children, 2):
+        both = np.intersect1d(taken[one], taken[other], assume_unique=True)
+        if len(both):
+            found.fault(f"{name_rows(both)} of {member.key} are retried by both {one} and {other}")
+    every = np.unique(np.concatenate([np.zeros(0, np.int64), *(taken[key] for key in children)]))
+    failed = [np.zeros(0, np.int64)]
+    try:
+        for kind, path, numbers in rows_of(member):
+            if kind == "quarantine":
+                failed.append(numbers)
+                numbers = numbers[~among(every, numbers)]
+            where.note(f"{member.key}/{path}", numbers)
+    except CorruptRun as fault:
+        found.fault(f"{member.key}: {fault}")
+        return 0
+    in_quarantine = np.sort(np.concatenate(failed))
+    for key in children:
+        odd = taken[key][~among(in_quarantine, taken[key])]
+        if len(odd):
+            found.fault(
+                f"{key} retries {name_rows(odd)}, which are not in the quarantine of {member.key}"
+            )
+    return int(among(every, in_quarantine).sum())
+
+
+class _Where:
+    """In which file each row of the root's input is: the file's number, 0 for none yet."""
+
+    def __init__(self, found: ChainVerdict):
+        self.found = found
+        self.file = np.zeros(found.rows, np.uint32)
+        self.names = [""]
+
+    def note(self, name: str, numbers: np.ndarray) -> None:
+        """Rows `numbers` are in file `name`."""
+        if not len(numbers):
+            return
+        inside = (numbers >= 0) & (numbers < len(self.file))
+        if not inside.all():
+            row = numbers[~inside][0]
+            self.found.fault(f"{name}: row {row} is beyond the {len(self.file)} rows of the input")
+            numbers = numbers[inside]
+        before = self.file[numbers]
+        if before.any():
+            at = int(np.flatnonzero(before)[0])
+            both = f"{self.names[before[at]]} and {name}"
+            self.found.fault(f"row {numbers[at]} is in both {both}{_more(before)}")
+        self.names.append(name)
+        self.file[numbers] = len(self.names) - 1
+
+    def all_there(self, rows: int) -> None:
+        lacking = np.flatnonzero(self.file == 0)
+        if len(lacking):
+            self.found.fault(f"{name_rows(lacking)} are in no run")
+
+
+def _more(flags: np.ndarray) -> str:
+    rest = int(np.count_nonzero(flags)) - 1
+    return f" ({rest:,} more rows likewise)" if rest else ""

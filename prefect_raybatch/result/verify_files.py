@@ -1,0 +1,133 @@
+"""The files of a result against what finalize recorded: names the file and the rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.records import Part, digest
+from prefect_raybatch.ledger.success import strays
+from prefect_raybatch.result.row_sums import decode, row_sums, sums_path
+from prefect_raybatch.storage import Store
+
+MOST_ROWS = 10  # rows of a file named one by one
+
+Fault = Callable[[str], None]
+
+
+def check_folder(
+    store: Store, folder: str, parts: Mapping[str, Part], row_number: str, fault: Fault
+) -> dict[str, np.ndarray]:
+    """Row numbers (int64, as they stand) by path of the files that could be read."""
+    there = {info.path for info in store.list(folder)}
+    named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
+    for path in sorted(set(named) - there):
+        fault(f"{path}: the file is missing ({_held(named[path])})")
+    for path in strays(there, named):
+        fault(f"{path}: _SUCCESS does not name this file; readers would take it for the result")
+    found = {}
+    for path in sorted(there & set(named)):
+        rows = _check_file(store, named[path], row_number, fault)
+        if rows is not None:
+            found[path] = rows
+    return found
+
+
+def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.ndarray | None:
+    with store.open(part.path) as stream:
+        checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        same = checksum == part.sha256
+        stream.seek(0)
+        try:
+            columns = [row_number] if same else None
+            table = pq.ParquetFile(stream, pre_buffer=False).read(columns, use_threads=False)
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            fault(
+                f"{part.path}: its contents are not what finalize wrote ({_held(part)}); it is "
+                f"not readable Parquet: {error}"
+            )
+            return None
+    if (
+        row_number not in table.column_names
+        or table[row_number].null_count
+        or not pa.types.is_integer(table.schema.field(row_number).type)
+    ):
+        fault(f"{part.path}: has no whole column {row_number}")
+        return None
+    rows = table[row_number].to_numpy().astype(np.int64)
+    if not same:
+        _compare(store, part, table.drop_columns([row_number]), rows, fault)
+    _check_order(part.path, rows, fault)
+    return rows
+
+
+def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault: Fault) -> None:
+    """Says which rows of a changed file changed; of a run without checksums, only the file."""
+    said = f"{part.path}: its contents are not what finalize wrote"
+    known = _known(store, part, fault)
+    if known is None:
+        fault(said)
+        return
+    numbers, sums = known
+    changed = _changed(numbers, sums, rows, row_sums(table))
+    lost, strange = np.setdiff1d(numbers, rows), np.setdiff1d(rows, numbers)
+    names = [
+        f"{what} {rows_text(which)}"
+        for what, which in (("changed:", changed), ("gone:", lost), ("not from here:", strange))
+        if len(which)
+    ]
+    fault(f"{said}; {'; '.join(names) or 'the rows are the same, the file was written anew'}")
+
+
+def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarray] | None:
+    if part.sums is None:
+        return None
+    path = sums_path(part.path)
+    try:
+        data = store.read(path)
+        if digest(data) != part.sums:
+            raise CorruptRun(f"{path}: its contents are not what finalize wrote")
+        return decode(data, part.rows, path)
+    except FileNotFoundError:
+        fault(f"{path}: the file is missing, so changed rows cannot be named")
+    except CorruptRun as error:
+        fault(str(error))
+    return None
+
+
+def _changed(
+    numbers: np.ndarray, sums: np.ndarray, rows: np.ndarray, found: np.ndarray
+) -> np.ndarray:
+    """Row numbers that stand in the file with other contents than recorded."""
+    at = np.searchsorted(numbers, rows)
+    at[at == len(numbers)] = 0
+    known = numbers[at] == rows
+    return np.unique(rows[known & (sums[at] != found)])
+
+
+def _check_order(path: str, rows: np.ndarray, fault: Fault) -> None:
+    ordered = np.sort(rows)
+    repeated = np.unique(ordered[1:][np.diff(ordered) == 0])
+    if len(repeated):
+        fault(f"{path}: {rows_text(repeated)} stands there more than once")
+    elif (ordered != rows).any():
+        fault(f"{path}: rows are out of order near row {int(rows[1:][np.diff(rows) < 0][0])}")
+
+
+def rows_text(rows: np.ndarray) -> str:
+    """`row 7`, or `rows 7, 9, 12 and 3 more`."""
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    text = ", ".join(str(row) for row in rows[:MOST_ROWS].tolist())
+    more = f" and {len(rows) - MOST_ROWS:,} more" if len(rows) > MOST_ROWS else ""
+    return f"rows {text}{more}"
+
+
+def _held(part: Part) -> str:
+    where = "" if part.first is None else f", from {part.first} to {part.last}"
+    return f"it held {part.rows:,} rows{where}"

@@ -1,0 +1,358 @@
+"""Retries the failed rows of a finished run in a child run beside it.
+
+A finished run never changes: its failed rows are copied from its quarantine into the child as a
+snapshot, under the row numbers they have, and no two children of a run take the same row. From
+there on a child is a run like any other.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.job.batch_job import BatchJob, with_fields
+from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.plan import prompt_lengths as tokens
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.result.rows import quarantine_of
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
+
+Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
+FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
+OURS = "the rows come from the run's quarantine, and the retry is written beside the run"
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A child run that is planned: `job` and `run` are what infer and finalize take."""
+
+    job: BatchJob
+    run: Run
+    parent: str
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No row is left to retry; `message` says why that is well."""
+
+    run: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A retry that can be begun: `job` is the child's, `going` the unfinished run it goes on with
+    and `selection` ({parent, errors}) the rows it is about."""
+
+    family: Family
+    parent: Member
+    job: BatchJob
+    known: BatchJob
+    selection: Mapping[str, Any]
+    going: Member | None
+
+
+def plan_retry(
+    run_dir: str,
+    errors: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    job: BatchJob | None = None,
+    keys: Keys = lambda job: job,
+) -> Retry | Nothing:
+    """Makes the child run that retries failed rows of `run_dir`, or goes on with it.
+
+    `errors` are error classes; by default all failed rows that no other child has taken. The job
+    is the run's own or `job`, with the fields `overrides` ({"sampling.max_tokens": 99}) replaced.
+    All rows of the child may fail again, unless a limit on failed rows is among these: they count
+    against the limit of the run they are from. Raises as `request`, and `PlanMismatch` when
+    another retry of these rows began at the same moment.
+    """
+    asked = request(run_dir, errors, overrides, job, keys)
+    if isinstance(asked, Nothing):
+        return asked
+    if asked.going is not None:
+        ledger, plan = asked.going.ledger, asked.going.plan
+    else:
+        made = _new_child(asked)
+        if isinstance(made, Nothing):
+            return made
+        ledger, plan = made
+    _same_types(asked, ledger)
+    run = runs.run_of(ledger.store, plan, ledger)
+    job = asked.job
+    if not {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides or ()):
+        limits = job.limits.model_copy(
+            update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
+        )
+        job = job.model_copy(update={"limits": limits})
+    return Retry(job, run, asked.parent.key)
+
+
+def request(
+    run_dir: str,
+    errors: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    job: BatchJob | None = None,
+    keys: Keys = lambda job: job,
+) -> Request | Nothing:
+    """What a retry would be, from the records alone: writes nothing and reads no row.
+
+    Raises `ConfigError` for an unfinished run, a wrong job, a class in `errors` that no failed row
+    has, and rows that another retry has taken and not answered; `CorruptRun` when runs that belong
+    to this one are not readable.
+    """
+    overrides = dict(overrides or {})
+    root, key = place(run_dir, _options(run_dir, overrides, job, keys))
+    family = load_family(root, key)
+    if family.strays:
+        raise CorruptRun("\n".join(family.strays))
+    parent = family.members[key]
+    where = parent.ledger.store.uri
+    if parent.summary is None:
+        raise ConfigError(
+            f"{where} is not finished: finish it first, with the command it was begun with; "
+            "failed rows are only final then"
+        )
+    selection = {"parent": key, "errors": sorted(set(errors)) if errors else None}
+    if not parent.failed:
+        return Nothing(where, f"no row of {key} failed; there is nothing to retry")
+    if errors:
+        _check_classes(parent, errors)
+    child = _job(parent, root.uri, overrides, job)
+    known = keys(child)
+    going = None
+    wanted = fingerprint(known, runs.model_identity(known), selection)[0]
+    for member in family.children(key):
+        if member.summary is None and member.plan.fingerprint == wanted:
+            going = member  # the newest
+    children = family.children(key)
+    if going is None and sum(member.plan.rows for member in children) >= parent.failed:
+        return _all_taken(family, parent, children)
+    runs.check_schema_names(known)
+    planning.check_against_schema(known, decode_schema(parent.plan.input_schema))
+    return Request(family, parent, child, known, selection, going)
+
+
+def _check_classes(parent: Member, errors: Sequence[str]) -> None:
+    """Raises `ConfigError` naming the classes there are when no failed row has one of `errors`.
+
+    The commits tell; the report names the commonest failures alone.
+    """
+    classes: Counter[str] = Counter()
+    ledger, plan = parent.ledger, parent.plan
+    for commit in ledger.commits(plan, ledger.listing(plan)):
+        for failure, rows in commit.failures.items():
+            classes[[*failure.split("|", 2), ""][1]] += int(rows)
+    unknown = sorted(set(errors) - set(classes))
+    if unknown:
+        known = ", ".join(f"{kind} ({rows:,})" for kind, rows in classes.most_common())
+        raise ConfigError(
+            f"no row of {parent.key} failed with {', '.join(unknown)}; the classes there are: "
+            f"{known}"
+        )
+
+
+def _options(
+    run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
+) -> dict[str, Any] | None:
+    """Store options to reach the run with: what the caller gives of `output`. Its own job tells
+    no more before it is read, and holds no keys."""
+    value = job.to_dict().get("output", {}) if job is not None else {}
+    given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
+    output = with_fields({"output": value}, given)["output"]
+    if not isinstance(output, dict):
+        raise ConfigError(f"output: {output!r} is no group of fields")
+    reach = {name: output[name] for name in ("options", "credentials_block") if name in output}
+    stub = {"name": "retry", "source": {"uri": "-"}, "prompt": {"template": "-"}}
+    whole = BatchJob.from_dict({**stub, "output": {**reach, "uri": run_dir}}, "the job's output")
+    return keys(whole).output.options or None
+
+
+def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
+    """The child's job. Store options come only from the caller: a plan holds none, and one that
+    somebody put there must not say where the keys of this machine are sent."""
+    for name in overrides:
+        if name in ("source", "output", "output.uri") or (
+            name.startswith("source.") and name != "source.rows_per_shard"
+        ):
+            raise ConfigError(f"{name} cannot be set for a retry: {OURS}")
+    told = f"the job of {parent.key}" if job is None else "the job given"
+    if job is None:
+        value = planning.public_job(BatchJob.from_dict(parent.plan.job, told))
+    else:
+        value = job.to_dict()
+    made = BatchJob.from_dict(with_fields(value, overrides), told)
+    source = {
+        "uri": f"{parent.ledger.store.uri}/quarantine",
+        "format": "parquet",
+        "rows_per_shard": made.source.rows_per_shard,
+    }
+    changed = made.to_dict() | {"source": source}
+    changed["output"] = {**changed["output"], "uri": root}
+    return BatchJob.from_dict(changed, told)
+
+
+def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
+    """A child with the rows that are asked for and free, under the next key."""
+    from prefect_raybatch import source
+
+    family, parent, job = asked.family, asked.parent, asked.known
+    children = family.children(parent.key)
+    ledger = Ledger(family.root.sub(family.next_key))
+    ledger.store.probe()
+    rows = _FailedRows(parent, asked.selection["errors"], children)
+    found = source.snapshot_tables(rows.tables, ledger.store, uuid.uuid4().hex)
+    numbers = rows.numbers()
+    if not len(numbers):
+        return _all_taken(family, parent, rows.takers())
+    model = _model(job, parent.plan)
+    context = None
+    if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
+        context = tokens.of_files(job, model, found, ledger.store).context()
+    plan, tables = planning.make_plan(
+        job,
+        family.next_key,
+        found.files,
+        found.schema,
+        found.row_bytes,
+        model,
+        snapshot=True,
+        retry=asked.selection,
+        numbers=numbers_table(numbers),
+        engines=sized.expected_engines(job),
+        context=context,
+    )
+    try:
+        return ledger, ledger.create_plan(plan, tables)
+    except PlanMismatch:
+        raise PlanMismatch(
+            f"another retry of failed rows of {parent.key} began as {family.next_key} at the same "
+            "moment; run this again, and it takes the rows that are left under the next key"
+        ) from None
+
+
+class _FailedRows:
+    """The failed rows of a run that are asked for and free, and what was seen on the way."""
+
+    def __init__(self, parent: Member, errors: list[str] | None, children: Sequence[Member]):
+        self.parent, self.errors = parent, errors
+        self.children = {member.key: member for member in children}
+        self.taken = {m.key: m.ledger.numbers(m.plan).all() for m in children}
+        every = np.concatenate([np.zeros(0, np.int64), *self.taken.values()])
+        self.all_taken = np.sort(every)
+        self.schema = decode_schema(parent.plan.input_schema)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.asked: list[np.ndarray] = []
+        self.free: list[np.ndarray] = []
+
+    def tables(self) -> Iterator[tuple[str, pa.Table]]:
+        """(file, input rows)."""
+        import pyarrow.compute as pc
+
+        from prefect_raybatch.source.snapshot_writer import conform
+
+        self._begin()
+        last = -1
+        for where, numbers, table in quarantine_of(self.parent, ["error", "input"]):
+            if not len(numbers):
+                continue
+            if numbers[0] <= last or (np.diff(numbers) <= 0).any():
+                raise CorruptRun(f"{where}: failed rows are not in the order of their numbers")
+            last = int(numbers[-1])
+            kinds = table["error"]
+            mask = np.ones(len(numbers), bool)
+            if self.errors is not None:
+                mask = pc.is_in(kinds, pa.array(self.errors)).to_numpy()
+            self.asked.append(numbers[mask])
+            mask &= ~among(self.all_taken, numbers)
+            if mask.any():
+                self.free.append(numbers[mask])
+                rows = pa.Table.from_struct_array(table["input"].filter(pa.array(mask)))
+                yield where, conform(rows, self.schema)
+
+    def numbers(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int64), *self.free])
+
+    def takers(self) -> list[Member]:
+        """The children that have taken rows that were asked for."""
+        asked = np.concatenate([np.zeros(0, np.int64), *self.asked])
+        return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
+
+
+def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothing:
+    """That all rows are in other retries already: well, or `ConfigError` saying what to do."""
+    here = family.root.uri
+    ends = [end for taker in takers for end in _ends(family, taker)]
+    said = f"the failed rows of {parent.key} have been taken by "
+    said += ", ".join(member.key for member in takers)
+    for member in ends:
+        if member.summary is None:
+            raise ConfigError(
+                f"{said}; {member.key} is not finished. Finish it with the command it was begun "
+                "with or, if that cannot work and nothing works on it any more, delete "
+                f"{here}/{member.key} whole"
+            )
+    again = [member for member in ends if member.failed]
+    if again:
+        todo = "\n".join(
+            f"  raybatch retry-failed {here}/{member.key}   ({member.failed:,} failed)"
+            for member in again
+        )
+        raise ConfigError(f"{said}, and some failed again; retry those:\n{todo}")
+    return Nothing(parent.ledger.store.uri, f"{said}; none is left that failed")
+
+
+def _ends(family: Family, member: Member) -> list[Member]:
+    """Where the failed rows of `member` are now: there, or in the runs that took all of them."""
+    children = family.children(member.key)
+    if member.summary is None or not children:
+        return [member]
+    if sum(child.plan.rows for child in children) < member.failed:
+        return [member]
+    return [end for child in children for end in _ends(family, child)]
+
+
+def _model(job: BatchJob, parent: Plan) -> dict[str, Any]:
+    """What the plan pins. A Hugging Face name stays at the parent's commit: the results are to be
+    one table, and the name may mean another commit by now."""
+    before = BatchJob.from_dict(parent.job, "the parent's job").engine
+    now = job.engine
+    if runs.model_identity(job) is None and (now.model, now.revision) == (
+        before.model,
+        before.revision,
+    ):
+        return dict(parent.model)
+    return models.resolve(job.engine)
+
+
+def _same_types(asked: Request, ledger: Ledger) -> None:
+    """Gives the child the output types that the parent's first shard fixed: the results are to be
+    one table. Whoever comes first fixes them, as in any run."""
+    from prefect_raybatch.stages.finish import SCHEMA
+
+    before = asked.parent.plan.job.get("output", {}).get("postprocess")
+    output = asked.known.output
+    if output.postprocess is None or output.output_schema or output.postprocess != before:
+        return
+    with suppress(FileNotFoundError):  # none of the parent's rows got so far
+        types = read_record(asked.parent.ledger.store, SCHEMA)
+        put_record_if_absent(ledger.store, SCHEMA, types)

@@ -1,0 +1,408 @@
+"""Tries a handful of engine settings on a sample of the job's own rows, and says which is best.
+
+A trial is the real path (read, prepare, engine, finish) for a short time; nothing is committed and
+nothing stays in the output. Only settings that do not change an answer are tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob, with_fields
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.report.report import duration
+from prefect_raybatch.runs import runs
+from prefect_raybatch.sizing import sizes as sizing
+from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.cluster.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+FOLDER = "_tune"  # under output.uri; no run key begins with an underscore
+BETTER = 1.03  # times the best rate so far: less is noise
+SAMPLE = 100_000  # rows of an input that must be copied
+MOST_SHARDS = 4096  # of batch_size rows: more than a trial gets through
+REMOVALS = 10  # rounds until nothing more turns up
+SPARE = 1.1  # of the engines that a deadline needs
+ENGINES, REPLICAS, SEQUENCES, TOKENS = (
+    "engine.engines_per_gpu",
+    "engine.replicas",
+    "engine.max_num_seqs",
+    "engine.max_num_batched_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings (field: value) that were tried: rows a second in the steady state, seconds until
+    the first row was in an engine, replicas of the model and engines in all; or why it did not
+    work."""
+
+    changes: Mapping[str, Any]
+    rows_per_s: float = 0.0
+    start_s: float = 0.0
+    rows: int = 0
+    replicas: int = 1
+    engines: int = 1
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of it. `rows` of the whole input, which would take `seconds` with `best`.
+    `deadline`, in seconds, and the replicas it `needs`, where one was given and can be met."""
+
+    trials: tuple[Trial, ...]
+    best: Trial
+    rows: int
+    seconds: float
+    deadline: float | None = None
+    needs: int | None = None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def tune(
+    job: BatchJob,
+    minutes: float = 5.0,
+    trial_seconds: float = 30.0,
+    deadline: float | None = None,
+    observe: Callable[[Trial], None] = lambda trial: None,
+    engine: type | None = None,
+) -> Tuned:
+    """Tries settings for about `minutes`, each for `trial_seconds` after its first shard; the time
+    an engine needs to start comes on top, so few are tried with a large model.
+
+    `deadline`: seconds in which the whole input should be done. `engine` replaces the engine stage
+    in tests. Raises `ConfigError` when nothing worked, and what planning raises.
+    """
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.sharing import User
+
+    ends = time.monotonic() + 60 * minutes
+    rows = runs.dry_run(job).rows
+    sampled = _sampled(job, uuid.uuid4().hex[:12])
+    run = runs.plan_run(*sampled)
+    store = open_store(run.uri, job.output.options or None)
+    try:
+        user = User(f"tuning of {job.name}")
+        # The whole cluster: beside another run a trial would measure that one as well.
+        with (
+            cluster.connected(job, user) as have,
+            cluster.admitted(job, have, None, user),
+        ):
+            bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
+            starts = bench.starts()
+            trials = list(search(starts, _axes(job, have), bench, ends, observe))
+    finally:
+        _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
+    best = max(trials, key=lambda trial: trial.rows_per_s)
+    if not best.rows_per_s:
+        raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
+    return _told(tuple(trials), best, rows, deadline)
+
+
+def search(
+    starts: Mapping[str, Any],
+    axes: Mapping[str, Callable[[Any], list[Any]]],
+    bench: Callable[[Mapping[str, Any]], Trial],
+    ends: float,
+    observe: Callable[[Trial], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Trial]:
+    """Trials, the job as it is first; then one field after the other is moved from the best so
+    far, and on in the same direction while that helps, until there is no time for another trial.
+
+    `starts` are the values that the fields have in the job as it is, `axes` say where to go from a
+    value.
+    """
+    took = 0.0
+
+    def attempt(changes: Mapping[str, Any]) -> Trial:
+        nonlocal took
+        began = clock()
+        trial = bench(changes)
+        took = max(took, clock() - began)
+        observe(trial)
+        return trial
+
+    best = attempt({})
+    yield best
+    seen = {_key(best.changes)}
+    for name, moves in axes.items():
+        now = starts[name]
+        ways = [[value] for value in moves(now)]
+        while ways:
+            (value,) = ways.pop(0)
+            changes = {**best.changes, name: value}
+            if _key(changes) in seen:
+                continue
+            if clock() + took > ends:
+                return
+            seen.add(_key(changes))
+            trial = attempt(changes)
+            yield trial
+            if trial.rows_per_s > best.rows_per_s * BETTER:
+                best = trial
+                up = value > now
+                ways = [[next_] for next_ in moves(value) if (next_ > value) == up]
+                now = value
+
+
+class Bench:
+    """Runs trials over one plan of a sample, on one cluster."""
+
+    def __init__(
+        self,
+        job: BatchJob,
+        run: runs.Run,
+        store: Store,
+        have: Any,
+        seconds: float,
+        engine: type | None = None,
+    ):
+        self.store, self.have, self.seconds = store, have, seconds
+        self.engine = engine
+        self.ledger = Ledger(store)
+        self.plan, self.shards = runs.load_run(self.ledger, run)
+        self.job = settled(job, self.plan.context)
+
+    def starts(self) -> dict[str, Any]:
+        """What the job's own fields come to, those that are automatic included."""
+        size = sized.for_attempt(self.job, self.plan, self.ledger, self.have)
+        return {
+            ENGINES: size.pool.engines_per_gpu,
+            REPLICAS: size.pool.replicas[1],
+            SEQUENCES: size.max_num_seqs,
+            TOKENS: size.arguments["max_num_batched_tokens"],
+        }
+
+    def __call__(self, changes: Mapping[str, Any]) -> Trial:
+        """One trial; what went wrong stands in its `error`."""
+        try:
+            return self._trial(changes)
+        except RayBatchError as error:
+            return Trial(changes, error=f"{type(error).__name__}: {error}")
+
+    def _trial(self, changes: Mapping[str, Any]) -> Trial:
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.pipeline import Pipeline
+
+        job = changed(self.job, changes)
+        size = sized.for_attempt(job, self.plan, self.ledger, self.have)
+        cluster.check_fit(job, self.have, size.pool)
+        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
+        pipeline = Pipeline(
+            job,
+            self.plan,
+            self.shards,
+            self.store,
+            uuid.uuid4().hex,
+            size,
+            dict(job.source.options),
+            **more,
+        )
+        began = time.time()
+        done, error = self._receipts(pipeline)
+        if not done:
+            return Trial(changes, error=error or "no shard came through in time")
+        first = min(receipt.stats["started"] for receipt in done)
+        rate, rows = steady(done)
+        pool = size.pool
+        start = round(first - began, 1)
+        return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
+
+    def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
+        """Receipts of shards that got through until time is up, and why one did not."""
+        done: list[Receipt] = []
+        until = math.inf
+        error = ""
+        units = list(self._units())
+        found = pipeline(units, False)
+        for receipt in found:
+            if receipt.lost:
+                error = receipt.lost
+                if receipt.fatal:
+                    break
+            elif "started" in receipt.stats:
+                done.append(receipt)
+                until = min(until, time.monotonic() + self.seconds)
+            if time.monotonic() > until:
+                break
+        pipeline.stop()
+        return done, error
+
+    def _units(self) -> Iterator[Unit]:
+        """Shards in an order that is spread over the input from its first few on."""
+        number = min(self.plan.shards, MOST_SHARDS)
+        for place in spread(number):
+            shard = place * self.plan.shards // number
+            yield Unit(shard, 0, self.shards[shard].rows)
+
+
+def spread(number: int) -> list[int]:
+    """0 to number - 1, each next one far from those before: bits turned round."""
+    bits = max(1, (number - 1).bit_length())
+    turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return [i for i in turned if i < number]
+
+
+def steady(receipts: list[Receipt]) -> tuple[float, int]:
+    """(rows a second, rows): between the ends of the first and the last shard, where there are at
+    least three; else over the whole time in the engine."""
+    ends = sorted((receipt.stats["ended"], int(receipt.stats["rows"])) for receipt in receipts)
+    rows = sum(number for _, number in ends)
+    if len(ends) >= 3 and ends[-1][0] > ends[0][0]:
+        return (rows - ends[0][1]) / (ends[-1][0] - ends[0][0]), rows
+    span = ends[-1][0] - min(receipt.stats["started"] for receipt in receipts)
+    return rows / max(span, 1e-6), rows
+
+
+def changed(job: BatchJob, changes: Mapping[str, Any]) -> BatchJob:
+    """The job with fields such as engine.max_num_seqs changed."""
+    if not changes:
+        return job
+    return BatchJob.from_dict(with_fields(job.to_dict(), changes), "the tuned job")
+
+
+def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
+    """The job that a trial runs, and its key: small shards, out of the way of runs."""
+    from prefect_raybatch import source
+
+    rows = job.source.rows_per_shard or job.engine.batch_size
+    reads: dict[str, Any] = {"rows_per_shard": min(rows, job.engine.batch_size)}
+    if source.needs_snapshot(job.source):
+        reads["limit"] = min(job.source.limit or SAMPLE, SAMPLE)
+    where = {"uri": join(job.output.uri, FOLDER)}
+    return (
+        job.model_copy(
+            update={
+                "source": job.source.model_copy(update=reads),
+                "output": job.output.model_copy(update=where),
+            }
+        ),
+        key,
+    )
+
+
+def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+    """Which fields are moved, and from a value where to."""
+
+    def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
+        return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
+
+    axes: dict[str, Callable[[Any], list[Any]]] = {}
+    if sizing.device(job, have.gpus) == "gpu":
+        if job.engine.gpus_per_replica == 1:
+            axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
+        axes[SEQUENCES] = twice_or_half(64, 1024)
+        axes[TOKENS] = twice_or_half(4096, 65536)
+    else:
+        room = have.cpus - job.cluster.prepare.num_cpus - job.cluster.finish.num_cpus
+        most = int(room / job.engine.num_cpus)
+        axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
+        axes[SEQUENCES] = twice_or_half(32, 512)
+    return axes
+
+
+def _key(changes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(changes.items()))
+
+
+def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
+    work = rows / best.rows_per_s
+    seconds = round(best.start_s + work, 1)
+    if deadline is None or seconds <= deadline:
+        return Tuned(trials, best, rows, seconds, deadline)
+    left = deadline - best.start_s
+    if left <= 0:
+        note = f"the engines alone take {best.start_s:,.0f} s to start, so no number of them helps"
+        return Tuned(trials, best, rows, seconds, deadline, notes=(note,))
+    needs = math.ceil(best.replicas * work / left * SPARE)
+    return Tuned(trials, best, rows, seconds, deadline, needs)
+
+
+def _remove(output: Store, top: str) -> None:
+    """All files of the trials in the folder `top`, those in the making too: their writers were
+    killed with the pass. Removed from the output's root, so that their folders go as well."""
+    trials = output.sub(top)
+    try:
+        for _ in range(REMOVALS):
+            trials.unfinished(math.inf, remove=True)
+            output.delete([info.path for info in output.list(top)])
+            time.sleep(0.5)  # a writer on another node may get one more file through
+            if next(iter(trials.list()), None) is None and not trials.unfinished(math.inf, False):
+                return
+        log.warning("%s: something is still being written there", trials.uri)
+    except RayBatchError as error:  # what was found out counts more
+        log.warning("%s could not be removed: %s", trials.uri, error)
+
+
+def told(changes: Mapping[str, Any]) -> str:
+    """Settings in words."""
+    return ", ".join(f"{name}: {value}" for name, value in changes.items()) or "as the job is"
+
+
+def line(trial: Trial) -> str:
+    """A trial in a line."""
+    return f"{told(trial.changes)} -> {trial.error or f'{trial.rows_per_s:,.1f} rows/s'}"
+
+
+def table(tuned: Tuned) -> list[dict[str, str]]:
+    """What was tried, in order, the best marked."""
+    first = tuned.trials[0].rows_per_s
+    return [
+        {
+            "settings": told(trial.changes),
+            "rows/s": f"{trial.rows_per_s:,.1f}" if trial.rows_per_s else "-",
+            "of the first": f"{trial.rows_per_s / first:.2f}" if first else "-",
+            "rows": f"{trial.rows:,}",
+            "start s": f"{trial.start_s:,.0f}" if trial.rows_per_s else "-",
+            "": "best" if trial is tuned.best else trial.error[:200],
+        }
+        for trial in tuned.trials
+    ]
+
+
+def verdict(tuned: Tuned) -> list[str]:
+    """What it comes to, in sentences."""
+    engines = counted(tuned.best.engines, "engine")
+    said = [
+        f"{counted(tuned.rows, 'row')} would take {duration(tuned.seconds)} with {engines} "
+        f"at {tuned.best.rows_per_s:,.1f} rows/s in all"
+    ]
+    if tuned.deadline is not None:
+        meets = f"the deadline of {duration(tuned.deadline)}"
+        if tuned.needs:
+            said.append(f"{meets} needs engine.replicas: {tuned.needs}, with 10 % to spare")
+        elif not tuned.notes:
+            said.append(f"{meets} is met")
+    return [*said, *tuned.notes]
+
+
+def settings(tuned: Tuned) -> dict[str, Any]:
+    """The fields to change in the job."""
+    more = {REPLICAS: tuned.needs} if tuned.needs else {}
+    return {**tuned.best.changes, **more}
+
+
+def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
+    """A job (as its file says it) with the best settings as YAML; what was tried in comments."""
+    import yaml
+
+    rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
+    said = "".join(f"# {text}\n" for text in [*rows, *verdict(tuned)])
+    made = with_fields(value, settings(tuned))
+    return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,126 @@
+"""Every size of a run with its reason, for people. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model.memory import Model, gib
+from prefect_raybatch.sizing.fit import usable
+from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
+from prefect_raybatch.words import counted
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A size and why it is so."""
+
+    name: str
+    value: str
+    why: str
+
+
+def figures(job: BatchJob, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
+    """All of them, in the order in which they follow from each other."""
+    rows = Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why)
+    return [*_engine_figures(job, have, size, model), rows, *_stage_figures(job, have, size)]
+
+
+def _engine_figures(
+    job: BatchJob, have: Capacity, size: Sizing, model: Model | None
+) -> list[Figure]:
+    engine, pool, arguments = job.engine, size.pool, size.arguments
+    gpu = pool.device == "gpu"
+    where = f"the cluster has {counted(have.gpus, 'GPU')}"
+    found = [
+        Figure("device", pool.device, "engine.device" if engine.device != "auto" else where),
+        Figure("replicas", _span(pool.replicas), pool.replicas_why),
+    ]
+    if gpu:
+        tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
+        parallel = f"tensor {tensor} * pipeline {pipeline}"
+        found += [
+            Figure("GPUs", _span(pool.gpus), f"replicas * {parallel}"),
+            Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
+        ]
+    batched, seqs = arguments["max_num_batched_tokens"], arguments["max_num_seqs"]
+    step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
+    if batched != BATCHED[pool.device][0]:
+        step += ", fewer where that would take too much of the KV cache"
+    if engine.max_num_batched_tokens:
+        step = "engine.max_num_batched_tokens"
+    found += [
+        Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
+        Figure("max_num_seqs", str(seqs), size.sequences_why),
+        Figure("max_num_batched_tokens", str(batched), step),
+        Figure(
+            "max_model_len",
+            str(size.length or "the model's"),
+            "engine.max_model_len" if engine.max_model_len else "the model's config.json",
+        ),
+        _kv_figure(job, size, model),
+    ]
+    return found
+
+
+def _kv_figure(job: BatchJob, size: Sizing, model: Model | None) -> Figure:
+    pool, arguments, name = size.pool, {**size.arguments, **size.share}, "KV cache an engine"
+    if pool.device == "cpu":
+        space = job.engine.env.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        return Figure(name, f"{space} GiB", "VLLM_CPU_KVCACHE_SPACE, 1 unless set")
+    fixed = arguments.get("kv_cache_memory_bytes")
+    if model is None or not pool.gpu_bytes:
+        if fixed:
+            return Figure(name, gib(fixed), "engine.kv_cache_memory_bytes")
+        why = "the engine measures what is free; the size of the model or of the GPU is not known"
+        return Figure(name, "not known yet", why)
+    whole = usable(arguments, pool.gpu_bytes)
+    tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
+    weights = model.weights / tensor / pipeline
+    working = model.working(
+        arguments["max_num_batched_tokens"], arguments["max_num_seqs"], tensor=tensor
+    )
+    cache = fixed or max(0, whole - weights - working)
+    held = int(cache // max(1, model.kv_bytes(1, tensor, pipeline)))
+    why = (
+        f"{gib(whole)} of {pool.kind} - weights {gib(weights)} - {gib(working)} to work: about "
+        f"{held:,} tokens"
+    )
+    return Figure(name, gib(cache), why if fixed else f"{why}; vLLM measures it")
+
+
+def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
+    engine, calls = job.engine, size.concurrent
+    rule = f"ceil({size.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
+    taken = size.pool.fewest * engine.num_cpus
+    engines = counted(size.pool.engines, "engine")
+    free = max(0.0, have.cpus - taken)
+    found = [
+        Figure("batch_size", str(engine.batch_size), "engine.batch_size: least rows a shard"),
+        Figure(
+            "max_concurrent_batches",
+            str(calls),
+            "engine.max_concurrent_batches" if engine.max_concurrent_batches else rule,
+        ),
+        Figure("tasks in flight an engine", str(calls + 1), "one more waits at its door"),
+        Figure(
+            "uncommitted shards",
+            str(size.uncommitted),
+            f"2 * {engines} * {calls + 1}, at most: what a crash costs",
+        ),
+    ]
+    for name in ("prepare", "finish"):
+        stage = getattr(job.cluster, name)
+        width = max(1, int(free // stage.num_cpus))
+        why = (
+            f"({have.cpus:g} CPUs - {taken:g} of engines) / cluster.{name}.num_cpus "
+            f"{stage.num_cpus:g}, shared with the other stage; Ray takes what it needs"
+        )
+        if stage.concurrency and stage.concurrency <= width:
+            width, why = stage.concurrency, f"cluster.{name}.concurrency"
+        found.append(Figure(f"{name} tasks", f"up to {width}", why))
+    return found
+
+
+def _span(pair: tuple[int, int]) -> str:
+    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"

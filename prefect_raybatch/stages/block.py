@@ -1,0 +1,175 @@
+"""What a block looks like between stages: one Arrow table, one (part of a) shard.
+
+Beside the input columns a row carries its shard, its position in it and, once it failed, why.
+A unit that did not get through travels on as a `lost` block, since an exception in a Ray task
+would be retried blindly or swallowed, and its text lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import KeysView, ValuesView
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.ledger.records import Unit
+
+SHARD, POSITION = "__rb_shard", "__rb_pos"  # int32 each; position counts from 0 in the shard
+ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
+LOST, FATAL = "__rb_lost", "__rb_fatal"  # only in lost blocks: text, and whether to stop the run
+TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
+TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
+PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function set for this row
+ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
+TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
+FINISH = "__rb_finish"  # string: vLLM's finish reason
+PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
+MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
+TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
+MAX_ERROR = 500  # characters of a message that are kept
+ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
+
+
+def tag(table: pa.Table, unit: Unit) -> pa.Table:
+    """The unit's input rows with shard and position columns in front."""
+    positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
+    shards = np.full(unit.rows, unit.shard, dtype=np.int32)
+    table = table.add_column(0, POSITION, pa.array(positions))
+    return table.add_column(0, SHARD, pa.array(shards))
+
+
+def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
+    """The block with the seconds that `stage` took for it, since `began`."""
+    spent = np.full(table.num_rows, time.time() - began)
+    return table.append_column(f"{TIMES}_{stage}", pa.array(spent))
+
+
+def lost(unit: Unit, reason: str, fatal: bool = False) -> pa.Table:
+    """A block of one row that says why `unit` did not get through; `fatal` stops the run."""
+    return pa.table(
+        {
+            SHARD: pa.array([unit.shard], pa.int32()),
+            POSITION: pa.array([unit.offset], pa.int32()),
+            LOST: pa.array([reason], pa.string()),
+            FATAL: pa.array([fatal]),
+        }
+    )
+
+
+def is_lost(table: pa.Table) -> bool:
+    return LOST in table.column_names
+
+
+def passes_by(table: pa.Table) -> bool:
+    """Whether a stage has nothing to do with a block: lost, or empty (all its shards were done)."""
+    return is_lost(table) or table.num_rows == 0
+
+
+def input_columns(table: pa.Table) -> list[str]:
+    """Names of the columns that came from the input, in order."""
+    return [name for name in table.column_names if not name.startswith("__rb_")]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a row went to quarantine."""
+
+    stage: str
+    kind: str
+    message: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"stage": self.stage, "kind": self.kind, "message": self.message}
+
+    @classmethod
+    def of(cls, stage: str, error: BaseException) -> Failure:
+        try:
+            text = str(error)
+        except Exception:  # a user's own class may fail here as well
+            text = "its message cannot be shown"
+        # Lone surrogates, as in file names, cannot be written: neither to Arrow nor to JSON.
+        text = text[:MAX_ERROR].encode("utf-8", "replace").decode()
+        return cls(stage, type(error).__name__, text)
+
+
+def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
+    """Rows as dicts of the named columns; a `Failure` for a row that Python cannot hold, such as
+    text that is not valid UTF-8 or a date after the year 9999."""
+    if not names:
+        return [{} for _ in range(table.num_rows)]
+    part = table.select(names)
+    try:
+        return part.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException):
+        return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
+
+
+def _row(one: pa.Table) -> Any:
+    try:
+        return one.to_pylist()[0]
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        return Failure.of("prepare", error)
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a user function returned, as deep as containers go that Arrow takes.
+
+    A function may return one object for every row and change it from row to row.
+    """
+    if isinstance(value, dict):
+        return {name: copied(inner) for name, inner in value.items()}
+    if isinstance(value, (list, ValuesView, KeysView)):
+        return [copied(inner) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(copied(inner) for inner in value)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer, once a worker process."""
+    if _tokenizer_class(path) == "PreTrainedTokenizerFast":
+        # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def _tokenizer_class(path: str) -> str | None:
+    try:
+        config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("tokenizer_class")
+
+
+def units_of(table: pa.Table) -> list[Unit]:
+    """The (parts of) shards a block holds, each as a run of ascending positions."""
+    shards = table[SHARD].to_numpy()
+    positions = table[POSITION].to_numpy()
+    if len(shards) == 0:
+        return []
+    breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(positions) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(shards)]
+    return [Unit(int(shards[a]), int(positions[a]), b - a) for a, b in pairwise(edges)]
+
+
+def lost_all(table: pa.Table, reason: str, fatal: bool = False) -> pa.Table:
+    """A lost block in place of `table`, with a row for each unit it holds."""
+    return pa.concat_tables([lost(unit, reason, fatal) for unit in units_of(table)])

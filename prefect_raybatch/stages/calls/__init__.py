@@ -1,0 +1,1 @@
+"""How a stage calls a user's function: in its own process or in one apart."""

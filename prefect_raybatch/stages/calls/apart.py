@@ -1,0 +1,248 @@
+"""A user's function in a process of its own (`child`), so that it can end or hang nobody else.
+
+The child says when a row begins. So whatever ends it between two rows (a thread that a function
+left behind, its own idling) is no row's fault, and what ends it in a row is that row's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
+
+START = 120.0  # seconds a child has at least to start and to import the function's module
+LOOK = 0.5  # seconds between looks whether the child lives
+STARTS = 3  # children in a row that may end before a row begins
+HUNG = 3  # rows one after the other that may hang: what they wait for may be away for all of them
+BOOT = (  # as this process finds its modules, so does the child
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from prefect_raybatch.stages.calls.child import serve; "
+    "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])"
+)
+
+
+class FunctionDied(Exception):
+    """The process of a user's function ended in a row; the class a row has in quarantine."""
+
+
+class FunctionHung(Exception):
+    """A user's function took longer for a row than it may; the class a row has in quarantine."""
+
+
+class NoChild(RuntimeError):
+    """No process for a user's function could be had: the node's fault, not a row's."""
+
+
+class BlockHung(NoChild):
+    """A user's function hung for `HUNG` rows one after the other: smaller blocks tell whether the
+    rows are to blame."""
+
+
+class _Ended(Exception):
+    """The child is gone."""
+
+
+class _Late(Exception):
+    """The child said nothing for too long."""
+
+
+def raised(kind: str, text: str) -> Exception:
+    """An exception that reads like one of class `kind`, which may not be had here."""
+    return type(kind, (Exception,), {})(text)
+
+
+class Apart:
+    """The function `name` of a job's `field`, callable with a row; each call is made in a child.
+
+    `seconds` a row may take, None any. A row in which the child ends is given to another, until
+    `deaths` have ended in it. Raises, for a row, `FunctionDied`, `FunctionHung` or what the
+    function raised; `ConfigError` where the function cannot be had, `NoChild` where no child can,
+    `BlockHung` after too many rows that hung.
+    """
+
+    def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
+        self.name, self.field = name, field
+        self.seconds, self.deaths = seconds, deaths
+        self._hung = 0  # of the last rows, one after the other
+        self._alive()
+
+    def _alive(self) -> Child:
+        """A child that has imported the function's module: the last one, while it lives."""
+        children: dict[tuple[str, str], Child] = _kept.__dict__.setdefault("children", {})
+        child = children.get((self.name, self.field))
+        if child is None or not child.lives:
+            child = Child(self.name, self.field, self.seconds)
+            children[self.name, self.field] = child
+        return child
+
+    def __call__(self, row: Any) -> Any:
+        data = pickle.dumps(row)
+        ended = ""
+        for _ in range(self.deaths):
+            child = self._begun(data)
+            try:
+                kind, *rest = child.hear(self.seconds)
+            except _Late:
+                child.close()
+                raise self._late() from None
+            except _Ended:
+                ended = child.close()
+                continue
+            self._hung = 0
+            if kind == RAISED:
+                raise raised(*rest)
+            return rest[0]
+        self._hung = 0
+        times = f", in each of {self.deaths} tries" if self.deaths > 1 else ""
+        raise FunctionDied(f"{self.field} {self.name} ended its process ({ended}){times}")
+
+    def _late(self) -> Exception:
+        text = (
+            f"{self.field} {self.name} had not returned after limits.function_seconds "
+            f"{self.seconds:g} s; its process was killed"
+        )
+        self._hung += 1
+        return (
+            BlockHung(f"{text}, {HUNG} rows running") if self._hung == HUNG else FunctionHung(text)
+        )
+
+    def _begun(self, data: bytes) -> Child:
+        """The child that has begun with a row, which was sent as `data`."""
+        ended = ""
+        for _ in range(STARTS):
+            try:
+                child = self._alive()
+            except ConfigError as error:  # it could be had before
+                raise NoChild(str(error)) from None
+            try:
+                child.say(data)
+                child.hear(START)
+            except (_Ended, _Late):
+                ended = child.close()
+                continue
+            return child
+        raise NoChild(f"{self.field} {self.name}: no process for it lives until a row ({ended})")
+
+
+class Child:
+    """A process that calls one function; `lives` until it ended or was closed."""
+
+    def __init__(self, name: str, field: str, seconds: float | None) -> None:
+        self._wire, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-c", BOOT, json.dumps([str(path) for path in sys.path])]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid()), name, field],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that what it starts can be killed with it
+            )
+        # Also when nobody refers to it any more, and when this process ends.
+        self._close = weakref.finalize(self, _kill, self._process, self._wire)
+        try:
+            kind, *rest = self.hear(None if seconds is None else max(seconds, START))
+        except _Ended:
+            raise NoChild(
+                f"{field} {name}: its process ended as its module was imported ({self.close()})"
+            ) from None
+        except _Late:
+            self.close()
+            raise NoChild(f"{field} {name}: the import of its module did not end") from None
+        if kind == REFUSED:
+            self.close()
+            raise ConfigError(*rest)
+
+    @property
+    def lives(self) -> bool:
+        return self._close.alive and self._process.poll() is None
+
+    def close(self) -> str:
+        """Ends it and says how it had ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LOOK)  # its end of the wire closes a little earlier than it ends
+        code = self._process.poll()
+        self._close()
+        if code is None:
+            return "it closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
+
+    def say(self, data: bytes) -> None:
+        """Sends a row. Raises _Ended, _Late."""
+        self._wire.settimeout(START)
+        try:
+            self._wire.sendall(HEADER.pack(len(data)) + data)
+        except TimeoutError:
+            raise _Late from None
+        except OSError:
+            raise _Ended from None
+
+    def hear(self, seconds: float | None) -> Any:
+        """What it says within `seconds` (None: any time). Raises _Ended, _Late."""
+        waited = _Waited(seconds)
+        (size,) = HEADER.unpack(self._read(HEADER.size, waited))
+        return pickle.loads(self._read(size, waited))
+
+    def _read(self, size: int, waited: _Waited) -> bytearray:
+        data, dead = bytearray(), False
+        while len(data) < size:
+            self._wire.settimeout(waited.left())
+            try:
+                part = self._wire.recv(min(size - len(data), 1 << 20))
+            except TimeoutError:
+                # What it has started may hold its end of the wire open.
+                if dead:
+                    raise _Ended from None
+                dead = self._process.poll() is not None
+                continue
+            except OSError:
+                raise _Ended from None
+            if not part:
+                raise _Ended
+            data += part
+        return data
+
+
+class _Waited:
+    """Time that was waited, without that in which this process was itself stopped."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.rest, self.since = seconds, time.monotonic()
+
+    def left(self) -> float:
+        """Seconds until the next look. Raises _Late."""
+        now = time.monotonic()
+        if self.rest is not None:
+            self.rest -= min(now - self.since, 2 * LOOK)
+            if self.rest <= 0:
+                raise _Late
+        self.since = now
+        return LOOK if self.rest is None else min(self.rest, LOOK)
+
+
+def _kill(process: subprocess.Popen[bytes], wire: socket.socket) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    wire.close()
+
+
+# Children by function, kept for the next block: an import may take seconds. By thread, since a
+# child serves one caller; it ends with the thread, when idle, or with this process.
+_kept = threading.local()

@@ -1,0 +1,105 @@
+"""A user's function in a process of its own: the side that calls it. `apart` is the other side.
+
+Imports next to nothing, since such a process is started in the middle of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.functions import load_function
+
+IDLE = 60.0  # seconds without a row after which a child ends by itself
+TEXT = 500  # characters of an error's message
+HEADER = struct.Struct("!Q")  # bytes of the message behind it
+PR_SET_PDEATHSIG = 1
+READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
+
+
+def serve(fd: int, parent: int, name: str, field: str) -> None:
+    """Calls the function for each row that comes over socket `fd`, until none comes any more."""
+    _end_with(parent)
+    faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.set_inheritable(fd, False)
+    wire = socket.socket(fileno=fd)
+    try:
+        function = load_function(name, field)
+    except ConfigError as error:
+        _send(wire, REFUSED, str(error))
+        return
+    _send(wire, READY)
+    with contextlib.suppress(OSError):
+        while (row := _next(wire)) is not None:
+            _send(wire, BEGUN)
+            wire.sendall(_call(function, row))
+    sys.stdout.flush()
+    os._exit(0)  # not held up by threads that a function has left
+
+
+def _end_with(parent: int) -> None:
+    """Has this process killed when its parent's thread ends, also in the middle of a row."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:  # Linux; elsewhere it ends once it looks for the next row
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def shown(error: BaseException) -> str:
+    """The beginning of an error's own text, whatever its class does when asked for it."""
+    try:
+        return str(error)[:TEXT]
+    except Exception:
+        return "its message cannot be shown"
+
+
+def _call(function: Any, row: Any) -> bytes:
+    """What to answer: what the function gave or raised."""
+    me = os.getpid()
+    try:
+        answer = _frame(GAVE, function(row))
+    except BaseException as error:
+        answer = _frame(RAISED, type(error).__name__, shown(error))
+    if os.getpid() != me:  # a copy of this process, made by the function
+        os._exit(0)
+    return answer
+
+
+def _next(wire: socket.socket) -> Any:
+    """The next row, None when there is none. Raises TimeoutError where it does not come."""
+    wire.settimeout(IDLE)
+    header = _exactly(wire, HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    data = _exactly(wire, size)
+    wire.settimeout(None)  # the parent may be stopped for a while
+    return pickle.loads(data)
+
+
+def _exactly(wire: socket.socket, size: int) -> bytearray:
+    data = bytearray()
+    while len(data) < size and (part := wire.recv(min(size - len(data), 1 << 20))):
+        data += part
+    return data
+
+
+def _send(wire: socket.socket, *message: Any) -> None:
+    wire.sendall(_frame(*message))
+
+
+def _frame(*message: Any) -> bytes:
+    data = pickle.dumps(message)
+    return HEADER.pack(len(data)) + data

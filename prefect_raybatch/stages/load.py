@@ -1,0 +1,191 @@
+"""What an engine and its node were doing: sampled in the engine's process, told shard by shard.
+
+The figures travel in the block to `finish` and from there in the receipt to the commit, so they
+survive what the commit survives, and there is no server to run and none to ask. What is not known
+is left out, never 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from prefect_raybatch.stages.block import SHARD
+
+log = logging.getLogger(__name__)
+
+FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
+EVERY = 2.0  # seconds between samples
+KEPT = 3600  # samples: two hours
+GIB = 2**30
+NVML = ("pynvml", "ray._private.thirdparty.pynvml")  # Ray brings a copy of its own
+
+
+class Sampler:
+    """Samples an engine and its node every `every` seconds from a thread of its own.
+
+    `load()` says what the engine does now: running, waiting (sequences), sequences (that may run),
+    kv_cache (share in use), steps (since its start); any of them may be missing. `node()` does the
+    same for cpu and gpu (shares), memory and gpu_memory (GiB).
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Mapping[str, float]],
+        node: Callable[[], Mapping[str, float]] | None = None,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.load, self.every, self.clock = load, every, clock
+        self.node = Node() if node is None else node
+        self.where = {"engine": f"{socket.gethostname()}:{os.getpid()}"}
+        self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=KEPT)
+        self._steps: tuple[float, float] | None = None
+
+    def start(self) -> Sampler:
+        threading.Thread(target=self._main, name="raybatch-figures", daemon=True).start()
+        return self
+
+    def _main(self) -> None:
+        said = ""
+        while True:
+            time.sleep(self.every)
+            try:
+                self.take()
+            except Exception as error:  # as when an engine dies meanwhile; no answer waits for this
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("a sample of figures failed: %s: %s", type(error).__name__, error)
+
+    def take(self) -> None:
+        """Takes a sample now."""
+        now, load = self.clock(), dict(self.load())
+        before, steps = self._steps, load.pop("steps", None)
+        self._steps = None if steps is None else (now, steps)
+        if before and self._steps and now > before[0] and self._steps[1] >= before[1]:
+            load["steps_per_s"] = (self._steps[1] - before[1]) / (now - before[0])
+        self._samples.append((now, {**load, **self.node()}))
+
+    def over(self, began: float, ended: float) -> dict[str, float]:
+        """Figures of the time between (seconds since 1970), as they stand in `Commit.stats`.
+
+        Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak` the
+        highest of kv_cache, node_memory and gpu_memory; `samples` behind them. A shard that was
+        shorter than the time between two samples gets the latest one; {} where there is none.
+        """
+        samples = list(self._samples)
+        found = [sample for at, sample in samples if began <= at <= ended]
+        if not found and samples and ended - samples[-1][0] <= 2 * self.every:
+            found = [samples[-1][1]]
+        if not found:
+            return {}
+        stats: dict[str, float] = {"samples": len(found)}
+        for key, name in MEAN.items():
+            values = [sample[key] for sample in found if key in sample]
+            if values:
+                stats[name] = round(sum(values) / len(values), 4)
+        for key, name in PEAK.items():
+            values = [sample[key] for sample in found if key in sample]
+            if values:
+                stats[name] = round(max(values), 4)
+        return stats
+
+    def tell(self, table: pa.Table, began: float) -> pa.Table:
+        """The block with the figures since `began`."""
+        text = json.dumps({"stats": self.over(began, self.clock()), "where": self.where})
+        values: list[str | None] = [None] * table.num_rows
+        for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
+            values[first] = text
+        return table.append_column(FIGURES, pa.array(values, pa.string()))
+
+
+MEAN = {
+    "running": "running",
+    "waiting": "waiting",
+    "sequences": "sequences",
+    "kv_cache": "kv_cache",
+    "steps_per_s": "steps_per_s",
+    "cpu": "node_cpu",
+    "gpu": "gpu",
+}
+PEAK = {"kv_cache": "kv_cache_peak", "memory": "node_memory_peak", "gpu_memory": "gpu_memory_peak"}
+
+
+def told(table: pa.Table) -> tuple[dict[str, float], dict[str, str]]:
+    """(stats, where) that a block, or the rows of one shard in it, brought from the engine."""
+    if FIGURES not in table.column_names:
+        return {}, {}
+    texts = table[FIGURES].drop_null()
+    found = json.loads(texts[0].as_py()) if len(texts) else {}
+    return found.get("stats", {}), found.get("where", {})
+
+
+class Node:
+    """CPU and memory of this node, and the GPUs that this process may use."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent(None)  # the first call has nothing to compare with
+        self._nvml, self._gpus = gpus()
+
+    def __call__(self) -> dict[str, float]:
+        found = {
+            "cpu": psutil.cpu_percent(None) / 100,
+            "memory": psutil.virtual_memory().used / GIB,
+        }
+        if self._gpus:
+            try:
+                used = [self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
+                held = [self._nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._gpus]
+            except self._nvml.NVMLError as error:
+                log.warning("no more figures of the GPU: %s", error)
+                self._gpus = []
+                return found
+            found |= {"gpu": sum(used) / len(used) / 100, "gpu_memory": max(held) / GIB}
+        return found
+
+
+def gpus() -> tuple[Any, list[Any]]:
+    """NVML and its handles of the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor; none
+    where there is no GPU or no NVML."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in (shown or "").split(",") if name.strip()]
+    if shown is not None and not names:
+        return None, []
+    nvml = _nvml()
+    if nvml is None:
+        return None, []
+    try:
+        nvml.nvmlInit()
+        if shown is None:
+            names = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
+        return nvml, [_handle(nvml, name) for name in names]
+    except nvml.NVMLError as error:
+        log.info("no figures of GPUs: %s", error)
+        return None, []
+
+
+def _nvml() -> Any:
+    for name in NVML:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    if name.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    return nvml.nvmlDeviceGetHandleByUUID(name.encode())

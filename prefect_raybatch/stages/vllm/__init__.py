@@ -1,0 +1,1 @@
+"""One vLLM engine: driven, watched, proved, and ended with whoever started it."""

@@ -1,0 +1,57 @@
+"""Whether an engine works at all: asked of a new one after another died with no row through.
+
+A row that kills its engine is found by the driver and put into quarantine. An engine that fails
+whatever it is asked would be started again for each block, so it is asked a prompt that is always
+the same: one that fails on it too, with the same error, has no work to do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from prefect_raybatch.stages.vllm import note
+from prefect_raybatch.stages.vllm.note import Left
+
+PROMPT = (1, 2, 3)  # token ids that any vocabulary has
+MOST = 2  # tokens asked for: a first step, and one that goes on from it
+STARTS = 2  # tries to start an engine
+TRIES = 2  # new engines that may fail on the prompt, each in its own way
+
+
+def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The job's sampling fields for the prompt: the same work, but short."""
+    fields = {name: value for name, value in sampling.items() if name != "min_tokens"}
+    return {**fields, "max_tokens": min(MOST, int(sampling.get("max_tokens") or MOST))}
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two engines died of the same error: of the same words, whatever their numbers."""
+    return _words(one) == _words(other)
+
+
+def _words(cause: str) -> str:
+    # Exit codes are what the error is; process ids, addresses and sizes are not.
+    return re.sub(r"(?<!exit code )(?<!-)\b(0x)?[0-9a-f]*\d[0-9a-f.]*\b", "#", cause)
+
+
+def judged(left: Left) -> str | None:
+    """Why the run ends, by what the actor left in whose place this one is; None: it goes on.
+
+    An actor that was killed while its engine started says nothing of the engine.
+    """
+    told = left.cause != note.SILENT
+    again = told and same(left.before, left.cause)
+    if left.doing == note.PROMPT and (again or left.times >= TRIES):
+        return verdict(left.cause)
+    if left.doing == note.START and told and left.times >= STARTS:
+        return f"{left.cause}, {left.times} times while the engine started"
+    return None
+
+
+def verdict(cause: str) -> str:
+    """Why the run ends, by the error that the engine died of."""
+    return (
+        f"EngineDied: {cause} (engines died of this before any row was through, a new one on a "
+        "prompt that is always the same, so no row is to blame)"
+    )

@@ -1,0 +1,25 @@
+"""One short answer of an engine, in a process of its own, for `raybatch doctor`.
+
+`python -m prefect_raybatch.stages.vllm.forward '{"model": ...}'` starts an engine with these
+arguments of vLLM, asks it the fixed prompt and ends with 0 when that was answered; else the last
+line of what it writes to standard error says why, or the signal that ended it does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from prefect_raybatch.stages.vllm.canary import PROMPT, fields_for
+from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
+
+
+def main(text: str) -> None:
+    with SteppedEngine(json.loads(text)) as engine:
+        (answer,) = engine.run([Request(PROMPT, fields_for({"temperature": 0.0}))])
+    if answer.error:
+        sys.exit(": ".join(answer.error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

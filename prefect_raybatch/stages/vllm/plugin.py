@@ -1,0 +1,52 @@
+"""What each process of vLLM does of ours before it runs a model.
+
+An entry point of the group `vllm.general_plugins`: vLLM calls `register` in the process that makes
+an engine, in the engine's core and in its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+
+from prefect_raybatch.stages.vllm import last_words
+
+log = logging.getLogger(__name__)
+
+NAME = "prefect_raybatch"  # of the entry point
+ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without it, all
+
+
+def register() -> None:
+    """What vLLM calls, perhaps several times in a process."""
+    ask_for_amx()
+    last_words.listen()
+
+
+def ask_for_amx() -> None:
+    """Asks the kernel for AMX where this CPU has it and torch computes on the CPU.
+
+    A process that uses AMX's tiles before it has asked dies of an illegal instruction. oneDNN asks
+    when it first uses them; vLLM's attention in bfloat16 does not, and comes first when the first
+    forward is small. What is granted holds for all threads and for processes forked later.
+    """
+    torch = sys.modules.get("torch")  # vLLM has imported it; without it nothing computes here
+    if torch is None or any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
+        return
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if has_amx is None or ask is None or not has_amx():
+        return
+    if not ask():
+        log.warning(
+            "this CPU has AMX and the kernel does not grant it, so that an engine in bfloat16 may "
+            "die of an illegal instruction; set engine.dtype: float32"
+        )
+
+
+def allow(environment: MutableMapping[str, str]) -> None:
+    """Puts this plugin into vLLM's list of allowed ones, where there is such a list."""
+    names = environment.get(ALLOWED)
+    if names is not None and NAME not in names.split(","):
+        environment[ALLOWED] = f"{names},{NAME}" if names else NAME

@@ -1,0 +1,642 @@
+"""One vLLM engine driven by one thread: tokens in, final answers out, little Python in between.
+
+`SteppedEngine` steps vLLM's synchronous `LLMEngine` itself. A row costs one `add_request` and one
+finished output: no asyncio task, no queue and no wake-up per row, which is what limits the other
+ways of driving vLLM (about 1 ms of Python a row, on one core, whatever the GPU could do).
+
+Works with vLLM 0.26 to 0.29, with the engine core in its own process (vLLM's default) or in this
+one (environment variable VLLM_ENABLE_V1_MULTIPROCESSING=0).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_raybatch.exits import exit_text
+from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
+from prefect_raybatch.stages.vllm.last_words import LastWords, named
+from prefect_raybatch.stages.vllm.plugin import allow, register
+
+WINDOW = 3
+"""Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
+when the first one's tail leaves slots free."""
+
+PARAMS_KEPT = 1024
+"""Distinct sampling parameters kept ready; more (a seed a row) only cost the time to build them."""
+
+START_LOCK = threading.Lock()  # which processes an engine started is seen by comparing the children
+
+
+class EngineDied(Exception):
+    """The engine died, or was closed, with requests in flight; the message carries the cause.
+
+    Which request was the cause is unknown. The object is closed: start another one.
+    """
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt for the engine.
+
+    prompt_token_ids: token ids of the whole prompt, 1 to `max_model_len` - 1 of them.
+    params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
+        `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
+        `detokenize` is off unless given or needed by `stop`.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one request: either answers or an `error`.
+
+    token_ids: one list of generated ids for each of the `n` answers, the end token included.
+    texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
+    finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
+        `stop`, so that a cut-off one shows. None with an error.
+    prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
+    error: class name and message of what vLLM said when it refused the request or gave it up.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str] | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+
+class _Call:
+    """One `run()` in progress: its requests, the answers so far, the event its caller sleeps on.
+
+    `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
+    """
+
+    __slots__ = ("answers", "cursor", "died", "done", "missing", "params", "prompts")
+
+    def __init__(self, prompts: list[list[int]], params: list[Any]) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.answers: list[Completion | None] = [None] * len(prompts)
+        self.cursor = 0
+        self.missing = len(prompts)
+        self.done = threading.Event()
+        self.died: str | None = None
+
+
+class SteppedEngine:
+    """A vLLM engine and the one thread that feeds and steps it.
+
+    engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
+        Unless `disable_log_stats` is given, vLLM's scheduler counts (once a step) and its front,
+        in this process, does not (that costs Python per token).
+    hang_seconds: an engine with requests in flight of which no step has returned for so long
+        (twice that until its first answer) is hung and treated as dead: its processes are killed.
+        Where the engine core is in this process, this process ends itself (`hang.end_process`).
+        None: it may take any time.
+
+    The constructor returns when the engine is ready and raises whatever vLLM raises. Engine
+    processes die with this one, even after `kill -9` (see `reaper`).
+    """
+
+    def __init__(self, engine_kwargs: dict[str, Any], hang_seconds: float | None = None) -> None:
+        from prefect_raybatch.stages.vllm.reaper import watch_children
+
+        watch_children()
+        self._wake = threading.Condition()  # guards everything below
+        self._waiting: deque[_Call] = deque()  # calls with requests that vLLM has not got yet
+        self._in_flight: dict[str, tuple[_Call, int]] = {}  # vLLM's request id -> call, position
+        self._sequences = 0  # requests in flight, each counted as often as it has answers
+        self._closing = False
+        self._died: str | None = None
+        self._cleaned = False
+        self._params: OrderedDict[str, Any] = OrderedDict()
+        self._count = 0
+        self._stats = dict.fromkeys(
+            ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
+        )
+        self._busy_s = self._feed_s = 0.0
+        self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
+        self._hang = HangWatch(hang_seconds)
+        self._engine: Any = None
+        self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
+        self._processes: list[Any] = []
+        self._words = LastWords()
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
+        # belong to a thread, and with the core in this process that thread runs the model.
+        self._thread = threading.Thread(
+            target=self._main, args=(dict(engine_kwargs),), name="SteppedEngine", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        # A thread inside vLLM while the interpreter is torn down can crash it.
+        atexit.register(self.close)
+
+    # What callers use -----------------------------------------------------------------------------
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answer all requests, in their order; blocks until the last is done. Thread-safe.
+
+        Rows of several callers share the engine, first come first served. A request that vLLM
+        refuses gets `Completion.error` and disturbs no other.
+
+        Raises EngineDied when the engine dies or is closed first, or was before.
+        """
+        prompts = [_as_list(request.prompt_token_ids) for request in requests]
+        params = self._prepare_params(requests)
+        call = _Call(prompts, params)
+        if not requests:
+            return []
+        with self._wake:
+            if self._died is not None:
+                raise EngineDied(self._died)
+            self._waiting.append(call)
+            self._wake.notify_all()
+        call.done.wait()
+        if call.died is not None:
+            raise EngineDied(call.died)
+        return call.answers  # type: ignore[return-value]  # all filled, or the call had died
+
+    def close(self) -> None:
+        """Stop the thread and the engine's processes; callers in flight get EngineDied.
+
+        Idempotent. Waits up to 15 s for a step in progress, then ends the engine regardless.
+        """
+        atexit.unregister(self.close)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._fail("the engine was closed")
+        if self._thread is not threading.current_thread():
+            self._thread.join(15)
+            if self._thread.is_alive():  # stuck inside vLLM: end what it waits for
+                self._shutdown()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start.
+
+        rows, refused: requests answered, of these refused or given up; prompt_tokens,
+        cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds with requests in
+        flight; feed_s: of these spent handing requests over; in_flight, waiting: requests inside
+        vLLM and not yet there; died: None or the cause.
+        """
+        with self._wake:
+            waiting = sum(len(call.prompts) - call.cursor for call in self._waiting)
+            return {
+                **self._stats,
+                "busy_s": self._busy_s,
+                "feed_s": self._feed_s,
+                "in_flight": len(self._in_flight),
+                "waiting": waiting,
+                "died": self._died,
+            }
+
+    def load(self) -> dict[str, float]:
+        """What the engine does now; {} once it is closed.
+
+        running, waiting: sequences; sequences: that may run at once; steps: since the start;
+        kv_cache: share of the KV cache in use.
+        All are vLLM's own. With `disable_log_stats: true` and the core in another process,
+        `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
+        """
+        engine = self._engine
+        if engine is None:
+            return {}
+        with self._wake:
+            held, steps = self._sequences, self._stats["steps"]
+            outside = sum(len(call.prompts) - call.cursor for call in self._waiting)
+        most = self._window // WINDOW
+        running = min(held, most)
+        found = {"steps": steps, "sequences": most}
+        core = getattr(engine.engine_core, "engine_core", None)
+        scheduler = getattr(core, "scheduler", None)
+        if scheduler is not None:
+            running = len(scheduler.running)
+            found["kv_cache"] = scheduler.kv_cache_manager.usage
+        elif self._scheduler_stats is not None:
+            running = self._scheduler_stats.num_running_reqs
+            found["kv_cache"] = self._scheduler_stats.kv_cache_usage
+        return {**found, "running": running, "waiting": max(0, held - running) + outside}
+
+    def __enter__(self) -> SteppedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Sampling parameters --------------------------------------------------------------------------
+
+    def _prepare_params(self, requests: Sequence[Request]) -> list[Any]:
+        """A SamplingParams for each request (shape: as `requests`), or the exception it raised.
+
+        Equal dicts share one object; one and the same dict is looked at once a call.
+        """
+        by_identity: dict[int, Any] = {}
+        result = []
+        for request in requests:
+            found = by_identity.get(id(request.params))
+            if found is None:
+                found = by_identity[id(request.params)] = self._lookup_params(request.params)
+            result.append(found)
+        return result
+
+    def _lookup_params(self, params: dict[str, Any]) -> Any:
+        try:
+            key = json.dumps(params, sort_keys=True)
+        except (TypeError, ValueError):  # holds an object: no key, so nothing to share
+            return _guarded_params(params)
+        with self._wake:
+            found = self._params.get(key)
+            if found is not None:
+                self._params.move_to_end(key)
+                return found
+        made = _guarded_params(params)
+        with self._wake:
+            self._params[key] = made
+            if len(self._params) > PARAMS_KEPT:
+                self._params.popitem(last=False)
+        return made
+
+    # The thread -----------------------------------------------------------------------------------
+
+    def _main(self, engine_kwargs: dict[str, Any]) -> None:
+        try:
+            self._start(engine_kwargs)
+        except BaseException as error:  # handed to the constructor, which raises it
+            self._start_error = self._explained(error)
+            self._fail(f"the engine did not start: {self._start_error}")
+            self._shutdown()
+            return
+        finally:
+            self._started.set()
+        try:
+            self._loop()
+        except BaseException as error:
+            if not self._processes:
+                # Who hears of the death starts the next engine, and a process has room for one.
+                self._shutdown()
+            self._fail(self._cause(error))
+        finally:
+            self._shutdown()
+
+    def _cause(self, error: BaseException) -> str:
+        """What the engine died of, when this is what vLLM raised here."""
+        if _is_death(error):
+            for process in self._processes:
+                process.join(2)
+                if process.exitcode is not None:
+                    return self._told(process)
+            return self._words.read() or _describe(error)
+        return _describe(error)
+
+    def _told(self, process: Any) -> str:
+        """How an engine process ended: by a signal of its own, or of the error that it logged."""
+        end = _end_of(process)
+        # vLLM ends what is left of an engine that has failed by these two.
+        ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
+        own = process.exitcode not in ended_so and process.exitcode < 0
+        return end if own else self._words.read() or end
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What vLLM raised at the start; where it only points to its log, with what is there."""
+        words = self._words.read()
+        text = named(f"{error}: {words}" if words else str(error))
+        if not isinstance(error, RuntimeError) or text == str(error):
+            return error
+        made = RuntimeError(text)
+        made.__cause__ = error
+        return made
+
+    def _start(self, engine_kwargs: dict[str, Any]) -> None:
+        import multiprocessing
+
+        allow(os.environ)  # for the processes that vLLM starts
+        from vllm import LLMEngine
+        from vllm.engine.arg_utils import EngineArgs
+
+        no_stats = engine_kwargs.pop("disable_log_stats", None)
+        with START_LOCK, self._words.heard():
+            register()  # in this process, whatever became of the plugins here
+            arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
+            before = {process.pid for process in multiprocessing.active_children()}
+            self._engine = LLMEngine.from_engine_args(arguments)
+            self._processes = [
+                process
+                for process in multiprocessing.active_children()
+                if process.pid not in before
+            ]
+        self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
+        if not no_stats:
+            self._keep_scheduler_stats(front=no_stats is not None)
+        # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
+        threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
+
+    def _keep_scheduler_stats(self, front: bool) -> None:
+        """Keep what vLLM's scheduler counts; unless `front`, nothing is counted in this process."""
+        engine = self._engine
+        processor: Any = getattr(engine, "output_processor", None)
+        if processor is not None and not front:
+            engine.log_stats = processor.log_stats = False
+            engine.logger_manager = None
+        update = getattr(processor, "update_scheduler_stats", None)  # called in each step
+        if update is None:
+            return  # by another name in this vLLM: the figures are missing, no more
+
+        def keep(stats: Any) -> None:
+            if stats is not None:
+                self._scheduler_stats = stats
+            update(stats)
+
+        processor.update_scheduler_stats = keep
+
+    def _loop(self) -> None:
+        engine, wake = self._engine, self._wake
+        while True:
+            with wake:
+                while not (self._waiting or self._in_flight or self._closing or self._died):
+                    self._inside = 0.0
+                    wake.wait()
+                if self._closing or self._died:
+                    self._inside = 0.0
+                    return
+            start = self._inside = time.perf_counter()
+            self._feed()
+            fed = self._inside = time.perf_counter()
+            outputs = engine.step() if self._in_flight else ()
+            finished: list[_Call] = []
+            with wake:
+                for output in outputs:
+                    if output.finished:
+                        self._take(output, finished)
+                self._stats["steps"] += 1
+                self._feed_s += fed - start
+                self._busy_s += time.perf_counter() - start
+            for call in finished:
+                call.done.set()
+
+    def _feed(self) -> None:
+        """Hand requests to vLLM, oldest call first, until the window is full."""
+        engine = self._engine
+        while self._waiting and self._sequences < self._window:
+            call = self._waiting[0]
+            position = call.cursor
+            call.cursor += 1
+            if call.cursor == len(call.prompts):
+                with self._wake:
+                    self._waiting.popleft()
+            params = call.params[position]
+            if isinstance(params, Exception):
+                self._refuse(call, position, params)
+                continue
+            request_id = str(self._count)
+            self._count += 1
+            self._in_flight[request_id] = (call, position)
+            self._sequences += params.n
+            try:
+                engine.add_request(
+                    request_id,
+                    {"type": "token", "prompt_token_ids": call.prompts[position]},
+                    params,
+                )
+            except Exception as error:
+                if _is_death(error):
+                    raise
+                self._in_flight.pop(request_id, None)
+                self._sequences -= params.n
+                self._refuse(call, position, error)
+                continue
+            if "verify" not in params.__dict__:
+                # Accepted once, accepted always: this object is never changed and belongs to this
+                # engine. Checking anew means parsing the grammar or JSON schema for every row
+                # (16 us for nine choices, more than the rest of add_request for a large schema).
+                params.verify = _accept
+
+    def _take(self, output: Any, finished: list[_Call]) -> None:
+        """Turn a finished vLLM output into the Completion of its caller."""
+        entry = self._in_flight.pop(output.request_id, None)
+        if entry is None:  # of a call that was given up
+            return
+        call, position = entry
+        answers = output.outputs
+        params = call.params[position]
+        self._sequences -= params.n
+        reason = "stop"
+        for answer in answers:
+            if answer.finish_reason != "stop":
+                reason = answer.finish_reason
+                break
+        prompt_tokens = len(call.prompts[position])
+        cached = output.num_cached_tokens or 0
+        if reason in ("abort", "error"):
+            completion = Completion(
+                [],
+                None,
+                None,
+                prompt_tokens,
+                cached,
+                ("RequestFailed", f"vLLM gave the request up ({reason})"),
+            )
+            self._stats["refused"] += 1
+        else:
+            token_ids = [
+                answer.token_ids if type(answer.token_ids) is list else list(answer.token_ids)
+                for answer in answers
+            ]
+            texts = [answer.text for answer in answers] if params.detokenize else None
+            completion = Completion(token_ids, texts, reason, prompt_tokens, cached)
+            self._stats["output_tokens"] += sum(map(len, token_ids))
+        self._stats["prompt_tokens"] += prompt_tokens
+        self._stats["cached_tokens"] += cached
+        self._settle(call, position, completion, finished)
+
+    def _refuse(self, call: _Call, position: int, error: Exception) -> None:
+        finished: list[_Call] = []
+        with self._wake:
+            self._stats["refused"] += 1
+            self._settle(
+                call,
+                position,
+                Completion(
+                    [],
+                    prompt_tokens=len(call.prompts[position]),
+                    error=(type(error).__name__, str(error)),
+                ),
+                finished,
+            )
+        for done in finished:
+            done.done.set()
+
+    def _settle(
+        self, call: _Call, position: int, completion: Completion, finished: list[_Call]
+    ) -> None:
+        self._stats["rows"] += 1
+        call.answers[position] = completion
+        call.missing -= 1
+        if call.missing == 0:
+            finished.append(call)
+
+    # Death and closing ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look for the end of an engine process that nobody asked for, and for a step that never
+        returns; wake every caller then."""
+        from multiprocessing.connection import wait
+
+        sentinels = {process.sentinel: process for process in self._processes}
+        while True:
+            ended = wait(list(sentinels), timeout=LOOK)
+            with self._wake:
+                if self._closing or self._died is not None:
+                    return
+                answered = self._stats["rows"] > self._stats["refused"]
+            if ended:
+                process = sentinels[ended[0]]  # type: ignore[index]
+                self._fail(self._told(process))
+                self._thread.join(2)
+                if self._thread.is_alive():  # in a step that will never return
+                    self._shutdown()
+                return
+            allowed = self._hang.look(time.monotonic(), self._inside, answered)
+            if allowed is not None:
+                self._end_hung(f"hung: no step returned for {allowed:g} s")
+                return
+
+    def _end_hung(self, cause: str) -> None:
+        """End an engine that hangs, first of all its processes: who hears of it starts another,
+        on the same GPU."""
+        from prefect_raybatch.stages.vllm.reaper import kill_all
+
+        if not self._processes:
+            end_process(cause)
+        with self._wake:
+            self._died = cause  # before what vLLM says when its core is gone
+        kill_all([process.pid for process in self._processes])
+        self._shutdown()
+        self._thread.join(5)
+        if self._thread.is_alive():  # these were workers, and the core is in this process
+            end_process(cause)
+        self._fail(cause)
+
+    def _fail(self, cause: str) -> None:
+        """Mark the engine dead (the first cause stays) and wake every caller in flight."""
+        with self._wake:
+            if self._died is None:
+                self._died = cause
+            calls = {id(call): call for call in self._waiting}
+            calls.update((id(call), call) for call, _ in self._in_flight.values())
+            self._waiting.clear()
+            self._wake.notify_all()
+        for call in calls.values():
+            if not call.done.is_set():
+                call.died = self._died
+                call.done.set()
+
+    def _shutdown(self) -> None:
+        """End the engine core and its processes; what vLLM raises while dying is of no interest."""
+        with self._wake:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            core = engine.engine_core
+            with contextlib.suppress(Exception):
+                core.shutdown()
+            queue = getattr(core, "outputs_queue", None)
+            if queue is not None and self._thread is not threading.current_thread():
+                queue.put_nowait(RuntimeError("closed"))  # frees a thread that waits in step()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+        self._words.forget()
+        if not self._processes and not self._cleaned:
+            self._cleaned = True
+            engine = core = queue = None  # or its memory is still held
+            _free_process()
+
+
+def _free_process() -> None:
+    """Makes room for the next engine in this process: vLLM keeps its process groups in globals,
+    and after an out-of-memory error a new engine would stumble over them (tried, 0.29)."""
+    with contextlib.suppress(Exception):
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def _as_list(token_ids: Sequence[int]) -> list[int]:
+    """A list of plain ints: vLLM's wire format takes no arrays."""
+    if type(token_ids) is list:
+        return token_ids
+    return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+
+
+def _guarded_params(params: dict[str, Any]) -> Any:
+    """`SamplingParams` for a dict, or the exception that building it raised."""
+    try:
+        return _build_params(params)
+    except Exception as error:
+        return error
+
+
+def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams` as plain values: nulls left out, `choice` written in full,
+    `detokenize` off unless given or needed by `stop`."""
+    fields = {name: value for name, value in params.items() if value is not None}
+    choice = fields.pop("choice", None)
+    if choice is not None:
+        if fields.get("structured_outputs") is not None:
+            raise ValueError("give either `choice` or `structured_outputs`, not both")
+        fields["structured_outputs"] = {"choice": list(choice)}
+    fields.setdefault("detokenize", bool(fields.get("stop")))
+    return fields
+
+
+def _build_params(params: dict[str, Any]) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    fields = plain_fields(params)
+    if isinstance(structured := fields.get("structured_outputs"), dict):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+    fields["skip_clone"] = True
+    return SamplingParams(**fields)
+
+
+def _accept(*_: Any) -> None:
+    """Stands in for `SamplingParams.verify` once vLLM has accepted the parameters."""
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether an error of add_request means the engine is gone, and not the request refused."""
+    kind = type(error)
+    return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
+
+
+def _end_of(process: Any) -> str:
+    # vLLM's own monitor waits for the same process: who comes second has the code a little later.
+    until = time.monotonic() + 1
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.02)
+    code = "" if process.exitcode is None else f" with {exit_text(process.exitcode)}"
+    return f"engine process {process.name} (pid {process.pid}) ended{code}"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
