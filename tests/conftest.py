@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers import environ
@@ -33,6 +34,25 @@ settings.register_profile(  # make chaos: the same tests, for minutes
 )
 settings.load_profile("prefect_raybatch")
 
+# Files that use a shared server stay in one process where several run the tests (pytest -n), so
+# that there is one of it; these come first, being the longest. Other files go to whoever is free.
+SHARED = ("ray_head", "prefect_process", "s3_server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts each file as a whole into a group: that of the first server in `SHARED` that one of its
+    tests uses, or its own."""
+    groups: dict[Path, str] = {}
+    for server in reversed(SHARED):
+        for item in items:
+            if server in getattr(item, "fixturenames", ()):
+                groups[item.path] = server
+    for item in items:
+        group = groups.get(item.path, str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
+    order = {server: place for place, server in enumerate(SHARED)}
+    items.sort(key=lambda item: order.get(groups.get(item.path, ""), len(SHARED)))
+
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
@@ -44,7 +64,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def s3(s3_server: S3Server, request: pytest.FixtureRequest) -> S3Server:
     """The S3 server, with a bucket of this module's own: BUCKET, or the module's name."""
-    name = request.module.__name__.removeprefix("test_").replace("_", "-")
+    module = request.module.__name__.rpartition(".")[2]
+    name = module.removeprefix("test_").replace("_", "-")
     s3_server.create_bucket(getattr(request.module, "BUCKET", name))
     return s3_server
 

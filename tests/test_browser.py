@@ -26,7 +26,7 @@ from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SHARD = 50
 ROWS = 20_000  # a minute of work on a quiet machine: the pages must be seen meanwhile

@@ -27,7 +27,8 @@ from prefect_raybatch.demo import LABELS
 from prefect_raybatch.demo.customers import companies
 from prefect_raybatch.storage import Store, open_store
 
-pytestmark = pytest.mark.e2e
+# The run that many tests look at is worked within the time of the first of them.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SEED = int(os.environ.get("RAYBATCH_SEED", random.SystemRandom().randrange(10**6)))
 BIN = Path(sys.executable).parent

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.small import MODEL
 
-from prefect_raybatch.cluster.connect import ray_llm
+from prefect_raybatch.cluster import ray_llm
 from prefect_raybatch.sizing.sizes import Pool
 from prefect_raybatch.stages.engine import EngineSpec
 from prefect_raybatch.stages.vllm import plugin as vllm_plugin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Machines that run tests are busy. Ray gives a node 30 s to start, and then up; and it puts its
 # workers behind everything else, where beside other work an engine takes minutes to start.
@@ -13,3 +14,10 @@ def clean() -> dict[str, str]:
     """This process's, without Prefect's and Ray's settings except those for busy machines."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_"))}
     return {**kept, **BUSY}
+
+
+def dying_with_us(*command: str) -> list[str]:
+    """The command of a server that gets SIGTERM when the process that started it is gone, even one
+    that was killed (Linux only)."""
+    program = shutil.which("setpriv")
+    return [program, "--pdeathsig", "TERM", *command] if program else list(command)

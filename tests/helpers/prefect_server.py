@@ -22,7 +22,7 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from helpers.environ import clean
+from helpers.environ import clean, dying_with_us
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -55,8 +55,8 @@ class Prefect:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.home / f"{arguments[0]}.log").open("ab")
         process = subprocess.Popen(
-            ["prefect", *arguments], env=self.env, cwd=ROOT, stdout=log, stderr=log,
-            start_new_session=True,
+            dying_with_us(str(BIN / "prefect"), *arguments), env=self.env, cwd=ROOT, stdout=log,
+            stderr=log, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from helpers.environ import clean
+from helpers.environ import clean, dying_with_us
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,13 +66,13 @@ def start_head(cpus: int, **env: str) -> Iterator[Head]:
 def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Head]:
     port, dashboard, agent, client = free_ports(4)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [
+    command = dying_with_us(
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         f"--num-cpus={cpus}", f"--port={port}", f"--ray-client-server-port={client}",
         f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
         "--object-store-memory=300000000", "--disable-usage-stats",
-    ]  # fmt: skip
+    )  # fmt: skip
     with open(f"{folder}/head.txt", "wb") as log:
         process = subprocess.Popen(
             command,
