@@ -11,7 +11,7 @@ export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -q --durations=10 -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit e2e chaos bench lock clean
+.PHONY: help demo test lint types room unit e2e chaos bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -36,6 +36,12 @@ lint: .venv/.ready ## Ruff
 
 types: .venv/.ready ## Type checker
 	$(BIN)/mypy
+
+room: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
+	$(BIN)/ruff check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/ruff format --check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not e2e" tests/$(ROOM) $(ARGS)
 
 unit: .venv/.ready ## Tests without the real engine
 	$(PYTEST) -m "not e2e" $(ARGS)

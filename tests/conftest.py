@@ -20,6 +20,7 @@ from s3server import S3Server, start_s3
 
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
+os.environ["PYTHONPATH"] = environ.python_path()
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
@@ -73,7 +74,7 @@ def s3(s3_server: S3Server, request: pytest.FixtureRequest) -> S3Server:
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Head]:
     """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
-    with start_head(4, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}") as head:
+    with start_head(4, PYTHONPATH=f"{ROOT}{os.pathsep}{environ.python_path()}") as head:
         yield head
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 # Machines that run tests are busy. Ray gives a node 30 s to start, and then up; and it puts its
 # workers behind everything else, where beside other work an engine takes minutes to start.
@@ -21,3 +22,13 @@ def dying_with_us(*command: str) -> list[str]:
     that was killed (Linux only)."""
     program = shutil.which("setpriv")
     return [program, "--pdeathsig", "TERM", *command] if program else list(command)
+
+
+def python_path() -> str:
+    """PYTHONPATH of processes that must find what tests define: the folders of the tests, first."""
+    tests = Path(__file__).parents[1]
+    rooms = sorted(path.parent for path in tests.glob("*/test_*.py"))
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(
+        [*dict.fromkeys(map(str, [tests, *rooms])), *([before] if before else [])]
+    )
