@@ -99,7 +99,7 @@ class Prefect:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
+                    process.wait(5)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 

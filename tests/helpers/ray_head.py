@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from helpers.environ import clean, dying_with_us
+from helpers.processes import below
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,14 +104,14 @@ def _is_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float
 
 
 def _end(process: subprocess.Popen[bytes], folder: str) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Ends the head and all below it at once: nobody misses what a raylet would still tell it."""
+    every = below(process.pid)
+    process.kill()
+    process.wait()
     for left in psutil.process_iter(["cmdline"]):
         if any(folder in part for part in left.info["cmdline"] or ()):
-            with suppress(psutil.NoSuchProcess):
-                left.kill()
+            every.append(left)
+    for left in every:
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
     shutil.rmtree(folder, ignore_errors=True)
