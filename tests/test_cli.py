@@ -26,7 +26,8 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import runs

@@ -27,7 +27,9 @@ from rich.table import Table
 
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.report.report import duration, failure_table, stage_table
 from prefect_raybatch.runs import runs
 from prefect_raybatch.words import counted

@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect_raybatch.driver.heartbeat import Counts
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 
 LEAST = 60.0  # seconds: shorter pauses are nobody's business

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job.batch_job import RESERVED
+from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import common_type, map_type
 from prefect_raybatch.source.columns import check_columns

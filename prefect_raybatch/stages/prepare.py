@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import is_transient
-from prefect_raybatch.job.batch_job import Prompt, template_fields
+from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     ERROR,
