@@ -509,7 +509,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
         raise AssertionError("nothing may start")
 
     monkeypatch.setattr(runs, "infer_run", never)
-    monkeypatch.setattr(cli, "_run_flow", never)
+    monkeypatch.setattr("prefect_raybatch.cli.drive._run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")

@@ -18,6 +18,7 @@ from helpers.small import input_rows, job_dict, make_job
 
 from prefect_raybatch import bounded
 from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli import drive
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
@@ -124,7 +125,9 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "_run_flow", lambda *_: pytest.fail("a flow was started"))
+    monkeypatch.setattr(
+        "prefect_raybatch.cli.drive._run_flow", lambda *_: pytest.fail("a flow was started")
+    )
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
     address = closed_address()
     job = job_dict(
