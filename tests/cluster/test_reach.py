@@ -18,7 +18,6 @@ from helpers.small import input_rows, job_dict, make_job
 
 from prefect_raybatch import bounded
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.cli import drive
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
