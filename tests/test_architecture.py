@@ -60,7 +60,7 @@ AT_MODULE_LEVEL = {
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
-    "vllm": {"stages.engine", "stages.vllm.stepper"},
+    "vllm": {"stages.vllm.internals"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},

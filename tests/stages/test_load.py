@@ -22,6 +22,7 @@ from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
 from prefect_raybatch.stages.vllm import stepper
+from prefect_raybatch.stages.vllm.internals import keep_scheduler_stats
 
 
 @dataclass
@@ -341,16 +342,14 @@ def test_a_core_elsewhere_tells_the_kv_cache_only_where_vllm_keeps_statistics():
 def test_vllms_statistics_are_kept_where_it_makes_them(front):
     seen = []
     processor = SimpleNamespace(update_scheduler_stats=seen.append, log_stats=True)
-    made = stepped(SimpleNamespace())
-    made._engine.output_processor = processor
-    made._engine.log_stats = True
-    made._engine.logger_manager = manager = object()
-    made._keep_scheduler_stats(front)
+    manager, kept = object(), []
+    engine = SimpleNamespace(output_processor=processor, log_stats=True, logger_manager=manager)
+    keep_scheduler_stats(engine, kept.append, front)
     processor.update_scheduler_stats("first")
     processor.update_scheduler_stats(None)
-    assert made._scheduler_stats == "first" and seen == ["first", None]
-    assert made._engine.log_stats is front and processor.log_stats is front
-    assert made._engine.logger_manager is (manager if front else None)
+    assert kept == ["first"] and seen == ["first", None]
+    assert engine.log_stats is front and processor.log_stats is front
+    assert engine.logger_manager is (manager if front else None)
 
 
 def test_the_stage_samples_its_engine(monkeypatch):
