@@ -108,7 +108,7 @@ def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)
     try:
-        return part.to_pylist()
+        return list(part.to_pylist())
     except (ValueError, OverflowError, pa.ArrowException):
         return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
 
@@ -156,7 +156,8 @@ def _tokenizer_class(path: str) -> str | None:
         config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return config.get("tokenizer_class")
+    name: str | None = config.get("tokenizer_class")
+    return name
 
 
 def units_of(table: pa.Table) -> list[Unit]:

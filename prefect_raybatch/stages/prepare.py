@@ -251,7 +251,9 @@ def encode(tokenizer: Any, texts: list[Any]) -> list[Any]:
     good = [t for t in texts if not isinstance(t, Failure)]
 
     def tokens(batch: list[str]) -> list[list[int]]:
-        return tokenizer(batch, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        special = not tokenizer.chat_template
+        ids: list[list[int]] = tokenizer(batch, add_special_tokens=special)["input_ids"]
+        return ids
 
     try:
         ids = iter(tokens(good) if good else ())

@@ -46,7 +46,7 @@ class KeptBlocks(Datasource):
     """A data source each of whose blocks Ray hands on as it is; see `KeepBlocks`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         rules = get_physical_ruleset()
         if KeepBlocks not in list(rules):
             rules.add(KeepBlocks)

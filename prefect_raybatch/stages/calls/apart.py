@@ -60,7 +60,8 @@ class _Late(Exception):
 
 def raised(kind: str, text: str) -> Exception:
     """An exception that reads like one of class `kind`, which may not be had here."""
-    return type(kind, (Exception,), {})(text)
+    made: Exception = type(kind, (Exception,), {})(text)
+    return made
 
 
 class Apart:
