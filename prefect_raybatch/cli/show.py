@@ -273,7 +273,7 @@ def _grid() -> Table:
     return table
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     print(json.dumps(value, default=str))

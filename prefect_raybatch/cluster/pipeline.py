@@ -316,5 +316,5 @@ def _resources(stage: Stage) -> dict[str, Any]:
     return _given(num_cpus=stage.num_cpus, memory=stage.memory)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}

@@ -235,7 +235,7 @@ class Gather:
         return Completion([ids], texts, "length" if cut else "stop", prompt)
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> Any:
     if isinstance(value, dict):
         return tuple(sorted((name, _shape(inner)) for name, inner in value.items()))
     return type(value).__name__ if value is None else True

@@ -103,7 +103,7 @@ def interruptible(
         receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
         over = threading.Event()
 
-        def give(item: Any) -> bool:
+        def give(item: object) -> bool:
             while not over.is_set():
                 try:
                     receipts.put(item, timeout=LOOK)

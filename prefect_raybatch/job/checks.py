@@ -101,7 +101,7 @@ def nearest(name: str, known: set[str] | frozenset[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
 
 
-def check_count(value: Any, most: int, auto: bool = True) -> Any:
+def check_count(value: object, most: int, auto: bool = True) -> Any:
     """A whole number from 1 to `most`, or auto; ValueError otherwise. A form sends text."""
     if auto and value == "auto":
         return value

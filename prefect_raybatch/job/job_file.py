@@ -77,7 +77,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def _fits(value: Any) -> bool:
+def _fits(value: object) -> bool:
     """Whether a value holds at most MAX_VALUES values; stops counting there."""
     waiting, seen = [value], 0
     while waiting and seen <= MAX_VALUES:
@@ -90,7 +90,7 @@ def _fits(value: Any) -> bool:
     return seen <= MAX_VALUES
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """The start of a value; never all of one that aliases have blown up."""
     if isinstance(value, str):
         return value[:80]

@@ -110,7 +110,7 @@ class Limits(Group):
 
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
-    def _any_time(cls, value: Any) -> Any:
+    def _any_time(cls, value: object) -> Any:
         # In Prefect's form a field that may be null, but is not by default, would be no plain one.
         return 0 if value is None else value
 

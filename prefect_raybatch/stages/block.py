@@ -120,7 +120,7 @@ def _row(one: pa.Table) -> Any:
         return Failure.of("prepare", error)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """A copy of what a user function returned, as deep as containers go that Arrow takes.
 
     A function may return one object for every row and change it from row to row.

@@ -493,7 +493,7 @@ class ShardDatasource(KeptBlocks):
             for task in self._read_tasks
         ]
 
-    def dataset(self, **options: Any) -> Dataset:
+    def dataset(self, **options: object) -> Dataset:
         """The dataset of all blocks; `options` are `ray.data.read_datasource`'s.
 
         `DataContext.target_max_block_size` must be None when this is called (Ray copies the

@@ -90,5 +90,5 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         )
 
 
-def _or_true(value: Any) -> Any:
+def _or_true(value: object) -> Any:
     return True if value is None else value

@@ -88,7 +88,7 @@ class Apart:
             children[self.name, self.field] = child
         return child
 
-    def __call__(self, row: Any) -> Any:
+    def __call__(self, row: object) -> Any:
         data = pickle.dumps(row)
         ended = ""
         for _ in range(self.deaths):

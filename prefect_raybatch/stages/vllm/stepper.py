@@ -346,7 +346,7 @@ class SteppedEngine:
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
-    def _keep_stats(self, stats: Any) -> None:
+    def _keep_stats(self, stats: object) -> None:
         self._scheduler_stats = stats
 
     def _loop(self) -> None:
