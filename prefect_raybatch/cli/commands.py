@@ -266,7 +266,7 @@ def retry_failed(
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
     asked = retry.request(*wanted, keys=with_keys)
-    made: Any = asked if isinstance(asked, retry.Nothing) else retry_rows(wanted, prefect, as_json)
+    made = asked if isinstance(asked, retry.Nothing) else retry_rows(wanted, prefect, as_json)
     if as_json:
         print_json(made)
     elif isinstance(made, retry.Nothing):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.runs import runs
+
+if TYPE_CHECKING:
+    from prefect_raybatch.runs.retry import Nothing
 
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
 
 
-def run_job(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool]:
+def run_job(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[RunReport, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -32,7 +36,9 @@ def run_job(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, b
         return _run_here(job, known, runs.plan_run(known, key), show), True
 
 
-def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: TerminalProgress) -> Any:
+def _run_here(
+    job: BatchJob, known: BatchJob, planned: runs.Run, show: TerminalProgress
+) -> RunReport:
     """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
     from prefect_raybatch.remote import follower as jobs
 
@@ -42,7 +48,7 @@ def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: TerminalP
     return runs.finalize_run(known, planned, progress)
 
 
-def retry_rows(arguments: RetryArguments, prefect: bool, quiet: bool) -> Any:
+def retry_rows(arguments: RetryArguments, prefect: bool, quiet: bool) -> RunReport | Nothing:
     """The report of the run that retries, or `Nothing` when no row was free."""
     from prefect_raybatch.runs import retry
 

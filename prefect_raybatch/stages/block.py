@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import KeysView, ValuesView
+from collections.abc import KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -136,19 +136,41 @@ def copied(value: object) -> Any:
     return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
+Messages = list[dict[str, Any]]  # of a chat: role, content, and what a template may want
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer of transformers."""
+
+    chat_template: str | None
+    is_fast: bool
+    model_max_length: int
+
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = ...
+    ) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Messages], *, tokenize: bool, add_generation_prompt: bool
+    ) -> list[str]: ...
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
+
+
 @lru_cache(maxsize=4)
-def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Tokenizer:
     """The model's tokenizer, once a worker process."""
     if _tokenizer_class(path) == "PreTrainedTokenizerFast":
         # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(path))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
+    made = AutoTokenizer.from_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code
     )
+    return cast(Tokenizer, made)
 
 
 def _tokenizer_class(path: str) -> str | None:
