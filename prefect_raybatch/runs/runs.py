@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
-from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan

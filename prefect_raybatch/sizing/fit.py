@@ -103,7 +103,7 @@ def cache_left(model: Model, arguments: Mapping[str, Any], room: float) -> float
     tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
     batched, seqs = arguments["max_num_batched_tokens"], arguments["max_num_seqs"]
     offloaded = float(arguments.get("cpu_offload_gb") or 0) * 2**30
-    weights = max(0.0, model.weights / tensor / pipeline - offloaded)
+    weights = max(0.0, float(model.weights / tensor / pipeline) - offloaded)
     return max(0.0, room - weights - model.working(batched, seqs, tensor=tensor))
 
 
