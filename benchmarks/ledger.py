@@ -113,9 +113,9 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.plan_run import plan_run
     with steps.step("inventory, plan, write") as counts:
-        made = runs.plan_run(_job(args), RUN_KEY)
+        made = plan_run(_job(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
 
 
@@ -174,7 +174,7 @@ def _receipts() -> Callable[[int, int], Any]:
 
 
 def drive(args: argparse.Namespace, steps: Steps) -> None:
-    """What `runs.infer_run` does up to the cluster: the phases start and resume."""
+    """What `infer_run` does up to the cluster: the phases start and resume."""
     with steps.step("import"):
         import numpy as np
 
@@ -235,10 +235,11 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
 
 def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.finalize_run import finalize_run
+        from prefect_raybatch.runs.plan_run import plan_run
     job = _job(args)
     with steps.step("finalize"):
-        runs.finalize_run(job, runs.plan_run(job, RUN_KEY))
+        finalize_run(job, plan_run(job, RUN_KEY))
 
 
 def verify(args: argparse.Namespace, steps: Steps) -> None:

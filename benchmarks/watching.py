@@ -20,7 +20,7 @@ from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob, Limits
 from prefect_raybatch.ledger.records import Commit, InputFile
 from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
 SHARDS, ROWS = 100_000, 100

@@ -362,7 +362,7 @@ def test_another_job_is_refused_with_the_difference(tmp_path: Path, env: dict[st
     write_customers(tmp_path / "customers.csv", 50, 3)
     job = job_file(tmp_path)
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.runs.runs import plan_run
+    from prefect_raybatch.runs.plan_run import plan_run
 
     loaded = BatchJob.from_dict(
         {

@@ -31,7 +31,7 @@ from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import Limits
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.status import status
 
 
 def wait_for(what, seconds: float = 20.0):
@@ -108,7 +108,7 @@ def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog
     assert read_beats(run.store, ["a", "missing"]) == {}
     assert path in caplog.text
     run.ledger.note_attempt("a", {"started": "2026"})
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
 
 
 def test_a_follower_gets_the_newest_beat(tmp_path):
@@ -229,14 +229,14 @@ def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
         later = wait_for(lambda: (b := beat_of(run)) and b.at > first.at and b)
         assert (later.phase, later.committed, later.passes) == (INFERRING, 2, 1)
         assert later.engines == {"ALIVE": 1} and later.rate < first.rate
-        (shown,) = runs.status(str(tmp_path)).beats
+        (shown,) = status(str(tmp_path)).beats
         assert (shown["host"], shown["pid"], shown["committed"]) == ("h", 7, 2)
         assert 0 <= shown["age"] < 10
         gate.set()
         thread.join(30)
     last = beat_of(run)
     assert (last.phase, last.done) == (ENDED, 20)
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
     assert heard.progress == [0, 5, 10, 15, 20]
     assert heard.beats[-1].phase == ENDED and heard.beats[-1].done == 20
 
@@ -253,9 +253,9 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     assert "new:1 3 s ago: inferring, pass 1, 2 engines" in told
     assert "old:1 1 h 00 min ago, silent since" in told
     run.commit_all()
-    assert len(runs.status(str(tmp_path)).beats) == 2
+    assert len(status(str(tmp_path)).beats) == 2
     run.ledger.succeed(success_of(run, compact=False))
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
 
 
 def test_a_store_that_is_away_stops_no_run(tmp_path, quick, caplog, monkeypatch):

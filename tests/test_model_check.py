@@ -16,7 +16,9 @@ from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run, precheck
+from prefect_raybatch.runs.run import run_store
 
 
 @pytest.fixture
@@ -34,11 +36,11 @@ def refused(folder: Path, **groups: Any) -> str:
     value["source"], value["output"] = {"uri": str(source)}, {"uri": str(folder.parent / "out")}
     job = BatchJob.from_dict(value)
     with pytest.raises(ConfigError) as error:
-        runs.dry_run(job)
+        dry_run(job)
     said = str(error.value)
     for command in (
-        lambda: runs.plan_run(job, "k"),
-        lambda: runs.precheck(job, runs.run_store(job, "k")),
+        lambda: plan_run(job, "k"),
+        lambda: precheck(job, run_store(job, "k")),
     ):
         with pytest.raises(ConfigError) as error:
             command()
@@ -137,4 +139,4 @@ def test_an_output_that_is_a_file(folder: Path, below: str) -> None:
     value["source"] = {"uri": str(folder.parent / "in.csv")}
     value["output"] = {"uri": f"{taken}{below}"}
     with pytest.raises(ConfigError, match=r"output\.uri: .*/taken is a file"):
-        runs.dry_run(BatchJob.from_dict(value))
+        dry_run(BatchJob.from_dict(value))

@@ -30,7 +30,7 @@ from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.runs import REPORT
+from prefect_raybatch.runs.finalize_run import REPORT
 from prefect_raybatch.stages.finish import SCHEMA, _ranges
 from prefect_raybatch.storage import open_store
 

@@ -29,7 +29,13 @@ from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
 from prefect_raybatch.report.report import duration, failure_table, stage_table
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import DryRun
+from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
+from prefect_raybatch.runs.finalize_run import finalize_run, html_page
+from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
+from prefect_raybatch.runs.run import Run, default_run_key, run_store
+from prefect_raybatch.runs.status import report_of
+from prefect_raybatch.runs.status import status as status_of
 from prefect_raybatch.words import counted
 
 app = typer.Typer(
@@ -144,7 +150,7 @@ def plan(
         from prefect_raybatch.sizing.sizes import imagined
 
         what_if = imagined(gpu, gpus, cpus)
-    found = runs.dry_run(_with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
+    found = dry_run_of(_with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
     if as_json:
         _print_json({**asdict(found), "sizing": found.sizing.to_dict()})
     else:
@@ -203,7 +209,7 @@ def run(
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
     report, fresh = _run(
-        loaded, run_key or runs.default_run_key(_with_keys(loaded)), prefect, quiet=as_json
+        loaded, run_key or default_run_key(_with_keys(loaded)), prefect, quiet=as_json
     )
     if as_json:
         _print_json(report)
@@ -214,7 +220,7 @@ def run(
 @app.command()
 def status(run_dir: RunDir, as_json: Json = False) -> None:
     """What a run has committed, also while it runs and from another machine."""
-    found = runs.status(run_dir)
+    found = status_of(run_dir)
     if as_json:
         _print_json(found)
         return
@@ -250,10 +256,10 @@ def report(
     """The report of a run as Markdown, or as HTML with plots; also while it runs."""
     from prefect_raybatch.report import report as reports
 
-    found = runs.report_of(run_dir)
+    found = report_of(run_dir)
     if html is not None:
         try:
-            html.write_text(runs.html_page(found), encoding="utf-8")
+            html.write_text(html_page(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--html {html}: {error.strerror}; choose another file") from None
         err.print(f"wrote {html}", markup=False)
@@ -478,27 +484,27 @@ def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = _with_keys(job)
-    runs.check_places(known)
-    store = runs.run_store(known, key)
+    check_places(known)
+    store = run_store(known, key)
     if Ledger(store).finished() is not None:
-        done = runs.plan_run(known, key)
-        return runs.finalize_run(known, done), False
-    runs.precheck(known, store)
+        done = plan_run(known, key)
+        return finalize_run(known, done), False
+    precheck(known, store)
     with _shown(quiet) as show:
         if prefect:
             show.begin(store.uri)
             return _run_flow("batch_inference", (job, key), show), True
-        return _run_here(job, known, runs.plan_run(known, key), show), True
+        return _run_here(job, known, plan_run(known, key), show), True
 
 
-def _run_here(job: BatchJob, known: BatchJob, planned: runs.Run, show: _Show) -> Any:
+def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: _Show) -> Any:
     """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
     from prefect_raybatch.remote import follower as jobs
 
     show.begin(planned.uri)
     progress = jobs.infer(job, known, planned, show)
     show.close()
-    return runs.finalize_run(known, planned, progress)
+    return finalize_run(known, planned, progress)
 
 
 def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
@@ -638,7 +644,7 @@ def _show_findings(found: Sequence[Any]) -> None:
     out.print(", ".join(f"{number} {mark}" for mark, number in counts.items()))
 
 
-def _show_plan(found: runs.DryRun) -> None:
+def _show_plan(found: DryRun) -> None:
     size, have = found.sizing, found.have
     table = _grid()
     files = counted(found.files, f"{found.format} file")

@@ -28,7 +28,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted

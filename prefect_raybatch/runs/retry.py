@@ -31,8 +31,8 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.plan_run import check_schema_names
+from prefect_raybatch.runs.run import Run, model_identity, run_of
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
 FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
@@ -95,7 +95,7 @@ def plan_retry(
             return made
         ledger, plan = made
     _same_types(asked, ledger)
-    run = runs.run_of(ledger.store, plan, ledger)
+    run = run_of(ledger.store, plan, ledger)
     job = asked.job
     if not {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides or ()):
         limits = job.limits.model_copy(
@@ -138,14 +138,14 @@ def request(
     child = _job(parent, root.uri, overrides, job)
     known = keys(child)
     going = None
-    wanted = fingerprint(known, runs.model_identity(known), selection)[0]
+    wanted = fingerprint(known, model_identity(known), selection)[0]
     for member in family.children(key):
         if member.summary is None and member.plan.fingerprint == wanted:
             going = member  # the newest
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
-    runs.check_schema_names(known)
+    check_schema_names(known)
     planning.check_against_schema(known, decode_schema(parent.plan.input_schema))
     return Request(family, parent, child, known, selection, going)
 
@@ -336,7 +336,7 @@ def _model(job: BatchJob, parent: Plan) -> dict[str, Any]:
     one table, and the name may mean another commit by now."""
     before = BatchJob.from_dict(parent.job, "the parent's job").engine
     now = job.engine
-    if runs.model_identity(job) is None and (now.model, now.revision) == (
+    if model_identity(job) is None and (now.model, now.revision) == (
         before.model,
         before.revision,
     ):

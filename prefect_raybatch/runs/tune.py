@@ -21,7 +21,9 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import settled
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
@@ -92,9 +94,9 @@ def tune(
     from prefect_raybatch.cluster.sharing import User
 
     ends = time.monotonic() + 60 * minutes
-    rows = runs.dry_run(job).rows
+    rows = dry_run(job).rows
     sampled = _sampled(job, uuid.uuid4().hex[:12])
-    run = runs.plan_run(*sampled)
+    run = plan_run(*sampled)
     store = open_store(run.uri, job.output.options or None)
     try:
         user = User(f"tuning of {job.name}")
@@ -167,7 +169,7 @@ class Bench:
     def __init__(
         self,
         job: BatchJob,
-        run: runs.Run,
+        run: Run,
         store: Store,
         have: Any,
         seconds: float,
@@ -176,7 +178,7 @@ class Bench:
         self.store, self.have, self.seconds = store, have, seconds
         self.engine = engine
         self.ledger = Ledger(store)
-        self.plan, self.shards = runs.load_run(self.ledger, run)
+        self.plan, self.shards = load_run(self.ledger, run)
         self.job = settled(job, self.plan.context)
 
     def starts(self) -> dict[str, Any]:
