@@ -156,6 +156,9 @@ def peer_quiet(data: Path, rows: int) -> dict[str, float]:
         def __call__(self, progress: Any) -> None:
             pass
 
+        def held(self, why: str) -> None:
+            pass
+
     monitor.Monitor = Nobody  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as out:
         batch = job(data, rows, out)

@@ -201,14 +201,14 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough
 
-    driver = Driver(plan, shards, ledger, job.limits, build, _no_quarantine)
+    driver = Driver(plan, shards, ledger, job.limits)
     with steps.step("fold the commits") as counts:
         progress = driver.resume()
         counts["committed"] = progress.resumed_shards
         if progress.resumed_shards != int(np.count_nonzero(driver.done)):
             raise SystemExit("the fold does not hold the commits that are there")
     try:
-        driver.run()
+        driver.run(build, _no_quarantine)
     except _Enough:
         return
     raise SystemExit("nothing was pending")

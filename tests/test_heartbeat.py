@@ -67,12 +67,12 @@ def test_counts_are_those_of_the_progress(tmp_path):
     run = small_run(tmp_path)
     seen: list[Counts] = []
     passes = Passes(run, failed={(1, 2)})
+    limits = Limits(max_failed=0.5)
     driver = Driver(
-        run.plan, run.shards, run.ledger, Limits(max_failed=0.5), passes, passes.quarantine,
-        lambda progress: seen.append(Counts.of(progress)),
-    )  # fmt: skip
+        run.plan, run.shards, run.ledger, limits, lambda progress: seen.append(Counts.of(progress))
+    )
     driver.resume()
-    progress = driver.run()
+    progress = driver.run(passes, passes.quarantine)
     assert [c.done for c in seen] == [5, 10, 15, 20]
     last = seen[-1]
     assert (last.failed, last.committed, last.commits, last.window_rows) == (1, 4, 4, 20)
@@ -217,13 +217,13 @@ def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
             yield run.receipt(unit)
 
     watch = watched(run, heard, engines=lambda: {"ALIVE": 1})
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(), passes, None, watch)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
     driver.resume()
     run.ledger.note_attempt("me", {"host": "h", "pid": 7, "started": "2026"})
     watch(driver.progress)
     with watch:
         wait_for(lambda: (b := beat_of(run)) and b.phase == STARTING)
-        thread = threading.Thread(target=driver.run)
+        thread = threading.Thread(target=driver.run, args=(passes, Passes(run).quarantine))
         thread.start()
         first = wait_for(lambda: (b := beat_of(run)) and b.committed == 2 and b)
         later = wait_for(lambda: (b := beat_of(run)) and b.at > first.at and b)

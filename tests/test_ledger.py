@@ -221,9 +221,9 @@ def test_a_name_that_is_not_quite_a_commits_is_no_commit_and_is_told(tmp_path, n
     assert status(str(tmp_path)).strays == (path,)
     found = verify(run.store)
     assert found.strays == [path] and not [fault for fault in found.faults if name in fault]
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    driver = Driver(run.plan, run.shards, run.ledger, Limits())
     assert driver.resume().done == 5 and path in caplog.text
-    driver.run()
+    driver.run(Passes(run), Passes(run).quarantine)
     assert run.ledger.committed(run.plan).all() and strange.exists()
 
 
