@@ -186,7 +186,7 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
     value["source"] |= {"limit": 6, "rows_per_shard": 1}
     value["limits"] = {"engine_deaths": 1, "max_failed": 1}
     job = BatchJob.from_dict(value)
-    run = plan_run(job, "key", probe=False)
+    run = plan_run(job, "key")
     progress = infer_run(job, run, engine=CrashingEngine)
     report = finalize_run(job, run, progress)
     assert (report.good, report.failed) == (5, 1)
@@ -208,7 +208,7 @@ def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(loca
         "limits": {"max_failed": 3, "function_seconds": 1},
     }
     job = BatchJob.from_dict(value)
-    run = plan_run(job, "key", probe=False)
+    run = plan_run(job, "key")
     progress = infer_run(job, run, engine=FineEngine)
     report = finalize_run(job, run, progress)
     assert (report.good, report.failed, progress.passes) == (21, 3, 2)
@@ -534,7 +534,7 @@ def test_without_a_key_the_unfinished_run_of_the_same_job_goes_on(tmp_path):
     job = BatchJob.from_yaml(write_job(tmp_path))
     fresh = default_run_key(job)
     assert fresh.startswith("nightly-")
-    plan_run(job, "mine", probe=False)
+    plan_run(job, "mine")
     assert default_run_key(job) == "mine"
     other = BatchJob.from_dict({**job.to_dict(), "sampling": {"max_tokens": 9}})
     assert default_run_key(other) != "mine"

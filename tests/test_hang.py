@@ -308,7 +308,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
         output={"uri": str(tmp_path / "out")},
         limits={"max_failed": 1, "engine_deaths": 1, "hang_seconds": 1.0},
     )
-    run = plan_run(job, "key", probe=False)
+    run = plan_run(job, "key")
     progress = infer_run(job, run, engine=HangsInProcess)
     assert kept and not any(kept), kept
     report = finalize_run(job, run, progress)
@@ -338,6 +338,6 @@ def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_ru
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
         output={"uri": str(tmp_path / "out")},
     )
-    run = plan_run(job, "key", probe=False)
+    run = plan_run(job, "key")
     with pytest.raises(EngineStartError, match="ended with SIGILL: an illegal instruction"):
         infer_run(job, run, engine=DiesInProcess)

@@ -32,6 +32,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.infer_run import infer_run
@@ -45,7 +46,9 @@ WRITERS = 16
 def plan_of(**groups):
     files = [InputFile("in.parquet", 10, None, 1, 20)]
     job = make_job(**groups)
-    return make_plan(job, "key", files, input_rows(0, 1).schema, 50.0, MODEL, snapshot=False)
+    return make_plan(
+        Resolved.of(job, MODEL), "key", files, input_rows(0, 1).schema, 50.0, snapshot=False
+    )
 
 
 def at_once(work, items):

@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
@@ -403,11 +404,11 @@ def test_of_two_at_once_the_same_job_joins_and_another_runs_again(tmp_path, monk
 def test_run_continues_a_child_by_its_key(tmp_path):
     run = first_run(tmp_path)
     made = planned(run.store.uri)
-    same = plan_run(run.job, "key.r1", probe=False)
+    same = plan_run(run.job, "key.r1")
     assert same == made.run
     other = run.job.model_copy(update={"name": "other"})
     with pytest.raises(PlanMismatch, match="name: 'nightly' -> 'other'"):
-        plan_run(other, "key.r1", probe=False)
+        plan_run(other, "key.r1")
 
 
 def test_a_changed_quarantine_is_not_retried(tmp_path):
@@ -519,8 +520,8 @@ def plant(root: Path, key: str, parent: str, rows: list[int]) -> None:
 
     found = source.snapshot_tables(lambda: iter([("here", table)]), ledger.store, "a")
     plan, tables = make_plan(
-        job, key, found.files, decode_schema(first.input_schema), 9.0, dict(first.model),
-        snapshot=True, retry={"parent": parent, "errors": None},
+        Resolved.of(job, first.model, {"parent": parent, "errors": None}),
+        key, found.files, decode_schema(first.input_schema), 9.0, snapshot=True,
         numbers=numbers_table(np.array(rows, np.int64)),
     )  # fmt: skip
     ledger.create_plan(plan, tables)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ from rich.table import Table
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, seconds_of, with_fields
+from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.report import duration, failure_table, stage_table
 from prefect_raybatch.runs.dry_run import DryRun
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
@@ -37,6 +38,9 @@ from prefect_raybatch.runs.run import Run, default_run_key, run_store
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
 from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.runs.retry import Request
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",
@@ -208,9 +212,7 @@ def run(
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
-    report, fresh = _run(
-        loaded, run_key or default_run_key(_with_keys(loaded)), prefect, quiet=as_json
-    )
+    report, fresh = _run(loaded, run_key, prefect, quiet=as_json)
     if as_json:
         _print_json(report)
     else:
@@ -300,7 +302,9 @@ def retry_failed(
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
     asked = retry.request(*wanted, keys=_with_keys)
-    made: Any = asked if isinstance(asked, retry.Nothing) else _retry(wanted, prefect, as_json)
+    made: Any = asked
+    if isinstance(asked, retry.Request):
+        made = _retry(asked, wanted, prefect, as_json)
     if as_json:
         _print_json(made)
     elif isinstance(made, retry.Nothing):
@@ -479,22 +483,24 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
     return changes
 
 
-def _run(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[Any, bool]:
+def _run(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple[Any, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = _with_keys(job)
     check_places(known)
+    resolved = resolve(known)
+    key = key or default_run_key(resolved)
     store = run_store(known, key)
     if Ledger(store).finished() is not None:
-        done = plan_run(known, key)
+        done = plan_run(resolved, key)
         return finalize_run(known, done), False
-    precheck(known, store)
+    resolved = precheck(resolved, store)
     with _shown(quiet) as show:
         if prefect:
             show.begin(store.uri)
             return _run_flow("batch_inference", (job, key), show), True
-        return _run_here(job, known, plan_run(known, key), show), True
+        return _run_here(job, known, plan_run(resolved, key), show), True
 
 
 def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: _Show) -> Any:
@@ -507,7 +513,7 @@ def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: _Show) -> Any:
     return finalize_run(known, planned, progress)
 
 
-def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
+def _retry(asked: Request, wanted: Wanted, prefect: bool, quiet: bool) -> Any:
     """The report of the run that retries, or `Nothing` when no row was free."""
     from prefect_raybatch.runs import retry
 
@@ -516,7 +522,7 @@ def _retry(wanted: Wanted, prefect: bool, quiet: bool) -> Any:
             report = _run_flow("retry_failed", wanted, show)
             none = "other runs have retried all rows asked for; none is left that failed"
             return report or retry.Nothing(wanted[0], none)
-        made = retry.plan_retry(*wanted, keys=_with_keys)
+        made = retry.begin(asked)
         if isinstance(made, retry.Nothing):
             return made
         return _run_here(made.job, _with_keys(made.job), made.run, show)

@@ -8,13 +8,11 @@ from typing import Any
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import check as model_check
-from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
-from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.plan.prompt_lengths import Tokens
+from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -51,14 +49,13 @@ def dry_run(
     from prefect_raybatch import source
 
     check_places(job)
-    check_trust(job)
-    check_schema_names(job)
-    fingerprint(job)
+    resolved = resolve(job)
+    check_schema_names(job.output)
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
-    model = models.resolve(job.engine)
-    model_check.check(job, model, files=what_if is None)
+    model = resolved.pinned().model
+    model_check.check(job.engine, job.sampling, model, files=what_if is None)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
         sample = sample or counting.SAMPLE

@@ -60,8 +60,8 @@ def infer_run(
     if driver.done.all():  # before Ray is imported, which takes seconds
         return progress
     monitor(progress)
-    # Also where the plan is an earlier attempt's: what it found may since have changed.
-    store.probe()
+    if not run.probed:  # the plan is an earlier attempt's: what that found may since have changed
+        store.probe()
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +13,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 
@@ -27,6 +27,8 @@ class Run:
     rows: int
     shards: int
     finished: bool
+    # This command made the plan and has probed the store: another one probes again.
+    probed: bool = field(default=False, compare=False)
 
 
 def run_store(job: BatchJob, run_key: str) -> Store:
@@ -34,12 +36,14 @@ def run_store(job: BatchJob, run_key: str) -> Store:
     return open_store(join(job.output.uri, check_run_key(run_key)), job.output.options or None)
 
 
-def default_run_key(job: BatchJob, scheduled: datetime | None = None) -> str:
+def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
     """Job name and the scheduled start; without one, the newest unfinished run of this job, so
     that running again after a crash continues, else a new key of this second."""
     if scheduled is not None:
-        return f"{job.name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
-    wanted = fingerprint(job, model_identity(job))[0]
+        name = job.name if isinstance(job, BatchJob) else job.job.name
+        return f"{name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
+    resolved = resolve(job)
+    job, wanted = resolved.job, resolved.fingerprint
     root = open_store(job.output.uri, job.output.options or None)
     unfinished = []
     for key in run_keys(root):
@@ -61,7 +65,7 @@ def run_keys(root: Store) -> list[str]:
     return sorted(name for name in root.folders() if NAME.match(name))
 
 
-def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
+def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Run:
     """The run that a plan stands for, as tasks hand it on."""
     return Run(
         store.uri,
@@ -70,6 +74,7 @@ def run_of(store: Store, plan: Plan, ledger: Ledger) -> Run:
         plan.rows,
         plan.shards,
         ledger.finished(plan) is not None,
+        probed,
     )
 
 
