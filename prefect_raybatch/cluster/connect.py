@@ -25,7 +25,7 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, choose_pool
+from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -323,11 +323,6 @@ def needs(job: BatchJob, pool: Pool) -> Needs:
     """What the job takes at least while it runs with that pool of engines."""
     cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job)
     return Needs(cpus, pool.gpus[0], pool.device)
-
-
-def pool_for(job: BatchJob, have: Capacity) -> Pool:
-    """The engines as far as they can be told without the model's sizes."""
-    return choose_pool(job, have, None, 0, {})
 
 
 def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:

@@ -21,6 +21,7 @@ from prefect_raybatch.cluster.reach import silent
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.sizing.sizes import pool_for
 from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
@@ -31,7 +32,7 @@ SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s 
 JOIN = """
 import json, sys
 from dataclasses import asdict
-from prefect_raybatch import cluster
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
@@ -158,7 +159,7 @@ def _local(job: BatchJob | None) -> Finding:
 
 def _cpus_needed(job: BatchJob) -> float:
     have = cluster.Capacity(0, 0, 1, "this machine")
-    return cluster.needs(job, cluster.pool_for(job, have)).cpus
+    return cluster.needs(job, pool_for(job, have)).cpus
 
 
 def _join(job: BatchJob) -> dict[str, Any]:

@@ -137,8 +137,8 @@ class Page(Listener):
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self._progress.tally
-        seqs = sequences_seen(self.job, tally.whole.figures()) or SEQUENCES
-        working = engines * concurrent_batches(self.job, a_shard, seqs)
+        seqs = sequences_seen(self.job.engine, tally.whole.figures()) or SEQUENCES
+        working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
         return plots.live(charts(tally, self.run.shards), working)
 
     def _now(self, now: float) -> Beat | None:

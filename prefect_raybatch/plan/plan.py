@@ -127,7 +127,9 @@ def make_plan(
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
-    size = choose_rows_per_shard(rows, row_bytes, job, engines)[0]
+    size = choose_rows_per_shard(
+        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+    )[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)
     tables = {

@@ -67,7 +67,7 @@ def dry_run(
         job = planning.settled(job, tokens.context())
     rows = sum(file.rows for file in found.files)
     have, wrong = (what_if, []) if what_if else sized.ask(job)
-    known, unknown = sized.model_sizes(job, model, have)
+    known, unknown = sized.model_sizes(job.engine, model, have)
     expected = sizes.expected_engines(job, what_if) if what_if else sized.expected_engines(job)
     try:
         size = sizes.resolve(job, rows, found.row_bytes, have, known, unknown, expected=expected)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.batch_job import BatchJob, Engine, Output
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan, RunReport
@@ -19,8 +19,13 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.run import Run, load_run
-from prefect_raybatch.sizing import sizes
-from prefect_raybatch.sizing.shards import SEQUENCES, problems, sequences_seen
+from prefect_raybatch.sizing.shards import (
+    SEQUENCES,
+    concurrent_batches,
+    problems,
+    sequences_seen,
+)
+from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -62,7 +67,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job, plan, result.tally), *of_whom(plan)),
+        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=dashboard(store),
@@ -91,11 +96,18 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
     )
 
 
-def _notes(job: BatchJob, plan: Plan, tally: Tally) -> list[str]:
-    seqs = sequences_seen(job, tally.whole.figures()) or SEQUENCES
-    engines = sizes.certain_engines(job)
+def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
+    seqs = sequences_seen(engine, tally.whole.figures()) or SEQUENCES
+    concurrent = concurrent_batches(engine, plan.rows_per_shard, seqs)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
-    return [shards, *problems(job, plan.rows, plan.rows_per_shard, engines, seqs)]
+    found = problems(
+        rows=plan.rows,
+        rows_per_shard=plan.rows_per_shard,
+        concurrent=concurrent,
+        engines=certain_engines(engine),
+        seqs=seqs,
+    )
+    return [shards, *found]
 
 
 def of_whom(plan: Plan) -> list[str]:

@@ -188,7 +188,7 @@ class Bench:
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
             SEQUENCES: size.max_num_seqs,
-            TOKENS: size.arguments["max_num_batched_tokens"],
+            TOKENS: size.arguments.max_num_batched_tokens,
         }
 
     def __call__(self, changes: Mapping[str, Any]) -> Trial:
@@ -306,7 +306,7 @@ def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if sizing.device(job, have.gpus) == "gpu":
+    if sizing.device(job.engine, have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[SEQUENCES] = twice_or_half(64, 1024)

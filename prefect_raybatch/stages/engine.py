@@ -21,6 +21,7 @@ from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages.block import (
@@ -103,7 +104,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
-    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments}
+    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
     sampling = job.sampling.given()
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     env = {**ours, **job.engine.env}
@@ -233,7 +234,8 @@ class EngineStage:
             return self.spec.share
         config, stored = models.read_config(self.spec.model)
         model = describe(config, self.spec.arguments, stored)
-        return packed(model, self.spec.arguments, there, self.spec.engines_per_gpu)
+        arguments = EngineArguments.of(self.spec.arguments)
+        return packed(model, arguments, there, self.spec.engines_per_gpu)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
