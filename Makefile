@@ -7,7 +7,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 
-.PHONY: help demo test lint types unit e2e chaos bench lock clean
+.PHONY: help demo test lint types room unit e2e chaos bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -31,6 +31,12 @@ lint: .venv/.ready ## Ruff
 
 types: .venv/.ready ## Type checker
 	$(BIN)/mypy
+
+room: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
+	$(BIN)/ruff check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/ruff format --check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not e2e" tests/$(ROOM) $(ARGS)
 
 unit: .venv/.ready ## Tests without the real engine
 	$(BIN)/python -m pytest -q -m "not e2e" $(ARGS)

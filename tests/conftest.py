@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from helpers import environ
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
+os.environ["PYTHONPATH"] = environ.python_path()
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
@@ -32,9 +32,6 @@ def local_ray() -> Iterator[None]:
     """A small Ray cluster of this module's own; its workers can import the tests' helpers."""
     import ray
 
-    before = os.environ.get("PYTHONPATH")
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = here if before is None else f"{here}{os.pathsep}{before}"
     ray.init(
         address="local",
         num_cpus=3,
@@ -46,7 +43,3 @@ def local_ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
