@@ -488,10 +488,10 @@ def _run(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple[An
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = _with_keys(job)
-    check_places(known)
+    check_places(known.source, known.output)
     resolved = resolve(known)
     key = key or default_run_key(resolved)
-    store = run_store(known, key)
+    store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
         done = plan_run(resolved, key)
         return finalize_run(known, done), False

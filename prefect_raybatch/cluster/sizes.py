@@ -49,7 +49,7 @@ def model_sizes(
 def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
     """What the job's cluster has; an assumption where it cannot be asked, and what is wrong where
     it should have answered."""
-    if cluster.address_of(job):
+    if cluster.address_of(job.cluster):
         try:
             with cluster.connected(job) as capacity:
                 return capacity, []

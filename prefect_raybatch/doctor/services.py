@@ -121,7 +121,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     if server:
         yield _job_server(server)
         return
-    address = cluster.address_of(job)
+    address = cluster.address_of(job.cluster)
     if address is None:
         yield _local(patient.job)
         return
@@ -172,7 +172,8 @@ def _join(job: BatchJob) -> dict[str, Any]:
             timeout=25,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"{cluster.address_of(job)} listens but could not be joined within 25 s"}
+        address = cluster.address_of(job.cluster)
+        return {"error": f"{address} listens but could not be joined within 25 s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}

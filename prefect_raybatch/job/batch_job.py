@@ -42,6 +42,7 @@ from prefect_raybatch.job.secrets import (
     hide_users,
     is_masked,
 )
+from prefect_raybatch.words import counted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -822,9 +823,8 @@ class Limits(Group):
     def said(self, rows: int) -> str:
         """The limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
         fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
-        allowed = self.allowed(rows)
-        words = f"({allowed:,} row{'' if allowed == 1 else 's'})"
-        return f"{' and '.join(fields)} {words} allow{'s' if len(fields) == 1 else ''}"
+        words = counted(self.allowed(rows), "row")
+        return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
         """Failed rows of `rows` planned above which the quarantine is reported."""

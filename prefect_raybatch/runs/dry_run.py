@@ -48,7 +48,7 @@ def dry_run(
     are (0: none, unless max_model_len is auto)."""
     from prefect_raybatch import source
 
-    check_places(job)
+    check_places(job.source, job.output)
     resolved = resolve(job)
     check_schema_names(job.output)
     snapshot = source.needs_snapshot(job.source)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.batch_job import BatchJob, Output, Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
@@ -35,9 +35,10 @@ def plan_run(
     `dataset` takes the place of the job's source files. Raises `ConfigError`, `SourceError`,
     `PlanMismatch` or `UnsafeStore`; nothing of it is worth a retry but a store that is away.
     """
-    check_places(job.job if isinstance(job, Resolved) else job)
     resolved = resolve(job)
-    store = run_store(resolved.job, run_key)
+    job = resolved.job
+    check_places(job.source, job.output)
+    store = run_store(job.output, run_key)
     ledger = Ledger(store)
     plan = ledger.load_plan()
     if plan is not None:
@@ -45,7 +46,7 @@ def plan_run(
         return run_of(store, plan, ledger)
     ledger.finished()  # one without a plan is another's, and would be found at the end only
     store.probe()
-    check_schema_names(resolved.job.output)
+    check_schema_names(job.output)
     plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
     return run_of(store, plan, ledger, probed=True)
 
@@ -59,11 +60,11 @@ def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.reach import check_reachable
 
-    check_places(job.job if isinstance(job, Resolved) else job)
     resolved = resolve(job)
     job = resolved.job
+    check_places(job.source, job.output)
     check_schema_names(job.output)
-    if job.cluster.job_server is None and (address := cluster.address_of(job)):
+    if job.cluster.job_server is None and (address := cluster.address_of(job.cluster)):
         check_reachable(address)
     plan = Ledger(store).load_plan()
     if plan is not None:
@@ -79,18 +80,18 @@ def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
     return resolved
 
 
-def check_places(job: BatchJob) -> None:
+def check_places(source: Source, output: Output) -> None:
     """Raises `ConfigError` where the output would lie in the input, or in a file."""
     from prefect_raybatch.source import reaches
 
-    for uri in job.source.uris:
-        if reaches(uri, job.output.uri):
+    for uri in source.uris:
+        if reaches(uri, output.uri):
             raise ConfigError(
-                f"output.uri: {job.output.uri!r} lies inside the input {uri!r}; the next night "
+                f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next night "
                 "would read its own results. Choose another folder"
             )
-    if not is_remote(job.output.uri):
-        path = join(job.output.uri)
+    if not is_remote(output.uri):
+        path = join(output.uri)
         taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
         if taken:
             raise ConfigError(

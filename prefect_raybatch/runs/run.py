@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import NAME, BatchJob, check_run_key
+from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.resolved import Resolved, resolve
-from prefect_raybatch.storage import Store, is_remote, join, open_store
+from prefect_raybatch.storage import Store, join, open_store
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,9 @@ class Run:
     probed: bool = field(default=False, compare=False)
 
 
-def run_store(job: BatchJob, run_key: str) -> Store:
-    """The store rooted at the job's run directory of that key."""
-    return open_store(join(job.output.uri, check_run_key(run_key)), job.output.options or None)
+def run_store(output: Output, run_key: str) -> Store:
+    """The store rooted at the run directory of that key."""
+    return open_store(join(output.uri, check_run_key(run_key)), output.options or None)
 
 
 def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
@@ -85,14 +82,3 @@ def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
     if plan.hash != run.plan_hash:
         raise CorruptRun(f"{run.uri}: the plan is not the one this flow began with")
     return plan, ledger.shards(plan)
-
-
-def model_identity(job: BatchJob) -> dict[str, Any] | None:
-    """The model's identity where it can be told without the network: a folder's contents."""
-    if job.engine.model == models.DEMO or not _is_hub_name(job.engine.model):
-        return models.resolve(job.engine)
-    return None
-
-
-def _is_hub_name(model: str) -> bool:
-    return not is_remote(model) and not os.path.exists(model)

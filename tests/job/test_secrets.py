@@ -87,7 +87,7 @@ def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd, monkeypatch
         job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
         monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
         monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
-        store = run_store(job, "k")
+        store = run_store(job.output, "k")
         with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
             plan_run(job, "k")
         known = {**SECRETS, "server": server.secret}

@@ -81,7 +81,7 @@ def test_every_way_into_a_run_asks(tmp_path):
     for way in (
         lambda: plan_run(job, "k"),
         lambda: dry_run(job),
-        lambda: precheck(job, run_store(job, "k")),
+        lambda: precheck(job, run_store(job.output, "k")),
         lambda: infer_run(job, run),
     ):
         with pytest.raises(ConfigError, match="is part of Python"):

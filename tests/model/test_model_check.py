@@ -40,7 +40,7 @@ def refused(folder: Path, **groups: Any) -> str:
     said = str(error.value)
     for command in (
         lambda: plan_run(job, "k"),
-        lambda: precheck(job, run_store(job, "k")),
+        lambda: precheck(job, run_store(job.output, "k")),
     ):
         with pytest.raises(ConfigError) as error:
             command()

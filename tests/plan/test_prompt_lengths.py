@@ -135,10 +135,10 @@ def auto(**engine: Any) -> BatchJob:
 
 def test_auto_fits_the_percentile_in_steps_and_never_more_than_the_model():
     needs = [100] * 98 + [500, 2000]
-    assert tokens.choose(auto(), needs, None)[0] == 512
-    assert tokens.choose(auto(max_model_len_percentile=0.5), needs, None)[0] == 128
-    assert tokens.choose(auto(max_model_len_percentile=1.0), needs, None)[0] == 2240
-    length, why = tokens.choose(auto(max_model_len_percentile=1.0), needs, 1024)
+    assert tokens.choose(0.99, needs, None)[0] == 512
+    assert tokens.choose(0.5, needs, None)[0] == 128
+    assert tokens.choose(1.0, needs, None)[0] == 2240
+    length, why = tokens.choose(1.0, needs, 1024)
     assert length == 1024 and why.startswith("the model's own")
 
 
@@ -154,7 +154,7 @@ def test_the_plan_keeps_what_auto_came_to(tmp_path):
     write(tmp_path, ["word " * 5] * 99 + ["word " * 400])
     job = job_for(tmp_path, engine={"max_model_len": "auto"}, sampling={"max_tokens": 8})
     first = plan_run(job, "key")
-    ledger = Ledger(run_store(job, "key"))
+    ledger = Ledger(run_store(job.output, "key"))
     plan = ledger.load_plan()
     assert plan is not None and plan.context is not None
     assert plan.context["max_model_len"] == 64 and plan.context["rows"] == 100
@@ -171,7 +171,7 @@ def test_a_plan_without_auto_keeps_the_bytes_it_always_had(tmp_path):
     write(tmp_path, ["a"])
     job = job_for(tmp_path)
     plan_run(job, "key")
-    plan = Ledger(run_store(job, "key")).load_plan()
+    plan = Ledger(run_store(job.output, "key")).load_plan()
     assert plan is not None and b"context" not in plan.to_bytes()
     assert settled(job, None) is job
     with pytest.raises(CorruptRun, match="auto"):
@@ -182,7 +182,7 @@ def test_a_plan_without_auto_keeps_the_bytes_it_always_had(tmp_path):
 def test_a_context_that_is_no_length_is_a_corrupt_plan(tmp_path, context):
     write(tmp_path, ["a"])
     plan_run(job_for(tmp_path), "key")
-    plan = Ledger(run_store(job_for(tmp_path), "key")).load_plan()
+    plan = Ledger(run_store(job_for(tmp_path).output, "key")).load_plan()
     assert plan is not None
     value = {**json.loads(plan.to_bytes()), "context": context}
     with pytest.raises(CorruptRun, match="context"):

@@ -285,12 +285,12 @@ def test_an_output_where_the_next_night_would_read_it(tmp_path, monkeypatch, uri
         monkeypatch.chdir(tmp_path / "d[1]")
         other = make_job(source={"uri": f"{tmp_path}/d[1]/in"}, output={"uri": output})
         with pytest.raises(ConfigError, match="would read its own results"):
-            check_places(other)
+            check_places(other.source, other.output)
     if inside:
         with pytest.raises(ConfigError, match="would read its own results"):
-            check_places(job)
+            check_places(job.source, job.output)
     else:
-        check_places(job)
+        check_places(job.source, job.output)
 
 
 def test_rights_that_end_at_the_input_are_enough(tmp_path, monkeypatch):

@@ -243,7 +243,7 @@ class BatchInferenceRun(JobRun[RunReport]):
         from prefect_raybatch.runs.finalize_run import load_report
         from prefect_raybatch.runs.run import run_store
 
-        store = run_store(with_blocks(self.job), self.run_key)
+        store = run_store(with_blocks(self.job).output, self.run_key)
         if Ledger(store).finished() is None:
             raise IncompleteRun(f"{store.uri} is not finished; wait for its completion first")
         return load_report(store)
