@@ -12,7 +12,7 @@ from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import Tokens
-from prefect_raybatch.plan.resolved import resolve
+from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -40,7 +40,10 @@ class DryRun:
 
 
 def dry_run(
-    job: BatchJob, run_key: str | None = None, what_if: Capacity | None = None, sample: int = 0
+    job: BatchJob | Resolved,
+    run_key: str | None = None,
+    what_if: Capacity | None = None,
+    sample: int = 0,
 ) -> DryRun:
     """What a run would do, without writing and without Ray, unless a cluster is named: then its
     capacity is asked. `what_if` takes the cluster's place. `problems` is empty when the run can
@@ -48,8 +51,9 @@ def dry_run(
     are (0: none, unless max_model_len is auto)."""
     from prefect_raybatch import source
 
-    check_places(job.source, job.output)
     resolved = resolve(job)
+    job = resolved.job
+    check_places(job.source, job.output)
     check_schema_names(job.output)
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)

@@ -20,6 +20,7 @@ from prefect_raybatch.job.batch_job import BatchJob, with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -94,9 +95,10 @@ def tune(
     from prefect_raybatch.cluster.sharing import User
 
     ends = time.monotonic() + 60 * minutes
-    rows = dry_run(job).rows
+    resolved = resolve(job)
+    rows = dry_run(resolved).rows
     sampled = _sampled(job, uuid.uuid4().hex[:12])
-    run = plan_run(*sampled)
+    run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
     store = open_store(run.uri, job.output.options or None)
     try:
         user = User(f"tuning of {job.name}")

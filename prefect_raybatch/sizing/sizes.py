@@ -198,7 +198,16 @@ def choose_pool(
     kind = device(engine, have.gpus)
     replicas, why = _replicas(engine, have, kind)
     if kind == "cpu":
-        return Pool(kind, replicas, 0, 1, "", 0, why, "on a CPU replicas count engines")
+        return Pool(
+            device=kind,
+            replicas=replicas,
+            gpus_a_replica=0,
+            engines_per_gpu=1,
+            kind="",
+            gpu_bytes=0,
+            replicas_why=why,
+            packing_why="on a CPU replicas count engines",
+        )
     if engine.engines_per_gpu == "auto":
         each, packed_why = packing.choose(
             model=model,

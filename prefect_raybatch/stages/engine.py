@@ -105,17 +105,21 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    sampling = job.sampling.given()
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
-    env = {**ours, **job.engine.env}
-    pool = size.pool
-    share = (pool.engines_per_gpu, pool.gpu_bytes, size.share)
-    sort = job.engine.order == "auto"
-    # A logits processor of the user's may keep a state, or count.
-    merge = job.engine.deduplicate and not arguments.get("logits_processors")
-    hang_seconds = job.limits.hang_seconds or None
     return EngineSpec(
-        model, sampling, arguments, env, *share, done, sort, merge, hang_seconds, attempt
+        model=model,
+        sampling=job.sampling.given(),
+        arguments=arguments,
+        env={**ours, **job.engine.env},
+        engines_per_gpu=size.pool.engines_per_gpu,
+        gpu_bytes=size.pool.gpu_bytes,
+        share=size.share,
+        done=done,
+        sort=job.engine.order == "auto",
+        # A logits processor of the user's may keep a state, or count.
+        merge=job.engine.deduplicate and not arguments.get("logits_processors"),
+        hang_seconds=job.limits.hang_seconds or None,
+        attempt=attempt,
     )
 
 

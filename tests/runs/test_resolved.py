@@ -24,6 +24,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.runs import retry
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.tune import tune
 from prefect_raybatch.storage.local import LocalStore
 
 WEIGHTS = "model.safetensors"
@@ -119,6 +120,13 @@ def test_a_dry_run(job, tmp_path, counts):
     path.write_text(yaml.safe_dump(job.to_dict()))
     cli.app(["plan", str(path), "--json"], standalone_mode=False)
     assert counts == {"weights": 2, "function": 1}
+
+
+def test_tuning(job, counts):
+    """The trials run another job with the same model."""
+    with pytest.raises(Connecting):
+        tune(job)
+    assert counts == {"weights": 3, "function": 2, "probe": 1}  # dry run and plan look both
 
 
 def test_raybatch_retry_failed(job, tmp_path, counts):
