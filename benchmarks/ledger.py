@@ -197,7 +197,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
             have = Capacity(16, 0, 1, "nowhere")
             size = resolve(job, plan.rows, 0, have, planned=plan.rows_per_shard)
             pipeline = Pipeline(job, plan, shards, store, "attempt", size, {}, shuffle="attempt")
-            datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units))
+            datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units, False))
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough
 
