@@ -24,7 +24,7 @@ from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
-GPUS = 3
+GPUS = 2
 ROWS = 48
 
 
