@@ -307,6 +307,24 @@ except SystemExit:
     assert python(code + LOADED) == []
 
 
+def test_a_run_with_nothing_left_to_infer_loads_nothing_heavy(tmp_path):
+    run = small_run(tmp_path)
+    run.commit_all()
+    code = f"""
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.storage import open_store
+store = open_store({str(tmp_path)!r})
+ledger = Ledger(store)
+job = BatchJob.from_dict({run.job.to_dict()!r}, "here")
+if infer_run(job, run_of(store, ledger.load_plan(), ledger)).done != 20:
+    raise SystemExit("rows are missing")
+"""
+    assert python(code + LOADED) == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_pyarrow_reads_python_files_in_the_calling_thread(path):
     """`Store.open` says why: otherwise 35 of 160 short scripts were aborted at their end."""

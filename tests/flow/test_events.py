@@ -34,8 +34,7 @@ from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,8 +253,8 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
             raise StoreUnavailable("away")
         return good(job, run, observe)
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
-    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: done)
 
     @flow
     def night() -> None:
@@ -309,7 +308,7 @@ def picture(uri: str) -> str:
 
 def test_the_report_shows_its_plots_on_the_server(prefect_api, monkeypatch):
     done = full(run_key="night-8", run="/nowhere/k", notes=("a note",))
-    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: done)
     run = Run("/nowhere/k", "night-8", "h", 100, 10, True)
 
     @flow
@@ -330,8 +329,8 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
     run = Run(str(tmp_path), "night-9", "h", 100, 10, False)
     done = full(run_key="night-9", run="/nowhere/k")
     tries: list[int] = []
-    monkeypatch.setattr(runs, "infer_run", steady(0.2, 10, failed=3))
-    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", steady(0.2, 10, failed=3))
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: done)
 
     def completed(self: Any, report: Any) -> None:
         tries.append(1)
@@ -438,7 +437,7 @@ def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch)
             return _send(self, request, *args, **kwargs)
 
         monkeypatch.setattr(kind, "send", counted)
-    monkeypatch.setattr(runs, "infer_run", steady(seconds, 1400))
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", steady(seconds, 1400))
     run = Run(str(tmp_path), "steady", "h", 14_000, 1400, False)
 
     @flow

@@ -444,7 +444,9 @@ def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path)
     import pyarrow.parquet as pq
     from helpers.small import make_job
 
-    from prefect_raybatch.runs import runs
+    from prefect_raybatch.runs.finalize_run import finalize_run
+    from prefect_raybatch.runs.infer_run import infer_run
+    from prefect_raybatch.runs.plan_run import plan_run
 
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     job = make_job(
@@ -452,9 +454,9 @@ def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path)
         output={"uri": str(tmp_path / "out")},
         engine={"device": "cpu", "replicas": 1, "num_cpus": 1},
     )
-    run = runs.plan_run(job, "k")
-    progress = runs.infer_run(job, run, engine=FigureEngine)
-    report = runs.finalize_run(job, run, progress)
+    run = plan_run(job, "k")
+    progress = infer_run(job, run, engine=FigureEngine)
+    report = finalize_run(job, run, progress)
     assert report.figures["running"] == 7 and report.figures["kv_cache"] == 0.25
     assert len(report.workers) == 1 and report.workers[0].rows == 40
     assert len(report.nodes) == 1 and 0 <= report.nodes[0].figures["node_cpu"] <= 1
