@@ -51,7 +51,7 @@ ENDS = {*PREFECT_SIDE, "cli.commands", "remote.__main__"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "cluster.window"},
+    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "stages.ray_internals"},
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -60,7 +60,7 @@ AT_MODULE_LEVEL = {
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
-    "vllm": {"stages.engine", "stages.vllm.stepper"},
+    "vllm": {"stages.vllm.internals"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
@@ -279,7 +279,13 @@ except SystemExit:
 
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
-    heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
+    heavy = {
+        "cluster.pipeline",
+        "cluster.ray_llm",
+        "stages.read",
+        "stages.ray_internals",
+        *ENDS,
+    }
     light = [module for module in MODULES if module and not within(module, heavy)] + [
         "cli.commands"
     ]
@@ -297,6 +303,24 @@ try:
     cli.main(["{command}", {str(tmp_path)!r}, "--json"])
 except SystemExit:
     pass
+"""
+    assert python(code + LOADED) == []
+
+
+def test_a_run_with_nothing_left_to_infer_loads_nothing_heavy(tmp_path):
+    run = small_run(tmp_path)
+    run.commit_all()
+    code = f"""
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.storage import open_store
+store = open_store({str(tmp_path)!r})
+ledger = Ledger(store)
+job = BatchJob.from_dict({run.job.to_dict()!r}, "here")
+if infer_run(job, run_of(store, ledger.load_plan(), ledger)).done != 20:
+    raise SystemExit("rows are missing")
 """
     assert python(code + LOADED) == []
 

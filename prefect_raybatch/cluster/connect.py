@@ -23,9 +23,9 @@ from typing import Any
 from prefect_raybatch.cluster.reach import check_reachable
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Cluster
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, choose_pool
+from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Gpu:
     driver: str
 
 
-def address_of(job: BatchJob) -> str | None:
+def address_of(cluster: Cluster) -> str | None:
     """The cluster a job would use; None when one is started here."""
-    return job.cluster.address or os.environ.get("RAY_ADDRESS") or None
+    return cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
 class _Ray:
@@ -73,10 +73,12 @@ class _Ray:
         if address:
             check_reachable(address)
         import ray
-        import ray.data  # sets the levels of its loggers, so that ours must come after it
+
+        # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
+        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG
 
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
-        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
@@ -138,7 +140,7 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
     Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
     of this process are in another cluster.
     """
-    with SHARED.joined(user or User(job.name), address_of(job), local_cpus(job)):
+    with SHARED.joined(user or User(job.name), address_of(job.cluster), local_cpus(job)):
         yield capacity()
 
 
@@ -149,7 +151,7 @@ def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> It
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
     if pool is not None:  # as many engines as it may come to, or they would starve the others
-        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job)
+        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job.cluster)
         takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
     with SHARED.admitted(user, takes, most):
         yield
@@ -194,7 +196,7 @@ def _quiet_start(local: bool) -> Iterator[None]:
 def local_cpus(job: BatchJob) -> int:
     """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
     since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
-    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job) + job.engine.num_cpus))
+    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job.cluster) + job.engine.num_cpus))
 
 
 def capacity() -> Capacity:
@@ -226,7 +228,7 @@ def glance(job: BatchJob) -> Capacity | None:
     with SHARED.visited() as there:
         if there:
             return capacity()
-    if address_of(job):
+    if address_of(job.cluster):
         return None
     cards, _ = gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -279,9 +281,9 @@ def _measured() -> int:
 
 def dashboard() -> str:
     """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
-    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+    from prefect_raybatch.stages.ray_internals import dashboard_address
 
-    url = str(worker.get_dashboard_url() or "")
+    url = dashboard_address()
     return url if not url or "://" in url else f"http://{url}"
 
 
@@ -306,14 +308,14 @@ def actor_states(kind: str) -> dict[str, int]:
     """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
     (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""
     import ray
-    from ray._private import state  # its public cover needs the dashboard
+
+    from prefect_raybatch.stages.ray_internals import actors_of_this_job
 
     if not ray.is_initialized():
         return {}
-    found = state.actors(job_id=ray.JobID.from_hex(ray.get_runtime_context().get_job_id()))
     names = (
         actor["State"]
-        for actor in found.values()
+        for actor in actors_of_this_job()
         if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
     )
     return dict(Counter(name for name in names if name != "DEAD"))
@@ -321,13 +323,8 @@ def actor_states(kind: str) -> dict[str, int]:
 
 def needs(job: BatchJob, pool: Pool) -> Needs:
     """What the job takes at least while it runs with that pool of engines."""
-    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job)
+    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job.cluster)
     return Needs(cpus, pool.gpus[0], pool.device)
-
-
-def pool_for(job: BatchJob, have: Capacity) -> Pool:
-    """The engines as far as they can be told without the model's sizes."""
-    return choose_pool(job, have, None, 0, {})
 
 
 def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
@@ -372,5 +369,5 @@ def _list(gpus: tuple[float, ...]) -> str:
     return ", ".join(f"{count:g}" for count in gpus) or "none"
 
 
-def _stage_cpus(job: BatchJob) -> float:
-    return job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus
+def _stage_cpus(cluster: Cluster) -> float:
+    return cluster.prepare.num_cpus + cluster.finish.num_cpus

@@ -21,6 +21,7 @@ from prefect_raybatch.cluster.reach import silent
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
@@ -31,12 +32,12 @@ SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s 
 JOIN = """
 import json, sys
 from dataclasses import asdict
-from prefect_raybatch import cluster
+from prefect_raybatch.cluster.connect import connected
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
-    with cluster.connected(job) as have:
+    with connected(job) as have:
         print(json.dumps({"have": asdict(have)}))
 except RayBatchError as error:
     print(json.dumps({"error": str(error)}))
@@ -120,7 +121,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     if server:
         yield _job_server(server)
         return
-    address = cluster.address_of(job)
+    address = cluster.address_of(job.cluster)
     if address is None:
         yield _local(patient.job)
         return
@@ -133,7 +134,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         # Ray's own text names both versions when they differ.
         yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
         return
-    have = cluster.Capacity(**found["have"])
+    have = Capacity(**found["have"])
     kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
     text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
@@ -157,8 +158,8 @@ def _local(job: BatchJob | None) -> Finding:
 
 
 def _cpus_needed(job: BatchJob) -> float:
-    have = cluster.Capacity(0, 0, 1, "this machine")
-    return cluster.needs(job, cluster.pool_for(job, have)).cpus
+    have = Capacity(0, 0, 1, "this machine")
+    return cluster.needs(job, pool_for(job, have)).cpus
 
 
 def _join(job: BatchJob) -> dict[str, Any]:
@@ -171,7 +172,8 @@ def _join(job: BatchJob) -> dict[str, Any]:
             timeout=25,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"{cluster.address_of(job)} listens but could not be joined within 25 s"}
+        address = cluster.address_of(job.cluster)
+        return {"error": f"{address} listens but could not be joined within 25 s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}

@@ -22,6 +22,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages.block import (
@@ -44,10 +45,10 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
-from prefect_raybatch.stages.vllm import canary, note
+from prefect_raybatch.stages.vllm import canary, internals, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import Completion
+    from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -104,18 +105,22 @@ def engine_spec(
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
-    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments}
-    sampling = job.sampling.given()
+    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
-    env = {**ours, **job.engine.env}
-    pool = size.pool
-    share = (pool.engines_per_gpu, pool.gpu_bytes, size.share)
-    sort = job.engine.order == "auto"
-    # A logits processor of the user's may keep a state, or count.
-    merge = job.engine.deduplicate and not arguments.get("logits_processors")
-    hang_seconds = job.limits.hang_seconds or None
     return EngineSpec(
-        model, sampling, arguments, env, *share, done, sort, merge, hang_seconds, attempt
+        model=model,
+        sampling=job.sampling.given(),
+        arguments=arguments,
+        env={**ours, **job.engine.env},
+        engines_per_gpu=size.pool.engines_per_gpu,
+        gpu_bytes=size.pool.gpu_bytes,
+        share=size.share,
+        done=done,
+        sort=job.engine.order == "auto",
+        # A logits processor of the user's may keep a state, or count.
+        merge=job.engine.deduplicate and not arguments.get("logits_processors"),
+        hang_seconds=job.limits.hang_seconds or None,
+        attempt=attempt,
     )
 
 
@@ -133,7 +138,7 @@ class EngineStage:
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
-        self._engine: Any = None
+        self._engine: SteppedEngine | None = None
         self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
@@ -143,7 +148,7 @@ class EngineStage:
         # still being read.
         self._ready()
 
-    def _ready(self) -> Any:
+    def _ready(self) -> SteppedEngine | None:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
             if self._engine is None and self._refused is None:
@@ -228,14 +233,13 @@ class EngineStage:
     def _share(self) -> dict[str, Any]:
         """Of the GPU that is here: as it was resolved, unless the GPU is smaller than was thought
         or nobody knew it."""
-        from vllm.platforms import current_platform
-
-        there = current_platform.get_device_total_memory()
+        there = internals.gpu_bytes()
         if self.spec.share and there >= SAME * self.spec.gpu_bytes:
             return self.spec.share
         config, stored = models.read_config(self.spec.model)
         model = describe(config, self.spec.arguments, stored)
-        return packed(model, self.spec.arguments, there, self.spec.engines_per_gpu)
+        arguments = EngineArguments.of(self.spec.arguments)
+        return packed(model, arguments, there, self.spec.engines_per_gpu)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
@@ -271,7 +275,8 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _load(self) -> dict[str, float]:
-        return getattr(self._engine, "load", dict)()  # {} while there is no engine
+        engine = self._engine
+        return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
         """The block, or none of its rows when another driver committed its shard meanwhile.
@@ -288,7 +293,7 @@ class EngineStage:
         return table
 
 
-def answered_any(engine: Any) -> bool:
+def answered_any(engine: SteppedEngine) -> bool:
     """Whether any request of an engine was answered, also of a call that it then died in."""
     stats = engine.stats()
     return bool(stats["rows"] > stats["refused"])

@@ -19,11 +19,12 @@ from helpers.small import make_job
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
-GPUS = 3
+GPUS = 2
 ROWS = 48
 
 
@@ -73,8 +74,8 @@ def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
         output={"uri": str(folder / "out")},
         limits={"max_failed": 1},
     )
-    run = runs.plan_run(job, "key")
-    progress = runs.infer_run(job, run, engine=PlacedEngine)
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=PlacedEngine)
     assert progress.tally.rows == ROWS and progress.tally.failed == (FAILS < ROWS)
     assert not (places / "alone").exists(), "engines did not start together"
     return [json.loads(file.read_text()) for file in places.glob("*.json")]

@@ -22,7 +22,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.plan_run import precheck
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
 SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00"
@@ -124,7 +124,9 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "_run_flow", lambda *_: pytest.fail("a flow was started"))
+    monkeypatch.setattr(
+        "prefect_raybatch.cli.drive._run_flow", lambda *_: pytest.fail("a flow was started")
+    )
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
     address = closed_address()
     job = job_dict(
@@ -206,4 +208,4 @@ def test_a_job_server_is_not_taken_for_a_head(
         cluster={"job_server": "http://head:8265"},
         output={"uri": str(tmp_path / "out")},
     )
-    runs.precheck(job, open_store(str(tmp_path / "out/k")))
+    precheck(job, open_store(str(tmp_path / "out/k")))

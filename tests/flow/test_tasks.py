@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.prefect_server import artifacts_of
 from helpers.reports import report
 from helpers.retries import first_run, numbers, work
 from helpers.small import make_job
 from prefect import flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterName,
+    LogFilter,
+    LogFilterFlowRunId,
+)
 from prefect.states import State
-from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr
 
 from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
@@ -28,16 +32,11 @@ from prefect_raybatch.flow import artifacts, tasks
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 @pytest.fixture
@@ -63,8 +62,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         made["finalize"].append(run)
         return report()
 
-    for function in (plan_run, infer_run, finalize_run):
-        monkeypatch.setattr(runs, function.__name__, function)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
     return made
 
 
@@ -80,13 +80,13 @@ def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[
     state = nightly(return_state=True)
     assert state.is_completed()
     with get_client(sync_client=True) as client:
-        parents = [r for r in client.read_flow_runs() if r.name and r.parent_task_run_id is None]
-    planned = {f"inner-{r.expected_start_time.astimezone(UTC):%Y%m%dT%H%M%SZ}" for r in parents}
-    assert keys[0] in planned
+        outermost = client.read_flow_run(state.state_details.flow_run_id)
+        named = FlowRunFilter(name=FlowRunFilterName(any_=keys))
+        assert client.read_flow_runs(flow_run_filter=named)
+    start = outermost.expected_start_time
+    assert start and keys == [f"inner-{start.astimezone(UTC):%Y%m%dT%H%M%SZ}"]
     assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
     assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
-    with get_client(sync_client=True) as client:
-        assert keys[0] in {run.name for run in client.read_flow_runs()}
 
 
 def test_the_flow_run_is_named_by_the_run_key(calls: dict[str, list[Any]]) -> None:
@@ -115,7 +115,7 @@ def test_only_passing_faults_are_tried_again(
         seen.append(key)
         raise error
 
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
 
     @flow
     def once() -> None:
@@ -134,7 +134,7 @@ def test_a_start_error_is_terminal_and_the_flow_is_failed(
         calls["infer"].append(run)
         raise EngineStartError("no such model")
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     state = batch_inference(make_job(), "k", return_state=True)
     assert state.is_failed() and "no such model" in (state.message or "")
     assert len(calls["infer"]) == 1 and not calls["finalize"]
@@ -151,8 +151,8 @@ def test_artifacts_and_logs_are_in_the_page(
     def plan_run(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
         return Run("/nowhere/k", key, "hash", 100, 4, False)
 
-    monkeypatch.setattr(runs, "finalize_run", finalize_run)
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     base = artifacts.artifact_key(key)
     wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
     with get_client(sync_client=True) as client:
@@ -160,7 +160,7 @@ def test_artifacts_and_logs_are_in_the_page(
         for _ in range(2):
             state = batch_inference(make_job(), key, return_state=True)
             assert state.is_completed()
-            found = {a.key: a for a in client.read_artifacts() if a.key}
+            found = {a.key: a for a in artifacts_of(f"{base}-")}
             if wanted <= set(found):
                 break
         run_id = state.state_details.flow_run_id
@@ -197,7 +197,7 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
         seen.append(job.output.options)
         return RUN
 
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     name = "keys-like-aws/night"
     job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
     state = batch_inference(job, "k", return_state=True)
@@ -240,7 +240,7 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     def infer_run(job: BatchJob, run: Run, observe: Any = None) -> None:
         work(run, job, {7: "Again"})
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     uri = first_run(tmp_path).store.uri
     report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
     assert report is not None

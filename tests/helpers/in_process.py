@@ -12,7 +12,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.runs.runs import Run, load_run
+from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.stages.block import ERROR, Failure, passes_by
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.prepare import Prepare
@@ -64,6 +64,6 @@ def infer(job: BatchJob, run: Run, refused: frozenset[int] = frozenset()) -> tup
     def quarantine(unit: Unit, why: Loss) -> Receipt:
         raise AssertionError(f"no engine dies here: {unit} {why}")
 
-    driver = Driver(plan, shards, ledger, job.limits, run_pass, quarantine)
+    driver = Driver(plan, shards, ledger, job.limits)
     driver.resume()
-    return driver.run(), len(run_pass.asked)
+    return driver.run(run_pass, quarantine), len(run_pass.asked)

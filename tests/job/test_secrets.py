@@ -16,15 +16,14 @@ from helpers.small import job_dict, make_job
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
-from prefect.testing.utilities import prefect_test_harness
-from s3server import start_s3
 
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.remote.records import sendable
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import run_store
 from prefect_raybatch.storage import S3Store, s3_silence
 
 SECRETS = {
@@ -59,7 +58,7 @@ def found_in(text: str) -> list[str]:
 def test_a_run_directory_holds_no_key(tmp_path):
     pq.write_table(pa.table({"Company": ["a", "b"]}), tmp_path / "in.parquet")
     job = job_with_secrets(tmp_path, str(tmp_path / "out"))
-    runs.plan_run(job, "k")
+    plan_run(job, "k")
     files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
     assert len(files) >= 3
     for path in files:
@@ -72,24 +71,22 @@ def test_a_run_directory_holds_no_key(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["bucket", "credentials", "down"])
-def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd, monkeypatch):
+def test_errors_and_logs_hold_no_key(tmp_path, s3, wrong, caplog, capfd, monkeypatch):
     pq.write_table(pa.table({"Company": ["a"]}), tmp_path / "in.parquet")
-    with start_s3(tmp_path / "s3") as server:
-        server.create_bucket("there")
-        options = {"endpoint_url": server.endpoint}
-        if wrong == "bucket":
-            options |= {"key": server.key, "secret": server.secret, "token": None}
-            options["client_kwargs"] = {}
-        if wrong == "down":
-            options["endpoint_url"] = "http://127.0.0.1:9"
-        bucket = "missing" if wrong == "bucket" else "there"
-        job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
-        monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
-        monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
-        store = runs.run_store(job, "k")
-        with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
-            runs.plan_run(job, "k")
-        known = {**SECRETS, "server": server.secret}
+    options = {"endpoint_url": s3.endpoint}
+    if wrong == "bucket":
+        options |= {"key": s3.key, "secret": s3.secret, "token": None}
+        options["client_kwargs"] = {}
+    if wrong == "down":
+        options["endpoint_url"] = "http://127.0.0.1:9"
+    bucket = "missing" if wrong == "bucket" else "secrets"
+    job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
+    monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
+    store = run_store(job.output, "k")
+    with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
+        plan_run(job, "k")
+    known = {**SECRETS, "server": s3.secret}
     error = caught.value
     shown = "".join(capfd.readouterr()) + str(error) + repr(error) + repr(error.__cause__)
     shown += str(pickle.dumps(error)) + repr(store)
@@ -113,18 +110,16 @@ def test_as_json_keys_are_hidden_and_yaml_keeps_them(tmp_path):
     assert BatchJob.from_dict(json.loads(plain.model_dump_json(by_alias=True))) == plain
 
 
-def test_prefect_keeps_no_key_of_a_flow_called_in_python(tmp_path):
-    with prefect_test_harness(server_startup_timeout=120):
+def test_prefect_keeps_no_key_of_a_flow_called_in_python(tmp_path, prefect_api):
+    @flow
+    def night(job: BatchJob) -> tuple[str, str]:
+        return str(flow_run.id), job.output.options["secret"]
 
-        @flow
-        def night(job: BatchJob) -> tuple[str, str]:
-            return str(flow_run.id), job.output.options["secret"]
-
-        job = job_with_secrets(tmp_path, "s3://b/out")
-        run_id, secret = night(job)
-        assert secret == SECRETS["secret"]
-        with get_client(sync_client=True) as client:
-            kept = client.read_flow_run(run_id).parameters
+    job = job_with_secrets(tmp_path, "s3://b/out")
+    run_id, secret = night(job)
+    assert secret == SECRETS["secret"]
+    with get_client(sync_client=True) as client:
+        kept = client.read_flow_run(run_id).parameters
         assert found_in(json.dumps(kept)) == []
         assert kept["job"]["output"]["options"]["secret"] == MASK
 
@@ -151,7 +146,7 @@ PLANTED = "PLANTEDvalue0007"
 def shown_everywhere(job: BatchJob, tmp_path: Path) -> str:
     """A job in every form that others get to see."""
     pq.write_table(pa.table({"Company": ["a", "b"]}), tmp_path / "in.parquet")
-    runs.plan_run(job, "k")
+    plan_run(job, "k")
     kept = "".join(p.read_text("latin-1") for p in (tmp_path / "out").rglob("*") if p.is_file())
     texts = (job.model_dump_json(), repr(job), str(job), f"{job.engine!r} {job.output}", kept)
     return " ".join([*texts, json.dumps(job.model_dump(mode="json")), repr([job])])
@@ -235,7 +230,7 @@ def test_engine_arguments_that_hold_keys_are_hidden_and_still_count(tmp_path):
     assert PLANTED not in shown and "enforce_eager" in shown and '"concurrency": 4' in shown
     assert fingerprint(job(PLANTED))[0] != fingerprint(job("other"))[0]
     with pytest.raises(PlanMismatch) as caught:
-        runs.plan_run(job("PLANTEDother0008"), "k")
+        plan_run(job("PLANTEDother0008"), "k")
     assert "PLANTED" not in str(caught.value) and "model_loader_extra_config" in str(caught.value)
 
 

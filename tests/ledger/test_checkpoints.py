@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.small import Passes, SmallRun, small_run
-from s3server import start_s3
 
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
@@ -129,14 +127,13 @@ def test_a_driver_folds_as_it_goes_and_folds_what_it_had_to_read(tmp_path, monke
     reads = Reads(run, monkeypatch)
 
     def resume() -> Driver:
-        passes = Passes(run)
-        driver = Driver(run.plan, run.shards, run.ledger, Limits(), passes, passes.quarantine)
+        driver = Driver(run.plan, run.shards, run.ledger, Limits())
         driver.resume()
         return driver
 
     driver = resume()
     assert len(reads.taken()) == 4
-    assert driver.run().done == 40
+    assert driver.run(Passes(run), Passes(run).quarantine).done == 40
     assert len(list((tmp_path / CHECKPOINTS).iterdir())) == 2  # 3 that were read and 1, then 2
     resume()
     assert len(reads.taken()) == 2  # the 2 that were left over
@@ -156,17 +153,10 @@ def test_a_full_disk_only_keeps_commits_from_being_folded(tmp_path, monkeypatch,
     assert shards_of(run) == [0, 1, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("folded")
-        yield server
-
-
 def test_on_s3_the_etag_proves_a_folded_record(tmp_path, s3, monkeypatch):
     run = small_run(tmp_path)
     run.commit_all()
-    store = open_store("s3://folded/run", s3.options)
+    store = open_store("s3://checkpoints/run", s3.options)
     for info in run.store.list("_raybatch"):
         store.put(info.path, run.store.read(info.path))
     run.store, run.ledger = store, Ledger(store)

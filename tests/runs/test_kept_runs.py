@@ -17,12 +17,14 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, digest
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Nothing, Retry, plan_retry
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 
 DATA = Path(__file__).parents[1] / "data"
@@ -101,24 +103,25 @@ def test_their_jobs_have_the_fingerprint_they_had(kept):
     for key in ("finished", "unfinished"):
         plan = Ledger(open_store(str(kept / key))).load_plan()
         job = job_of(kept / key)
-        assert fingerprint(job, runs.model_identity(job)) == (plan.fingerprint, plan.parts)
+        resolved = resolve(job)
+        assert (resolved.fingerprint, resolved.parts) == (plan.fingerprint, plan.parts)
 
 
 def test_a_finished_run_is_shown(kept):
-    found = runs.status(str(kept / "finished"))
+    found = status(str(kept / "finished"))
     assert (found.state, found.good, found.quarantined, found.skipped) == ("completed", 13, 6, 1)
     assert sum(found.failures.values()) == 6
-    report = runs.report_of(str(kept / "finished"))
+    report = report_of(str(kept / "finished"))
     assert report.to_bytes() == (kept / "finished/_raybatch/report.json").read_bytes()
 
 
 def test_an_unfinished_run_is_shown_with_what_stopped_it(kept):
-    found = runs.status(str(kept / "unfinished"))
+    found = status(str(kept / "unfinished"))
     assert (found.state, found.committed, found.pending) == ("unfinished", 4, 3)
     assert found.stopped is not None and found.stopped.held_back == 1
     assert [one.row for one in found.stopped.sample] == [17]
     assert len(found.attempts) == 2
-    report = runs.report_of(str(kept / "unfinished"))
+    report = report_of(str(kept / "unfinished"))
     assert (report.good, report.failed, report.skipped) == (8, 3, 1)
     assert report.figures["running"] == 3.0 and report.workers[0].name == "node-1:4242"
 
@@ -133,11 +136,11 @@ def test_a_finished_run_is_verified(kept, key):
 def test_an_unfinished_run_is_finished(kept):
     job = job_of(kept / "unfinished", limits={"max_failed_rows": 20})
     before = {path.name: path.read_bytes() for path in kept.glob("unfinished/*/commits/*")}
-    run = runs.plan_run(job, "unfinished")
+    run = plan_run(job, "unfinished")
     assert (run.shards, run.finished) == (7, False)
     progress, asked = infer(job, run, refused=frozenset({13}))
     assert (progress.resumed_shards, asked) == (4, 3)
-    report = runs.finalize_run(job, run, progress)
+    report = finalize_run(job, run, progress)
     assert (report.good, report.failed, report.skipped) == (14, 5, 1)
     assert verify(open_store(run.uri)).ok
     assert sorted(numbers(run.uri) + numbers(run.uri, "quarantine") + [5]) == list(range(20))
@@ -151,7 +154,7 @@ def test_a_finished_run_and_its_retry_are_retried(kept):
     again = plan_retry(str(kept / "finished.r1"))
     assert isinstance(again, Retry) and again.run.rows == 1
     for retry in (first, again):
-        runs.finalize_run(retry.job, retry.run, infer(retry.job, retry.run)[0])
+        finalize_run(retry.job, retry.run, infer(retry.job, retry.run)[0])
     # Row 11 is not liked by its function, 17 is as long as before.
     rest = plan_retry(str(kept / "finished.r2"), ["RuntimeError"])
     assert isinstance(rest, Retry) and rest.run.rows == 1

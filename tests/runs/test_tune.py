@@ -21,7 +21,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.runs import runs, tune
+from prefect_raybatch.runs import tune
+from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.tune import (
     Trial,
     Tuned,
@@ -173,7 +174,7 @@ def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, 
     assert found.best.changes == {tune.SEQUENCES: 256}
     assert found.rows == 4000 and found.needs is None
     assert not list((tmp_path / "out").rglob("*"))  # no file, no folder
-    assert runs.default_run_key(job).startswith(job.name)  # no run of ours to continue
+    assert default_run_key(job).startswith(job.name)  # no run of ours to continue
 
 
 def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
