@@ -25,7 +25,9 @@ from prefect_raybatch.storage.proof import sha256_of
 def _of_result(part: Part) -> Part:
     folder, _, name = part.path.partition("/")
     if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
-        raise PydanticCustomError("part_path", "no file of the result")
+        raise PydanticCustomError(
+            "part_path", "{path} is no file of the result", {"path": repr(part.path)}
+        )
     return part
 
 
