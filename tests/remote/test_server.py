@@ -98,7 +98,7 @@ def test_a_job_is_submitted_left_found_again_and_followed_to_its_end(
     progress = follower(small, url, tmp_path, step).run_to_end()
     assert (progress.done, progress.tally.good) == (20, 20)
     assert ours(server, small) == [id]
-    told = [(r.levelno, r.message) for r in caplog.records if r.name.endswith("job_logs")]
+    told = [(r.levelno, r.message) for r in caplog.records if r.name.endswith("remote.logs")]
     assert told == [(logging.INFO, "job 1 has begun"), (logging.WARNING, "job is over")]
 
 
