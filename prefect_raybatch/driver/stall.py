@@ -9,6 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.driver.driver import RunPass
 from prefect_raybatch.driver.heartbeat import Counts
 from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.job.limits import Limits
@@ -82,7 +83,6 @@ class StallWatch:
         return Stall(waited, limit, self.alarms, self.starting)
 
 
-RunPass = Callable[[Sequence[Unit], bool], Iterator[Receipt]]
 _END = object()
 
 

@@ -342,7 +342,7 @@ def _model(job: BatchJob, parent: Plan) -> dict[str, Any]:
         before.revision,
     ):
         return dict(parent.model)
-    return models.resolve(job.engine)
+    return models.pin(job.engine)
 
 
 def _same_types(asked: Request, ledger: Ledger) -> None:

@@ -38,7 +38,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.fingerprint import fingerprint
-from prefect_raybatch.plan.prompt_lengths import Tokens
+from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.charts import charts
@@ -90,7 +90,7 @@ class DryRun:
     have: dict[str, Any]
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
-    tokens: Tokens | None = None
+    tokens: PromptLengths | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _new_plan(
 ) -> Plan:
     from prefect_raybatch import source
 
-    pinned = models.resolve(job.engine)
+    pinned = models.pin(job.engine)
     model_check.check(job, pinned)
     attempt = uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
@@ -293,7 +293,7 @@ def _new_plan(
 def model_identity(job: BatchJob) -> dict[str, Any] | None:
     """The model's identity where it can be told without the network: a folder's contents."""
     if job.engine.model == models.DEMO or not _is_hub_name(job.engine.model):
-        return models.resolve(job.engine)
+        return models.pin(job.engine)
     return None
 
 
@@ -329,7 +329,7 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
-    model = models.resolve(job.engine)
+    model = models.pin(job.engine)
     model_check.check(job, model, files=what_if is None)
     tokens = None
     if sample or job.engine.max_model_len == "auto":

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.stages.vllm import internals
 from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
-from prefect_raybatch.stages.vllm.internals import LLMEngine, Output, Params
-from prefect_raybatch.stages.vllm.last_words import LastWords, named
+from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
+from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class SteppedEngine:
 
     def _cause(self, error: BaseException) -> str:
         """What the engine died of, when this is what vLLM raised here."""
-        if internals.is_death(error):
+        if internals.engine_is_gone(error):
             for process in self._processes:
                 process.join(2)
                 if process.exitcode is not None:
@@ -316,7 +316,7 @@ class SteppedEngine:
     def _explained(self, error: BaseException) -> BaseException:
         """What vLLM raised at the start; where it only points to its log, with what is there."""
         words = self._words.read()
-        text = named(f"{error}: {words}" if words else str(error))
+        text = with_signal(f"{error}: {words}" if words else str(error))
         if not isinstance(error, RuntimeError) or text == str(error):
             return error
         made = RuntimeError(text)
@@ -398,7 +398,7 @@ class SteppedEngine:
                     params,
                 )
             except Exception as error:
-                if internals.is_death(error):
+                if internals.engine_is_gone(error):
                     raise
                 self._in_flight.pop(request_id, None)
                 self._sequences -= params.n
@@ -406,7 +406,7 @@ class SteppedEngine:
                 continue
             internals.accept_always(params)
 
-    def _take(self, output: Output, finished: list[_Call]) -> None:
+    def _take(self, output: RequestOutput, finished: list[_Call]) -> None:
         """Turn a finished vLLM output into the Completion of its caller."""
         entry = self._in_flight.pop(output.request_id, None)
         if entry is None:  # of a call that was given up
