@@ -23,7 +23,7 @@ from prefect_raybatch.runs import runs
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
-GPUS = 3
+GPUS = 2
 ROWS = 48
 
 

@@ -147,7 +147,7 @@ def test_a_row_with_other_sampling_fields_fails_alone(gather: Gather, monkeypatc
 
 def test_engines_that_share_a_gpu_need_its_memory_known() -> None:
     spec = EngineSpec(dict(MODEL), {}, {}, engines_per_gpu=3)
-    pool = Pool.__new__(Pool)
+    pool = Pool("gpu", (1, 1), 1, 3, "", 0, "", "")
     with pytest.raises(ConfigError, match="engines can share only GPUs whose memory is known"):
         through(None, spec, pool, {}, 2, 100)  # type: ignore[arg-type]
 

@@ -21,10 +21,11 @@ from typing import Any
 import psutil
 import pytest
 from helpers.findings import found, one
+from helpers.ray_head import Head
 from helpers.small import make_job
 from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from s3server import S3Server, proxy, start_s3
+from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
@@ -337,23 +338,15 @@ def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got.mark == "fail" and "Version mismatch" in got.found
 
 
-def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one: joined, counted, and compared with what the job takes."""
-    import ray
-
-    context = ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
-        logging_level="error",
-    )  # fmt: skip
-    try:
-        address = context.address_info["gcs_address"]
-        got = one(services.check_cluster, make_job(cluster={"address": address}))
-        assert got.mark == "pass" and "1 node, 2 CPUs, 0 GPUs" in got.found
-        large = make_job(cluster={"address": address}, engine={"model": "demo", "replicas": 9})
-        (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
-        assert verdict.mark == "fail" and "too small" in verdict.found
-    finally:
-        ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    at = {"address": ray_head.address}
+    got = one(services.check_cluster, make_job(cluster=at))
+    assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found
+    large = make_job(cluster=at, engine={"model": "demo", "replicas": 9})
+    (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
+    assert verdict.mark == "fail" and "too small" in verdict.found
 
 
 @pytest.mark.parametrize(
@@ -385,13 +378,6 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     got = one(places.check_output, make_job(output={"uri": str(tmp_path / "file" / "out")}))
     assert got.mark == "fail" and "file" in got.found
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("doctor")
-        yield server
 
 
 def on_s3(options: dict[str, Any], bucket: str = "doctor") -> BatchJob:

@@ -9,7 +9,6 @@ import logging
 import subprocess
 import tomllib
 import urllib.error
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -22,9 +21,8 @@ from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.testing.cli import invoke_and_assert
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
-from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
-from s3server import start_s3
+from s3server import S3Server
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
@@ -41,13 +39,8 @@ from prefect_raybatch.runs import runs
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
 ROOT = Path(__file__).parents[2]
+BUCKET = "bucket"  # which the examples name
 HUSH = ("hush-key-1", "hush-secret-2", "hush-token-3", "hush-header-4", "hush-bearer-5")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 def store(**more: Any) -> ObjectStore:
@@ -129,7 +122,9 @@ def test_the_entry_point_imports_what_registers_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("module", ["prefect_raybatch", "prefect_raybatch.blocks"])
-def test_prefect_registers_the_blocks_of_the_package_by_its_name(server: None, module: str) -> None:
+def test_prefect_registers_the_blocks_of_the_package_by_its_name(
+    prefect_api: None, module: str
+) -> None:
     invoke_and_assert(
         ["block", "register", "-m", module],
         expected_code=0,
@@ -239,7 +234,7 @@ class LikeMinio(Block):
     minio_root_password: SecretStr
 
 
-def test_keys_come_from_nested_credentials(server: None) -> None:
+def test_keys_come_from_nested_credentials(prefect_api: None) -> None:
     aws = LikeAws(aws_access_key_id="id", aws_secret_access_key=HUSH[1], region_name="eu-2")
     aws.save("one", overwrite=True)
     minio = LikeMinio(minio_root_user="root", minio_root_password=HUSH[1])
@@ -281,7 +276,7 @@ def secret_in(text: str) -> list[str]:
 
 
 def test_no_secret_is_in_what_is_printed_dumped_or_saved(
-    server: None, caplog: pytest.LogCaptureFixture
+    prefect_api: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved_store, saved_cluster = store(), cluster()
     with caplog.at_level(logging.DEBUG):
@@ -317,7 +312,7 @@ def test_an_unsaved_store_cannot_travel() -> None:
         BatchInferenceJob(job=job(), store=store()).batch_job()
 
 
-def test_a_saved_store_travels_by_name(server: None) -> None:
+def test_a_saved_store_travels_by_name(prefect_api: None) -> None:
     saved = store()
     saved.save("by-name", overwrite=True)
     found = BatchInferenceJob(job=job(), store=saved, cluster=RayCluster(address="h:1")).batch_job()
@@ -354,7 +349,9 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
     return run.job
 
 
-def test_triggered_waited_for_and_fetched(server: None, finished: BatchJob, tmp_path: Path) -> None:
+def test_triggered_waited_for_and_fetched(
+    prefect_api: None, finished: BatchJob, tmp_path: Path
+) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(finished.to_dict()))
     BatchInferenceJob(job_file=str(tmp_path / "job.yaml")).save("nightly", overwrite=True)
     began: list[BatchInferenceRun] = []
@@ -381,9 +378,9 @@ def example(block: type[Block], **names: Any) -> dict[str, Any]:
 
 
 def test_the_examples_run(
-    server: None,
+    prefect_api: None,
     finished: BatchJob,
-    tmp_path: Path,
+    s3: S3Server,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -394,21 +391,17 @@ def test_the_examples_run(
         monkeypatch.setattr(block, "_code_example", code)
     assert example(RayCluster, job=job())["job"].cluster.address == "h:1"
 
-    with start_s3(tmp_path / "s3") as s3:
-        s3.create_bucket("bucket")
-        keys = ObjectStore(
-            access_key_id=s3.key, secret_access_key=s3.secret, endpoint_url=s3.endpoint
-        )
-        keys.save("block-name", overwrite=True)
-        keys.get_client("s3://bucket/folder").put("a.txt", b"12345")
-        example(ObjectStore)
+    keys = ObjectStore(access_key_id=s3.key, secret_access_key=s3.secret, endpoint_url=s3.endpoint)
+    keys.save("block-name", overwrite=True)
+    keys.get_client("s3://bucket/folder").put("a.txt", b"12345")
+    example(ObjectStore)
     assert "a.txt 5" in capsys.readouterr().out
 
     monkeypatch.setattr(runs, "default_run_key", lambda job, scheduled=None: "key")
     assert example(BatchInferenceJob)["report"].good == 20
 
 
-def test_the_same_in_async_code(server: None, finished: BatchJob) -> None:
+def test_the_same_in_async_code(prefect_api: None, finished: BatchJob) -> None:
     block = BatchInferenceJob(job=finished)
 
     async def whole() -> int:
@@ -419,7 +412,7 @@ def test_the_same_in_async_code(server: None, finished: BatchJob) -> None:
     assert asyncio.run(whole()) == 20
 
 
-def test_a_run_that_fails_raises_its_message(server: None, tmp_path: Path) -> None:
+def test_a_run_that_fails_raises_its_message(prefect_api: None, tmp_path: Path) -> None:
     missing = make_job(source={"uri": str(tmp_path / "none")}, output={"uri": str(tmp_path / "o")})
     run = BatchInferenceJob(job=missing).trigger("key")
     with pytest.raises(RayBatchError, match=r"did not complete .*Failed: .*none"):

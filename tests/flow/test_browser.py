@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,21 +13,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from helpers.browser import browser_page, expect, form_field, picture
-from helpers.prefect_server import ROOT, Prefect, prefect_server
-from helpers.ray_head import start_head
+from helpers.prefect_server import Prefect
+from helpers.processes import below, running, title
+from helpers.ray_head import Head
 from playwright.sync_api import Page
 
-from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SHARD = 50
 ROWS = 20_000  # a minute of work on a quiet machine: the pages must be seen meanwhile
-MARK = "RAYBATCH_TEST_HEAD"  # tells this head's processes from others on the machine
 WORK = 600  # seconds for a run on a busy machine, which may need Prefect's retry of its start
 
 
@@ -37,22 +41,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def job_server(folder: Path) -> Iterator[str]:
-    with start_head(4, PYTHONPATH=str(ROOT), **{MARK: str(folder)}) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def prefect(job_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
-        made.env["RAY_AUTH_MODE"] = "disabled"
-        made.deploy()
-        made.work()
-        yield made
-
-
-@pytest.fixture(scope="module")
-def page(prefect: Prefect) -> Iterator[Page]:
+def page() -> Iterator[Page]:
     with browser_page() as made:
         yield made
 
@@ -104,30 +93,26 @@ def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
     prefect.until(look, WORK, "the first commits")
 
 
-def at_work(prefect: Prefect, folder: Path) -> list[psutil.Process]:
-    """What works for the runs: the flows' processes, and on this test's Ray head the workers of
-    the pipeline, among them the engines, and what these have started."""
-    found = psutil.Process(prefect.worker).children(recursive=True)
-    for process in psutil.process_iter(["cmdline"]):
-        with suppress(psutil.Error):  # gone meanwhile
-            if "MapBatches(" not in " ".join(process.info["cmdline"] or ()):
-                continue
-            if process.environ().get(MARK) == str(folder):
-                found += [process, *process.children(recursive=True)]
-    return [process for process in found if running(process)]
+def at_work(prefect: Prefect, head: Head) -> list[psutil.Process]:
+    """What works for the runs: the flows' processes, and on the Ray head the workers of the
+    pipeline, among them the engines, and what these have started."""
+    workers = below(head.pid, "MapBatches(")
+    return [*below(prefect.worker), *workers, *(p for w in workers for p in below(w.pid))]
 
 
-def running(process: psutil.Process) -> str:
-    """A process's command line, empty when it has ended."""
-    with suppress(psutil.NoSuchProcess):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return " ".join(process.cmdline()).strip()
-    return ""
+def job_of(url: str, run_dir: Path) -> RayJob:
+    """The Ray job of a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        jobs = JobServer(url).jobs()
+    (job,) = (job for job in jobs if job.metadata.get("raybatch_run") == str(run_dir))
+    return job
 
 
 def test_the_form_starts_a_run_and_the_pages_tell_of_it(
-    prefect: Prefect, page: Page, job_server: str, folder: Path, tmp_path: Path
+    deployed: Prefect, page: Page, ray_head: Head, folder: Path, tmp_path: Path
 ) -> None:
+    prefect, job_server = deployed, ray_head.url
     run_dir, table = folder / "out/monday", str(folder / "customers.csv")
     write_customers(table, ROWS, 3)
     dev = prefect.deployments["dev"]["id"]
@@ -172,6 +157,8 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
     working(prefect, run["id"], run_dir, 3)
+    again = {"parameters": run["parameters"]}
+    second = prefect.ask(f"deployments/{dev}/create_flow_run", again)["id"]
     open_run(page, prefect, run["id"])
     expect(page.get_by_text("Running", exact=True).first).to_be_visible()
     line = page.get_by_text(
@@ -190,9 +177,20 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     open_artifact(page, prefect, "raybatch-monday-progress")
     (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
+    refused = prefect.until(
+        lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
+        60,
+        "the refusal of a second run",
+    )
+    assert "concurrency limit" in refused["message"]
+    assert prefect.state(run["id"])["type"] == "RUNNING", "the first had ended: nothing was tested"
 
     prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
-    assert verify(open_store(str(run_dir))).ok
+    proof = verify(open_store(str(run_dir)))
+    assert proof.ok and (proof.rows, proof.data, proof.quarantined) == (ROWS, ROWS, 0)
+    answers = pq.read_table(run_dir / "data")["industry"].to_pylist()
+    truth = [label for _, label in companies(ROWS, 3, "all")]
+    assert sum(a == b for a, b in zip(answers, truth, strict=True)) >= 0.95 * ROWS
     open_run(page, prefect, run["id"])
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     expect(page.get_by_text(f"{ROWS:,} rows = {ROWS:,} answered + 0 in quarantine")).to_be_visible()
@@ -220,9 +218,10 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
 
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
-    prefect: Prefect, page: Page, job_server: str, folder: Path, tmp_path: Path
+    deployed: Prefect, page: Page, ray_head: Head, folder: Path, tmp_path: Path
 ) -> None:
-    run_dir, table = folder / "out/long", str(folder / "many.csv")
+    prefect, job_server = deployed, ray_head.url
+    run_dir, table = folder / "out/dev-20260301T010000Z", str(folder / "many.csv")
     write_customers(table, 60_000, 3)
     dev = prefect.deployments["dev"]
     job = {
@@ -231,11 +230,14 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
         "output": {"uri": str(folder / "out"), "column": "industry"},
         "cluster": {"job_server": job_server},
     }
-    body = {"parameters": {"job": job, "run_key": "long"}}
+    # Of a night that was missed: its key follows from the time it was scheduled for.
+    body = {"parameters": {"job": job, "scheduled_for": "2026-03-01T02:00:00+01:00"}}
     run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
     working(prefect, run, run_dir, 5)
-    kept, before = commits(run_dir), at_work(prefect, folder)
-    titles = "\n".join(map(running, before))
+    kept, before = commits(run_dir), at_work(prefect, ray_head)
+    ray_job = job_of(job_server, run_dir)
+    assert prefect.ask(f"flow_runs/{run}")["labels"]["raybatch.job"] == ray_job.id
+    titles = "\n".join(map(title, before))
     assert "prefect.engine" in titles and "EngineStage" in titles, titles
 
     open_run(page, prefect, run)
@@ -245,13 +247,14 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     page.get_by_role("button", name="Confirm", exact=True).click()
     badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
     expect(badge.first).to_be_visible(timeout=30_000)
-    while left := [*filter(running, before), *at_work(prefect, folder)]:
+    while left := [*running(before), *at_work(prefect, ray_head)]:
         assert time.monotonic() - clicked < 30, f"these outlive the cancelled run: {left}"
         time.sleep(0.2)
     took = time.monotonic() - clicked
     print(f"cancelled, and its engines gone, within {took:.1f} s of the click")
     assert took < 30
     assert prefect.state(run)["type"] == "CANCELLED"
+    assert job_of(job_server, run_dir).status == "STOPPED"
     picture(page, "cancelled", tmp_path, 600)
 
     now = commits(run_dir)
@@ -259,3 +262,6 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     assert len(now) < 60_000 // SHARD and not (run_dir / "_SUCCESS").exists()
     time.sleep(3)
     assert commits(run_dir) == now, "something goes on committing"
+    command = ["raybatch", "reconcile", job_server, "--json"]
+    done = subprocess.run(command, env=prefect.env, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["actions"] == [], done.stderr

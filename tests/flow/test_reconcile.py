@@ -13,7 +13,6 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
-from prefect.testing.utilities import prefect_test_harness
 
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -22,11 +21,7 @@ from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 @pytest.fixture
@@ -38,10 +33,17 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
         return JobServer(url, 1.0, lambda url: made, lambda seconds: None)
 
     monkeypatch.setattr(flow_runs, "JobServer", at)
+    forget()
     yield made
-    with get_client(sync_client=True) as client:  # no label may reach the next test
-        for run in client.read_flow_runs():
-            client.delete_flow_run(run.id)
+    forget()
+
+
+def forget() -> None:
+    """No flow run's label may reach the next test, here or elsewhere."""
+    with get_client(sync_client=True) as client:
+        while found := client.read_flow_runs():
+            for run in found:
+                client.delete_flow_run(run.id)
 
 
 @flow

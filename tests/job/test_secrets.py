@@ -16,8 +16,6 @@ from helpers.small import job_dict, make_job
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
-from prefect.testing.utilities import prefect_test_harness
-from s3server import start_s3
 
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -72,24 +70,22 @@ def test_a_run_directory_holds_no_key(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["bucket", "credentials", "down"])
-def test_errors_and_logs_hold_no_key(tmp_path, wrong, caplog, capfd, monkeypatch):
+def test_errors_and_logs_hold_no_key(tmp_path, s3, wrong, caplog, capfd, monkeypatch):
     pq.write_table(pa.table({"Company": ["a"]}), tmp_path / "in.parquet")
-    with start_s3(tmp_path / "s3") as server:
-        server.create_bucket("there")
-        options = {"endpoint_url": server.endpoint}
-        if wrong == "bucket":
-            options |= {"key": server.key, "secret": server.secret, "token": None}
-            options["client_kwargs"] = {}
-        if wrong == "down":
-            options["endpoint_url"] = "http://127.0.0.1:9"
-        bucket = "missing" if wrong == "bucket" else "there"
-        job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
-        monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
-        monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
-        store = runs.run_store(job, "k")
-        with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
-            runs.plan_run(job, "k")
-        known = {**SECRETS, "server": server.secret}
+    options = {"endpoint_url": s3.endpoint}
+    if wrong == "bucket":
+        options |= {"key": s3.key, "secret": s3.secret, "token": None}
+        options["client_kwargs"] = {}
+    if wrong == "down":
+        options["endpoint_url"] = "http://127.0.0.1:9"
+    bucket = "missing" if wrong == "bucket" else "secrets"
+    job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
+    monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
+    store = runs.run_store(job, "k")
+    with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
+        runs.plan_run(job, "k")
+    known = {**SECRETS, "server": s3.secret}
     error = caught.value
     shown = "".join(capfd.readouterr()) + str(error) + repr(error) + repr(error.__cause__)
     shown += str(pickle.dumps(error)) + repr(store)
@@ -113,18 +109,16 @@ def test_as_json_keys_are_hidden_and_yaml_keeps_them(tmp_path):
     assert BatchJob.from_dict(json.loads(plain.model_dump_json(by_alias=True))) == plain
 
 
-def test_prefect_keeps_no_key_of_a_flow_called_in_python(tmp_path):
-    with prefect_test_harness(server_startup_timeout=120):
+def test_prefect_keeps_no_key_of_a_flow_called_in_python(tmp_path, prefect_api):
+    @flow
+    def night(job: BatchJob) -> tuple[str, str]:
+        return str(flow_run.id), job.output.options["secret"]
 
-        @flow
-        def night(job: BatchJob) -> tuple[str, str]:
-            return str(flow_run.id), job.output.options["secret"]
-
-        job = job_with_secrets(tmp_path, "s3://b/out")
-        run_id, secret = night(job)
-        assert secret == SECRETS["secret"]
-        with get_client(sync_client=True) as client:
-            kept = client.read_flow_run(run_id).parameters
+    job = job_with_secrets(tmp_path, "s3://b/out")
+    run_id, secret = night(job)
+    assert secret == SECRETS["secret"]
+    with get_client(sync_client=True) as client:
+        kept = client.read_flow_run(run_id).parameters
         assert found_in(json.dumps(kept)) == []
         assert kept["job"]["output"]["options"]["secret"] == MASK
 

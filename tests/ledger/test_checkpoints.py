@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.small import Passes, SmallRun, small_run
-from s3server import start_s3
 
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
@@ -155,17 +153,10 @@ def test_a_full_disk_only_keeps_commits_from_being_folded(tmp_path, monkeypatch,
     assert shards_of(run) == [0, 1, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("folded")
-        yield server
-
-
 def test_on_s3_the_etag_proves_a_folded_record(tmp_path, s3, monkeypatch):
     run = small_run(tmp_path)
     run.commit_all()
-    store = open_store("s3://folded/run", s3.options)
+    store = open_store("s3://checkpoints/run", s3.options)
     for info in run.store.list("_raybatch"):
         store.put(info.path, run.store.read(info.path))
     run.store, run.ledger = store, Ledger(store)

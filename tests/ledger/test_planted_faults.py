@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import SmallRun, read_json, small_run
-from s3server import S3Server, proxy, start_s3
+from s3server import S3Server, proxy
 
 from prefect_raybatch import source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
@@ -507,16 +507,9 @@ def test_orphans_of_an_earlier_version_are_proved_once(tmp_path, monkeypatch):
 # --- on S3 --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("faults")
-        yield server
-
-
 def on_s3(run: SmallRun, server: S3Server, endpoint: str) -> Store:
     """The run directory copied to a prefix of its own, asked at `endpoint`."""
-    uri = f"s3://faults/{uuid.uuid4()}"
+    uri = f"s3://planted-faults/{uuid.uuid4()}"
     straight = open_store(uri, server.options)
     for name, data in tree(run.root).items():
         straight.put(name, data)

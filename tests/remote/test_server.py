@@ -6,13 +6,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ray_head import start_head
+from helpers.ray_head import Head
 from helpers.small import SmallRun, make_job, small_run
 
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
@@ -31,10 +31,9 @@ print("[raybatch WARNING] job is over", flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with start_head(1) as url:
-        yield url
+@pytest.fixture
+def url(ray_head: Head) -> str:
+    return ray_head.url
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +68,9 @@ def follower(
     )
 
 
-def ours(server: JobServer) -> list[str]:
-    return [job.id for job in server.jobs()]
+def ours(server: JobServer, small: SmallRun) -> list[str]:
+    at = str(small.root)
+    return [job.id for job in server.jobs() if job.metadata.get("raybatch_run") == at]
 
 
 def test_a_job_is_submitted_left_found_again_and_followed_to_its_end(
@@ -81,14 +81,14 @@ def test_a_job_is_submitted_left_found_again_and_followed_to_its_end(
     first = follower(small, url, tmp_path, lambda: _signal_when(server, first, "RUNNING"))
     with pytest.raises(Signal):
         first.run_to_end()
-    (id,) = ours(server)
+    (id,) = ours(server, small)
     assert id == f"raybatch-a-key-{small.plan.hash[:12]}-1"
     found = server.find(id)
     assert found is not None and found.live, "the job outlives the flow that submitted it"
     assert found.metadata["raybatch_run"] == str(tmp_path / "run")
 
     server.submit(id, "false", {}, {})  # a second submit finds the first
-    assert ours(server) == [id] and server.find(id) == found
+    assert ours(server, small) == [id] and server.find(id) == found
 
     def step() -> None:
         if "job 1 has begun" in caplog.text:
@@ -97,8 +97,8 @@ def test_a_job_is_submitted_left_found_again_and_followed_to_its_end(
 
     progress = follower(small, url, tmp_path, step).run_to_end()
     assert (progress.done, progress.tally.good) == (20, 20)
-    assert ours(server) == [id]
-    told = [(r.levelno, r.message) for r in caplog.records if r.name.endswith("job_logs")]
+    assert ours(server, small) == [id]
+    told = [(r.levelno, r.message) for r in caplog.records if r.name.endswith("remote.logs")]
     assert told == [(logging.INFO, "job 1 has begun"), (logging.WARNING, "job is over")]
 
 

@@ -7,13 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.small import SmallRun, small_run
-from s3server import start_s3
 
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job.checks import seconds_of
@@ -202,19 +199,12 @@ def test_a_writer_whose_temporary_file_was_reaped_writes_it_again(tmp_path, monk
     assert run.ledger.read_commit(run.plan, 0).shard == 0
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("reaped")
-        yield server
-
-
 def test_on_s3_uploads_that_were_cut_off_go_too(tmp_path, s3):
     import s3fs
 
     run = small_run(tmp_path)
     run.commit(0)
-    store = open_store("s3://reaped/run", s3.options)
+    store = open_store("s3://reap/run", s3.options)
     for info in run.store.list():
         store.put(info.path, run.store.read(info.path))
     store.put(f"_raybatch/pieces/00000000-{'d' * 32}.parquet", b"x" * 10)
@@ -225,11 +215,11 @@ def test_on_s3_uploads_that_were_cut_off_go_too(tmp_path, s3):
         client_kwargs={"region_name": "us-east-1"},
     )
     for key in ("run/data/part-00000.parquet", "other/data/part-00000.parquet"):
-        fs.call_s3("create_multipart_upload", Bucket="reaped", Key=key)
+        fs.call_s3("create_multipart_upload", Bucket="reap", Key=key)
     assert reap(store, 3600).files == {}
     found: Reaped = reap(store, NOW)
     assert found.files == {"pieces": 1, "unfinished": 1}
     assert reap(store, NOW).files == {}
-    left = fs.call_s3("list_multipart_uploads", Bucket="reaped")["Uploads"]
+    left = fs.call_s3("list_multipart_uploads", Bucket="reap")["Uploads"]
     assert [upload["Key"] for upload in left] == ["other/data/part-00000.parquet"]
     assert Ledger(store).is_committed(0) and commit_path(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import yaml
 from helpers.engines import FAILS, FakeEngine
 from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
-from s3server import S3Server, start_s3
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
@@ -690,18 +689,11 @@ def test_a_retry_through_the_real_pipeline(local_ray, tmp_path):
     assert chain(run.store.uri).ok
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("retries")
-        yield server
-
-
 def test_on_s3_with_keys_from_the_command_alone(s3, tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     local = first_run(tmp_path)
-    store = open_store("s3://retries/out/key", s3.options)
+    store = open_store("s3://retry/out/key", s3.options)
     for path in sorted(p for p in (tmp_path / "key").rglob("*") if p.is_file()):
         store.put(os.fspath(path.relative_to(tmp_path / "key")), path.read_bytes())
     given = {f"output.options.{name}": value for name, value in s3.options.items()}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers import fake_vllm
 from helpers.engines import Factory, FakeEngine, completion, with_answers
 from helpers.reports import timed_commit
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
@@ -22,7 +27,6 @@ from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
 from prefect_raybatch.stages.vllm import stepper
-from prefect_raybatch.stages.vllm.internals import keep_scheduler_stats
 
 
 @dataclass
@@ -173,10 +177,8 @@ def test_the_gpus_of_this_process_are_looked_at(monkeypatch, shown, use, memory)
 def sampled(**load: float) -> Sampler:
     world = World(node={"cpu": 0.25, "memory": 2.0})
     world.at(world.now, **load)
-    sampler = Sampler(dict, dict, clock=world.sampler.clock)
-    sampler._samples = world.sampler._samples
-    sampler.where = {"engine": "host-a:77"}
-    return sampler
+    world.sampler.where = {"engine": "host-a:77"}
+    return world.sampler
 
 
 def test_the_engine_stage_tells_and_finish_puts_it_into_the_receipt(tmp_path):
@@ -304,52 +306,91 @@ def test_many_engines_are_shown_as_some_and_the_rest():
 # --- the stepper --------------------------------------------------------------------------------
 
 
-def stepped(core: Any, stats: Any = None) -> stepper.SteppedEngine:
-    """A stepped engine whose vLLM is `core`; nothing is started."""
-    made = stepper.SteppedEngine.__new__(stepper.SteppedEngine)
-    made._wake = threading.Condition()
-    made._engine = SimpleNamespace(engine_core=core)
-    made._sequences, made._window, made._stats = 40, 24, {"steps": 7}
-    made._waiting = [SimpleNamespace(prompts=[1] * 10, cursor=4)]
-    made._scheduler_stats = stats
-    return made
+class Holding:
+    """A vLLM that keeps what it is given until it is let go; `stats` are its scheduler's."""
+
+    SLOTS = 8
+
+    def __init__(self, core: Any = None, stats: Sequence[Any] = ()) -> None:
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=self.SLOTS)
+        )
+        self.engine_core = core or SimpleNamespace()
+        self.seen: list[Any] = []
+        self.output_processor = SimpleNamespace(
+            update_scheduler_stats=self.seen.append, log_stats=True
+        )
+        self.log_stats, self.logger_manager = True, object()
+        self.held, self.stats = list[str](), stats
+        self.full, self.go = threading.Event(), threading.Event()
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        self.held.append(request_id)
+
+    def step(self) -> list[Any]:
+        for stats in self.stats:
+            self.output_processor.update_scheduler_stats(stats)
+        self.full.set()
+        assert self.go.wait(60)
+        done, self.held = self.held, []
+        answer = SimpleNamespace(finish_reason="stop", token_ids=[5], text="")
+        return [
+            SimpleNamespace(request_id=id, finished=True, outputs=[answer], num_cached_tokens=0)
+            for id in done
+        ]
 
 
-def test_a_core_in_this_process_tells_what_vllm_knows():
+ROWS = 46  # the stepper hands on three times as many as there are slots: 24
+
+
+@contextmanager
+def at_work(monkeypatch: pytest.MonkeyPatch, vllm: Holding, **arguments: Any) -> Iterator[Any]:
+    """A stepped engine over this vLLM, with `ROWS` requests of which none is answered yet."""
+    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
+    fake_vllm.install()
+    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", lambda arguments: vllm)
+    with stepper.SteppedEngine(arguments) as made, ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(made.run, [stepper.Request([1])] * ROWS)
+        try:
+            assert vllm.full.wait(60)
+            yield made
+        finally:
+            vllm.go.set()
+        assert len(answers.result(60)) == ROWS
+
+
+def test_a_core_in_this_process_tells_what_vllm_knows(monkeypatch):
     scheduler = SimpleNamespace(running=[1] * 5, kv_cache_manager=SimpleNamespace(usage=0.4))
     inside = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-    found = stepped(inside).load()
-    assert found == {
-        "steps": 7,
-        "sequences": 8,
-        "running": 5,
-        "waiting": 35 + 6,
-        "kv_cache": 0.4,
-    }
+    with at_work(monkeypatch, Holding(inside)) as made:
+        assert made.load() == {
+            "steps": 0,
+            "sequences": 8,
+            "running": 5,
+            "waiting": 19 + 22,
+            "kv_cache": 0.4,
+        }
+    assert made.load() == {}  # closed
 
 
-def test_a_core_elsewhere_tells_the_kv_cache_only_where_vllm_keeps_statistics():
-    found = stepped(SimpleNamespace()).load()
-    assert found == {"steps": 7, "sequences": 8, "running": 8, "waiting": 32 + 6}
+def test_a_core_elsewhere_tells_the_kv_cache_only_where_vllm_keeps_statistics(monkeypatch):
+    with at_work(monkeypatch, Holding()) as made:
+        assert made.load() == {"steps": 0, "sequences": 8, "running": 8, "waiting": 16 + 22}
     stats = SimpleNamespace(num_running_reqs=6, kv_cache_usage=0.7)
-    assert stepped(SimpleNamespace(), stats).load()["kv_cache"] == 0.7
-    closed = stepped(SimpleNamespace())
-    closed._engine = None
-    assert closed.load() == {}
+    with at_work(monkeypatch, Holding(stats=[stats])) as made:
+        assert (made.load()["kv_cache"], made.load()["running"]) == (0.7, 6)
 
 
 @pytest.mark.parametrize("front", [True, False])
-def test_vllms_statistics_are_kept_where_it_makes_them(front):
-    seen = []
-    processor = SimpleNamespace(update_scheduler_stats=seen.append, log_stats=True)
-    manager, kept = object(), []
-    engine = SimpleNamespace(output_processor=processor, log_stats=True, logger_manager=manager)
-    keep_scheduler_stats(engine, kept.append, front)
-    processor.update_scheduler_stats("first")
-    processor.update_scheduler_stats(None)
-    assert kept == ["first"] and seen == ["first", None]
-    assert engine.log_stats is front and processor.log_stats is front
-    assert engine.logger_manager is (manager if front else None)
+def test_vllms_statistics_are_kept_where_it_makes_them(monkeypatch, front):
+    stats = SimpleNamespace(num_running_reqs=6, kv_cache_usage=0.7)
+    vllm = Holding(stats=[stats, None])
+    manager, arguments = vllm.logger_manager, {"disable_log_stats": False} if front else {}
+    with at_work(monkeypatch, vllm, **arguments) as made:
+        assert made.load()["kv_cache"] == 0.7 and vllm.seen == [stats, None]
+    assert vllm.log_stats is front and vllm.output_processor.log_stats is front
+    assert vllm.logger_manager is (manager if front else None)
 
 
 def test_the_stage_samples_its_engine(monkeypatch):

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from s3server import S3Server, start_s3
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.batch_job import Source
@@ -425,20 +424,13 @@ def test_a_snapshot_is_read_from_the_run_store(tmp_path):
 # --- stores and Ray ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory) -> Iterator[S3Server]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("input")
-        yield server
-
-
 def test_s3_in_place(s3, tmp_path, monkeypatch):
-    store = open_store("s3://input/data", s3.options)
+    store = open_store("s3://read/data", s3.options)
     for number in range(20):
         write(tmp_path / "f.parquet", numbers(number * 30, 30), 7)
         store.put(f"x/{number:02}.parquet", (tmp_path / "f.parquet").read_bytes())
     store.put("x/_SUCCESS", b"")
-    for uri in ("s3://input/data", "s3://input/data/x/", "s3://input/data/*/0*.parquet"):
+    for uri in ("s3://read/data", "s3://read/data/x/", "s3://read/data/*/0*.parquet"):
         found = inventory(Source(uri=uri, options=s3.options))
         assert found.rows == (300 if "*" in uri else 600)
     one = ShardReader(found.files, found.schema, options=s3.options)
@@ -456,7 +448,7 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
 
 
 def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
-    store = open_store("s3://input/lake", s3.options)
+    store = open_store("s3://read/lake", s3.options)
     write(tmp_path / "f.parquet", numbers(0, 5))
     data = (tmp_path / "f.parquet").read_bytes()
     files = ["delta/p=1/a.parquet", "iceberg/data/a.parquet", "hudi/a.parquet", "a1.parquet"]
@@ -466,8 +458,8 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
         store.put(path, data)
 
     def names(below: str) -> list[str]:
-        found = inventory(Source(uri=f"s3://input/lake/{below}", options=s3.options))
-        return [file.uri.removeprefix("s3://input/lake/") for file in found.files]
+        found = inventory(Source(uri=f"s3://read/lake/{below}", options=s3.options))
+        return [file.uri.removeprefix("s3://read/lake/") for file in found.files]
 
     reached = {
         "delta": ["", "/p=1", "/p=1/*.parquet", "/p=1/a.parquet"],
@@ -476,11 +468,11 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
     reached["iceberg"] = ["", "/data", "/*/*.parquet"]
     for table, ways in reached.items():
         for way in ways:
-            with pytest.raises(SourceError, match=f"(?i)input/lake/{table} is an? {table} table"):
+            with pytest.raises(SourceError, match=f"(?i)read/lake/{table} is an? {table} table"):
                 names(f"{table}{way}")
     with pytest.raises(SourceError, match="table"):
         names("**/a.parquet")
-    with pytest.raises(SourceError, match="run in s3://input/lake/out/run is not finished"):
+    with pytest.raises(SourceError, match="run in s3://read/lake/out/run is not finished"):
         names("out/run/data")
     store.put("out/run/_SUCCESS", b"{}")
     assert names("out/run/data") == names("out/*/data/*") == ["out/run/data/a.parquet"]
@@ -490,7 +482,7 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
     assert names("a[1].parquet") == ["a1.parquet"]
     store.put("h/y=7/m=x%20y/a.parquet", data)
     for uri in ("h", "h/y=7/*/*", "h/y=7/m=x%20y/a.parquet"):
-        found = inventory(Source(uri=f"s3://input/lake/{uri}", options=s3.options))
+        found = inventory(Source(uri=f"s3://read/lake/{uri}", options=s3.options))
         one = ShardReader(found.files, found.schema, options=s3.options)
         table = everything(one, one.tasks(shards(5, 5)))[0]
         assert (table["y"].to_pylist(), set(table["m"].to_pylist())) == ([7] * 5, {"x y"})
@@ -500,29 +492,20 @@ def test_s3_that_cannot_be_read(s3, tmp_path):
     with pytest.raises(StoreError, match="does not exist"):
         inventory(Source(uri="s3://no-such-bucket/x", options=s3.options))
     with pytest.raises(SourceError, match="does not exist"):
-        inventory(Source(uri="s3://input/none.parquet", options=s3.options))
+        inventory(Source(uri="s3://read/none.parquet", options=s3.options))
 
 
 def test_s3_snapshot(s3, tmp_path):
-    store = open_store("s3://input", s3.options)
+    store = open_store("s3://read", s3.options)
     store.put("in/a.csv.gz", gzip.compress(b"i\n" + b"".join(b"%d\n" % i for i in range(100))))
-    run = open_store("s3://input/run", s3.options)
-    uri = "s3://input/in/a.csv.gz"
+    run = open_store("s3://read/run", s3.options)
+    uri = "s3://read/in/a.csv.gz"
     found = snapshot(Source(uri=uri, options=s3.options), run, "attempt")
     one = ShardReader(found.files, found.schema, run)
     check_rows(everything(one, one.tasks(shards(100, 30))), shards(100, 30))
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_a_dataset_is_copied_in_order(cluster, tmp_path):
+def test_a_dataset_is_copied_in_order(local_ray, tmp_path):
     import ray.data
 
     store = open_store(str(tmp_path / "run"))
@@ -538,7 +521,7 @@ def test_a_dataset_is_copied_in_order(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_ray_hands_on_one_block_a_unit(cluster, tmp_path, fused):
+def test_ray_hands_on_one_block_a_unit(local_ray, tmp_path, fused):
     import ray.data
 
     write(tmp_path / "a.parquet", numbers(0, 110), 7)

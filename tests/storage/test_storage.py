@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from s3server import S3Server, proxy, start_s3
+from s3server import S3Server, proxy
 
 from prefect_raybatch import storage
 from prefect_raybatch.errors import (
@@ -57,14 +57,6 @@ from prefect_raybatch.storage.s3_client import Connection
 
 BUCKET = "store-tests"
 OUTSIDE = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a\0b"]
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        print(f"\nS3 tests run on {server.kind}")
-        server.create_bucket(BUCKET)
-        yield server
 
 
 @pytest.fixture(autouse=True)
