@@ -209,7 +209,7 @@ class Shared:
             try:
                 self.ray.start(address, cpus)
             except BaseException:
-                if self.ray.joined():  # a signal that came late: nobody else would end it
+                if self.ray.joined():  # a signal arrived after Ray had started: end it here
                     self.ray.end()
                 raise
         self._ours, self._address, self._cpus, self._worked = True, address, cpus, False

@@ -229,9 +229,9 @@ class SteppedEngine:
         most = self._window // WINDOW
         running = min(held, most)
         found: dict[str, float] = {"steps": steps, "sequences": most}
-        told = internals.running(engine, self._scheduler_stats)
-        if told is not None:
-            running, found["kv_cache"] = told
+        in_use = internals.running(engine, self._scheduler_stats)
+        if in_use is not None:
+            running, found["kv_cache"] = in_use
         return {**found, "running": running, "waiting": max(0, held - running) + outside}
 
     def __enter__(self) -> SteppedEngine:
@@ -289,7 +289,7 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
-                # Who hears of the death starts the next engine, and a process has room for one.
+                # Callers start the next engine as soon as they are told; this process has room for one only.
                 self._shutdown()
             self._fail(self._cause(error))
         finally:
@@ -301,11 +301,11 @@ class SteppedEngine:
             for process in self._processes:
                 process.join(2)
                 if process.exitcode is not None:
-                    return self._told(process)
+                    return self._how_it_ended(process)
             return self._words.read() or _describe(error)
         return _describe(error)
 
-    def _told(self, process: BaseProcess) -> str:
+    def _how_it_ended(self, process: BaseProcess) -> str:
         """How an engine process ended: by a signal of its own, or of the error that it logged."""
         end = _end_of(process)
         # vLLM ends what is left of an engine that has failed by these two.
@@ -485,7 +485,7 @@ class SteppedEngine:
                 answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
-                self._fail(self._told(process))
+                self._fail(self._how_it_ended(process))
                 self._thread.join(2)
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()
@@ -572,7 +572,8 @@ def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_of(process: BaseProcess) -> str:
-    # vLLM's own monitor waits for the same process: who comes second has the code a little later.
+    # vLLM's monitor waits for the same process. Only one of two waiting threads gets the exit code
+    # at once; the other sees it a moment later.
     until = time.monotonic() + 1
     while process.exitcode is None and time.monotonic() < until:
         time.sleep(0.02)
