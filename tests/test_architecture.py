@@ -56,6 +56,7 @@ AT_MODULE_LEVEL = {
     "torch": set(),
     "transformers": set(),
     "huggingface_hub": set(),
+    "matplotlib": {"report.drawing"},
     "s3fs": {"storage"},
     "prefect": PREFECT_SIDE,
 }
@@ -64,6 +65,7 @@ ANYWHERE = {
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
+    "matplotlib": {"report.drawing"},
     "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
@@ -247,7 +249,7 @@ def test_the_public_names_are_these_and_each_is_there():
         prefect_raybatch.nothing  # noqa: B018
 
 
-HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs"]
+HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs", "matplotlib"]
 LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 
 
@@ -280,6 +282,7 @@ except SystemExit:
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
+    heavy |= {"report.drawing"}
     light = [module for module in MODULES if module and not within(module, heavy)] + [
         "cli.commands"
     ]

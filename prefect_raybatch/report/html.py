@@ -14,8 +14,7 @@ from typing import Any
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.report.svg import clean
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import are, clean, counted
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 URL = re.compile(r"https?://[^\s\"'<>]+\Z")
