@@ -57,6 +57,7 @@ AT_MODULE_LEVEL = {
     "transformers": set(),
     "huggingface_hub": set(),
     "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
     "s3fs": {"storage"},
     "prefect": PREFECT_SIDE,
 }
@@ -66,6 +67,7 @@ ANYWHERE = {
     "s3fs": {"storage"},
     "botocore": {"storage"},
     "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
     "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
@@ -249,7 +251,7 @@ def test_the_public_names_are_these_and_each_is_there():
         prefect_raybatch.nothing  # noqa: B018
 
 
-HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs", "matplotlib"]
+HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs", "matplotlib", "jinja2"]
 LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 
 
@@ -282,7 +284,7 @@ except SystemExit:
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
-    heavy |= {"report.drawing"}
+    heavy |= {"report.drawing", "report.html"}
     light = [module for module in MODULES if module and not within(module, heavy)] + [
         "cli.commands"
     ]
