@@ -22,6 +22,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     "errors",
     "words exits bounded installed",
+    "nvml",
     "demo",
     "job",
     "storage",
@@ -58,6 +59,7 @@ AT_MODULE_LEVEL = {
     "huggingface_hub": set(),
     "matplotlib": {"report.drawing"},
     "jinja2": {"report.html"},
+    "pynvml": set(),
     "s3fs": {"storage"},
     "prefect": PREFECT_SIDE,
 }
@@ -68,6 +70,7 @@ ANYWHERE = {
     "botocore": {"storage"},
     "matplotlib": {"report.drawing"},
     "jinja2": {"report.html"},
+    "pynvml": {"nvml"},
     "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
@@ -251,7 +254,8 @@ def test_the_public_names_are_these_and_each_is_there():
         prefect_raybatch.nothing  # noqa: B018
 
 
-HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs", "matplotlib", "jinja2"]
+HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs"]
+HEAVY += ["matplotlib", "jinja2", "pynvml"]
 LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 
 
