@@ -396,7 +396,9 @@ def infer_run(
     monitor = Monitor(attempt, plan, store, job.limits, observe, lazy.engines)
     user = User(job.name, monitor.held)
     run_pass: Any = lazy
-    # A signal is raised in the main thread; a run in another one must be told.
+    # A signal is raised in the main thread; a run in another one must be told. And a nightly run
+    # that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a cluster, which
+    # neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
     in_thread = threading.current_thread() is not threading.main_thread()
     if job.limits.fail_on_stall or in_thread:
         run_pass = interruptible(lazy, lambda: monitor.failure, lazy.stop, user.halted)
