@@ -7,7 +7,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 
-.PHONY: help demo test lint types unit e2e chaos bench lock clean
+# Most tests use one core. Two processes fill two, and each has servers of its own to share.
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -q --durations=10 -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: help demo test lint types room unit e2e chaos bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -23,7 +27,8 @@ help: ## Show this list
 demo: .venv/.ready ## Run the main job: company -> industry with real vLLM on the CPU
 	@$(BIN)/raybatch demo $(ARGS)
 
-test: lint types unit e2e ## Everything that must pass
+test: lint types ## Everything that must pass: unit and e2e side by side, with shared servers
+	$(PYTEST) $(ARGS)
 
 lint: .venv/.ready ## Ruff
 	$(BIN)/ruff check .
@@ -32,11 +37,17 @@ lint: .venv/.ready ## Ruff
 types: .venv/.ready ## Type checker
 	$(BIN)/mypy
 
+room: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
+	$(BIN)/ruff check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/ruff format --check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not e2e" tests/$(ROOM) $(ARGS)
+
 unit: .venv/.ready ## Tests without the real engine
-	$(BIN)/python -m pytest -q -m "not e2e" $(ARGS)
+	$(PYTEST) -m "not e2e" $(ARGS)
 
 e2e: .venv/.ready ## Real vLLM, real Ray, a real Prefect server
-	$(BIN)/python -m pytest -q -m e2e $(ARGS)
+	$(PYTEST) -m e2e $(ARGS)
 
 chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
 	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos

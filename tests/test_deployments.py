@@ -1,27 +1,23 @@
-"""deployments/: the files, and the whole way through a real Prefect server and worker."""
+"""deployments/: the files, and what a real Prefect server makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers.prefect_server import ROOT, Prefect, prefect_server
+from helpers.prefect_server import ROOT, Prefect
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
 from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
-from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.flow import flows
-from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import runs
-from prefect_raybatch.storage import open_store
 
 FOLDER = ROOT / "deployments"
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
@@ -170,18 +166,13 @@ def test_the_kubernetes_manifests_fit_together() -> None:
     assert found["RayJob"]["spec"]["shutdownAfterJobFinishes"] is False
 
 
-# --- the whole way ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
-        yield made
+# --- on a server --------------------------------------------------------------------------------
 
 
 @pytest.mark.e2e
-def test_deployed_scheduled_run_by_a_worker_and_proved(prefect: Prefect, tmp_path: Path) -> None:
-    found = prefect.deploy()
+def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
+    """Its runs, by a worker, are in test_browser.py."""
+    found = deployed.deployments
     assert set(found) == {"dev", "nightly"}
     for item in found.values():
         form_is_whole(item["parameter_openapi_schema"])
@@ -194,8 +185,8 @@ def test_deployed_scheduled_run_by_a_worker_and_proved(prefect: Prefect, tmp_pat
     assert str(ROOT) not in str({**found["nightly"], "entrypoint": ""})
 
     night = found["nightly"]["id"]
-    coming = prefect.until(
-        lambda: prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [night]}}}),
+    coming = deployed.until(
+        lambda: deployed.ask("flow_runs/filter", {"deployments": {"id": {"any_": [night]}}}),
         60,
         "the nightly deployment's next runs",
     )
@@ -203,31 +194,3 @@ def test_deployed_scheduled_run_by_a_worker_and_proved(prefect: Prefect, tmp_pat
         start = datetime.fromisoformat(run["expected_start_time"])
         assert start.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
         assert start > datetime.now(UTC)
-
-    dev, out = found["dev"]["id"], str(tmp_path / "out")
-    job = {**found["dev"]["parameters"]["job"], "output": {"uri": out, "column": "industry"}}
-    body = {"parameters": {"job": job, "scheduled_for": "2026-03-01T02:00:00+01:00"}}
-    prefect.work()
-    run = prefect.ask(f"deployments/{dev}/create_flow_run", body)["id"]
-    prefect.until(lambda: prefect.state(run)["type"] == "RUNNING", 90, "the run's start")
-
-    second = prefect.ask(f"deployments/{dev}/create_flow_run", body)["id"]
-    refused = prefect.until(
-        lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
-        60,
-        "the refusal of a second run",
-    )
-    assert "concurrency limit" in refused["message"]
-    assert prefect.state(run)["type"] == "RUNNING", "the first had ended: nothing was tested"
-
-    end = prefect.until(
-        lambda: (s := prefect.state(run))["type"] not in ("RUNNING", "PENDING") and s,
-        240,
-        "the end",
-    )
-    assert end["type"] == "COMPLETED", end
-    proof = verify(open_store(f"{out}/dev-20260301T010000Z"))
-    assert proof.ok and (proof.rows, proof.data, proof.quarantined) == (300, 300, 0)
-    answers = pq.read_table(f"{out}/dev-20260301T010000Z/data")["industry"].to_pylist()
-    truth = [label for _, label in companies(300, 7, "all")]
-    assert sum(a == b for a, b in zip(answers, truth, strict=True)) >= 0.95 * 300

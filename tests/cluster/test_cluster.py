@@ -1,0 +1,198 @@
+"""Where engines are placed, on a real Ray cluster with GPUs that are only said to be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pynvml
+import pytest
+from helpers.engines import FAILS, FakeEngine
+from helpers.nvidia import Card, show
+from helpers.small import make_job
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.runs import runs
+from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.stages.engine import EngineSpec
+
+GPUS = 2
+ROWS = 48
+
+
+class PlacedEngine(FakeEngine):
+    """Notes its GPUs, and waits for `TOGETHER` engines to be there: one after the other would never
+    be."""
+
+    def __init__(self, spec: EngineSpec):
+        import ray
+
+        super().__init__(spec)
+        folder, together = Path(spec.env["PLACES"]), int(spec.env["TOGETHER"])
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(gpus))
+        until = time.monotonic() + 120
+        while len(list(folder.glob("*.json"))) < together:
+            if time.monotonic() > until:
+                (folder / "alone").touch()
+                return
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        address="local", num_cpus=5, num_gpus=GPUS, include_dashboard=False,
+        logging_level="error", log_to_driver=False,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
+    """Runs a small job; the GPUs of each engine that started."""
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pq.write_table(table, folder / "in.parquet")
+    places = folder / "places"
+    places.mkdir()
+    env = {"PLACES": str(places), "TOGETHER": str(together)}
+    job = make_job(
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 4},
+        engine={"num_cpus": 0.5, "env": env, **engine},
+        output={"uri": str(folder / "out")},
+        limits={"max_failed": 1},
+    )
+    run = runs.plan_run(job, "key")
+    progress = runs.infer_run(job, run, engine=PlacedEngine)
+    assert progress.tally.rows == ROWS and progress.tally.failed == (FAILS < ROWS)
+    assert not (places / "alone").exists(), "engines did not start together"
+    return [json.loads(file.read_text()) for file in places.glob("*.json")]
+
+
+def test_engines_fill_all_gpus_evenly_and_start_together(gpu_cluster: None, tmp_path: Path) -> None:
+    found = run_placed(tmp_path, 2 * GPUS, engines_per_gpu=2)  # replicas: auto
+    assert Counter(gpu for gpus in found for gpu in gpus) == {str(i): 2 for i in range(GPUS)}
+    assert all(len(gpus) == 1 for gpus in found)
+
+
+def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path: Path) -> None:
+    found = run_placed(tmp_path, 1, replicas=[1, 2], tensor_parallel_size=2)
+    assert found and all(len(gpus) == 2 for gpus in found)
+
+
+def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
+    have = cluster.capacity()
+    assert (have.cpus, have.gpus, have.gpus_by_node) == (5, GPUS, (GPUS,))
+    assert have.cpus_a_gpu == pytest.approx(5 / GPUS)
+    assert cluster.glance(make_job()) == have
+    assert sized.expected_engines(make_job(sampling={"max_tokens": 999})) == GPUS
+
+
+# --- without a cluster --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No cluster anywhere."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    return monkeypatch
+
+
+def test_a_machine_with_gpus_is_seen_without_starting_ray(alone: pytest.MonkeyPatch) -> None:
+    show(alone, Card("NVIDIA H200", 143771), Card("NVIDIA H200", 143771))
+    have = cluster.glance(make_job())
+    assert have and (have.gpus, have.accelerators) == (2, ("H200",))
+    assert have.gpu_bytes == 143771 << 20
+    assert have.cpus_a_gpu == have.cpus / 2
+    alone.setenv("CUDA_VISIBLE_DEVICES", "1")
+    one = cluster.glance(make_job())
+    assert one and one.gpus == 1
+    show(alone, Card(error=pynvml.NVML_ERROR_NO_PERMISSION))  # cut into parts
+    assert cluster.glance(make_job()).gpus == 0
+
+
+def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(alone: pytest.MonkeyPatch) -> None:
+    show(alone, Card())
+    assert cluster.glance(make_job(cluster={"address": "head:6379"})) is None
+    assert cluster.glance(make_job(cluster={"job_server": "http://head:8265"})) is None
+    alone.setenv("RAY_ADDRESS", "head:6379")
+    assert cluster.glance(make_job()) is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_rays_line_about_its_log_level_stays_out_of_a_terminal(
+    terminal: bool, alone: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = b"[2026-11-21 I 7 7] logging.cc:303: Set ray log level from environment variable X to 3"
+
+    def init(**_: Any) -> None:
+        os.write(2, line + b"\nanother line\n")
+
+    alone.setattr("ray.init", init)
+    alone.setattr("ray.shutdown", lambda: None)
+    alone.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
+    alone.setattr(os, "isatty", lambda fd: terminal)
+    with cluster.connected(make_job()):
+        os.write(2, b"after it\n")
+    said = capfd.readouterr().err
+    assert ("logging.cc" in said) is not terminal
+    assert said.endswith("another line\nafter it\n")
+
+
+def test_gpus_of_several_nodes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+        {"Alive": True, "Resources": {"CPU": 16.0, "GPU": 4.0}},
+        {"Alive": True, "Resources": {"CPU": 96.0}},
+        {"Alive": False, "Resources": {"CPU": 999.0, "GPU": 999.0}},
+    ]
+    total = {"CPU": 176.0, "GPU": 12.0, "accelerator_type:L4": 1.0, "accelerator_type:H100": 1.0}
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.cluster_resources", lambda: total)
+
+    class Context:
+        gcs_address = "head:6379"
+
+    monkeypatch.setattr("ray.get_runtime_context", Context)
+    assert cluster.capacity() == Capacity(
+        176, 12, 3, "head:6379", (4, 8), ("H100", "L4"), cpus_a_gpu=4
+    )
+
+
+def test_a_node_that_takes_no_connection_is_gone_before_ray_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        known = [
+            {
+                "NodeID": name,
+                "Alive": alive,
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": place.getsockname()[1],
+            }
+            for name, alive, place in (("a", True, one), ("b", True, two), ("c", False, one))
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: known)
+        assert cluster.nodes() == {"a", "b"}
+        two.close()
+        assert cluster.nodes() == {"a"}

@@ -1,0 +1,416 @@
+"""Several jobs at once in one process: one Ray cluster, whose turn it is, who shuts it down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import FAILS, FakeEngine
+from helpers.heard import wait_for
+from helpers.small import make_job
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs import runs
+
+ROWS = 48
+
+
+class FakeRay:
+    """A cluster that notes what is done to it. `lingers`: looks until what was held is free."""
+
+    def __init__(self, there: bool = False, lingers: int = 0):
+        self.there, self.lingers = there, lingers
+        self.made: list[Any] = []
+        self.gate: threading.Event | None = None
+
+    def joined(self) -> bool:
+        return self.there
+
+    def start(self, address: str | None, cpus: int) -> None:
+        assert not self.there, "Ray: you called ray.init twice"
+        if self.gate:
+            assert self.gate.wait(10)
+        self.there = True
+        self.made.append((address, cpus))
+
+    def end(self) -> None:
+        assert self.there
+        self.there = False
+        self.made.append("end")
+
+    def free(self) -> dict[str, float]:
+        self.lingers -= 1
+        return {"CPU": 0.0 if self.lingers >= 0 else 2.0}
+
+
+class Runs:
+    """Runs in threads, each of which works until it is let go."""
+
+    def __init__(self, shared: Shared, cpus: float = 2.0):
+        self.shared, self.total = shared, {"CPU": cpus}
+        self.events: list[str] = []
+        self.errors: dict[str, BaseException] = {}
+        self.go: dict[str, threading.Event] = {}
+        self.users: dict[str, User] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(
+        self, name: str, cpus: float = 2.0, address: str | None = None, local: int = 2
+    ) -> None:
+        user = self.users[name] = User(name, lambda text: self.told(name, text))
+        self.go[name] = threading.Event()
+
+        def work() -> None:
+            try:
+                with self.shared.joined(user, address, local):
+                    self.events.append(f"{name} joined")
+                    with self.shared.admitted(user, {"CPU": cpus}, self.total):
+                        self.events.append(f"{name} works")
+                        assert self.go[name].wait(10)
+            except BaseException as error:
+                self.errors[name] = error
+            self.events.append(f"{name} ended")
+
+        self.threads.append(threading.Thread(target=work, daemon=True))
+        self.threads[-1].start()
+
+    def told(self, name: str, text: str) -> None:
+        self.events.append(f"{name} waits" if text else f"{name} goes on")
+
+    def until(self, event: str) -> None:
+        wait_for(lambda: event in self.events)
+
+    def end(self, *names: str) -> None:
+        for name in names or self.go:
+            self.go[name].set()
+            self.until(f"{name} ended")
+
+
+@pytest.fixture
+def ray() -> FakeRay:
+    return FakeRay()
+
+
+@pytest.fixture
+def shared(ray: FakeRay) -> Shared:
+    return Shared(ray, sleep=lambda _: None)
+
+
+def test_runs_that_start_at_once_start_one_cluster_and_the_last_one_ends_it(
+    ray: FakeRay, shared: Shared
+) -> None:
+    ray.gate, found = threading.Event(), Runs(shared)
+    for name in "abc":
+        found.start(name, 0.5)
+    ray.gate.set()
+    for name in "abc":
+        found.until(f"{name} works")  # they fit beside each other
+    found.end("a", "b")
+    assert ray.made == [(None, 2)]
+    found.end("c")
+    assert ray.made == [(None, 2), "end"] and not found.errors
+    found.start("d")
+    found.end("d")
+    assert ray.made == [(None, 2), "end"] * 2
+
+
+def test_runs_that_do_not_fit_take_turns_in_order_and_say_so(
+    ray: FakeRay, shared: Shared, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prefect_raybatch")
+    found = Runs(shared)
+    found.start("a", 1.5)
+    found.until("a works")
+    found.start("b", 1.5)
+    found.until("b waits")
+    found.start("c", 0.25)  # would fit beside a, but b was first
+    found.until("c waits")
+    said = " ".join(caplog.messages)
+    assert "b needs 1.5 of 2 CPUs and does not fit beside a" in said
+    assert "c needs 0.25 of 2 CPUs and does not fit beside a" in said
+    assert "there is room, after b" in said
+    found.end("a")
+    found.until("b works")
+    found.until("c works")
+    assert found.events.index("b works") < found.events.index("c works")
+    assert "b goes on" in found.events and "c goes on" in found.events
+    found.end("b", "c")
+    assert ray.made == [(None, 2), "end"]
+
+
+def test_a_run_that_takes_more_than_there_is_works_alone(shared: Shared) -> None:
+    found = Runs(shared)
+    found.start("a", 8)
+    found.until("a works")
+    found.end()
+
+
+def test_a_run_larger_than_the_local_cluster_gets_a_new_one_after_the_others(
+    ray: FakeRay, shared: Shared
+) -> None:
+    found = Runs(shared)
+    found.start("a", 1)
+    found.until("a works")
+    found.start("large", local=4)
+    found.until("large waits")
+    found.start("b", 1)  # it would fit, and would put the large one off for ever
+    time.sleep(0.1)
+    assert "b joined" not in found.events
+    found.end("a")
+    found.until("large works")
+    assert ray.made == [(None, 2), "end", (None, 4)]
+    found.until("b joined")
+    found.end("large", "b")
+    assert ray.made[-1] == "end" and len(ray.made) == 4 and not found.errors
+
+
+def test_two_addresses_in_one_process_are_an_error_that_names_both(
+    ray: FakeRay, shared: Shared
+) -> None:
+    found = Runs(shared)
+    found.start("a", 1, "one:6379")
+    found.until("a works")
+    found.start("b", 1, "two:6379")
+    found.until("b ended")
+    error = found.errors["b"]
+    assert isinstance(error, ConfigError) and not error.transient
+    assert all(text in str(error) for text in ("one:6379", "two:6379", "a of this process"))
+    found.end("a")
+    assert ray.made == [("one:6379", 2), "end"]
+
+
+def test_a_cluster_of_the_callers_own_is_used_and_left_alone(ray: FakeRay, shared: Shared) -> None:
+    ray.there = True
+    found = Runs(shared)
+    found.start("a", 1, "one:6379")
+    found.start("b", 1)
+    found.until("a works")
+    found.until("b works")
+    found.end()
+    assert ray.there and ray.made == [] and not found.errors
+
+
+def test_a_run_within_a_run_is_an_error_not_a_wait_for_ever(shared: Shared) -> None:
+    with (
+        shared.joined(User("outer"), None, 2),
+        pytest.raises(ConfigError, match="inner was started within another run"),
+        shared.joined(User("inner"), None, 2),
+    ):
+        pass
+    with shared.joined(User("next"), None, 2):
+        pass
+
+
+def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -> None:
+    ray.there = True
+
+    def start(address: str | None, cpus: int) -> None:
+        raise InsufficientResources("no")
+
+    broken = FakeRay()
+    broken.start = start  # type: ignore[method-assign]
+    door = Shared(broken)
+    for _ in range(2):
+        with pytest.raises(InsufficientResources), door.joined(User("a"), None, 2):
+            pass
+    assert broken.made == []
+
+
+def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) -> None:
+    ray = FakeRay(lingers=3)
+    found = Runs(Shared(ray, sleep=lambda _: None))
+    found.start("a", 1)
+    found.until("a works")
+    assert ray.lingers == 3  # nobody was there before it
+    found.start("b", 2)
+    found.until("b waits")
+    found.end("a")
+    found.until("b works")
+    assert ray.lingers < 0
+    found.end()
+
+
+def test_a_look_at_the_cluster_keeps_it_for_the_look(ray: FakeRay, shared: Shared) -> None:
+    with shared.visited() as there:
+        assert not there
+    found = Runs(shared)
+    found.start("a")
+    found.until("a works")
+    with shared.visited() as there:
+        found.end("a")
+        assert there and ray.there
+    assert ray.made == [(None, 2), "end"]
+
+
+def test_all_runs_stop_with_the_process(ray: FakeRay, shared: Shared) -> None:
+    found = Runs(shared)
+    found.start("a")
+    found.until("a works")
+    found.start("b")
+    found.until("b waits")
+    shared.stop_all()
+    found.until("b ended")
+    assert isinstance(found.errors["b"], JobStopped)
+    assert isinstance(found.users["a"].halted(), JobStopped)
+    found.end("a")
+    assert ray.made[-1] == "end"
+    found.start("c")  # the process went on after all
+    found.until("c works")
+    assert found.users["c"].halted() is None
+    found.end("c")
+
+
+ENDING = """
+import signal, os, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from prefect_raybatch.cluster.sharing import Shared, User
+
+there, at_work = [], threading.Event()
+shared = Shared(SimpleNamespace(
+    joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
+))
+
+def work(name):
+    user = User(name)
+    with shared.joined(user, None, 2), shared.admitted(user, {{"CPU": 2}}, {{"CPU": 2}}):
+        at_work.set()
+        user.stopped.wait(60)
+        print(name, type(user.halted()).__name__, flush=True)
+
+def ended(*_):
+    raise {error}
+
+signal.signal(signal.SIGTERM, ended)
+with ThreadPoolExecutor() as pool:
+    first = pool.submit(work, "a")
+    at_work.wait(60)
+    second = pool.submit(work, "b")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("error", ["SystemExit(7)", "KeyboardInterrupt"])
+def test_a_signal_ends_runs_in_threads_that_the_main_thread_waits_for(error: str) -> None:
+    """As Prefect's task runner does: its `with` waits for every task that was submitted."""
+    text = ENDING.format(error=error)
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert time.monotonic() - began < 30
+    assert done.stdout.splitlines() == ["a JobStopped"], done.stderr
+    assert done.returncode != 0
+
+
+def test_log_lines_stay_in_the_page_until_the_last_run_of_several_ends() -> None:
+    from prefect.logging.handlers import APILogHandler
+
+    from prefect_raybatch.flow import tasks
+
+    def shown() -> int:
+        return sum(isinstance(handler, APILogHandler) for handler in tasks.OURS.handlers)
+
+    level = tasks.OURS.level
+    first, second = tasks.logs_in_page(), tasks.logs_in_page()
+    first.__enter__()
+    second.__enter__()
+    assert shown() == 1 and tasks.OURS.isEnabledFor(logging.INFO)
+    first.__exit__(None, None, None)
+    assert shown() == 1 and tasks.OURS.isEnabledFor(logging.INFO)
+    second.__exit__(None, None, None)
+    assert shown() == 0 and tasks.OURS.level == level
+
+
+# --- with Ray -----------------------------------------------------------------------------------
+
+
+def job_in(folder: Path) -> BatchJob:
+    folder.mkdir()
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pq.write_table(table, folder / "in.parquet")
+    return make_job(
+        name=folder.name,
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 6},
+        output={"uri": str(folder / "out")},
+        limits={"max_failed": 1},
+    )
+
+
+def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Linux kills Ray's processes with that thread, and Ray then ends this process."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started, joined = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with cluster.SHARED.joined(User("first"), None, 1):
+            started.set()
+            joined.wait(60)
+
+    thread = threading.Thread(target=first, daemon=True)
+    thread.start()
+    assert started.wait(120)
+    with cluster.SHARED.joined(User("second"), None, 1):
+        joined.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        time.sleep(1)
+        seven = ray.remote(num_cpus=1)(lambda: 7)
+        assert ray.get(seven.remote(), timeout=60) == 7
+    assert not ray.is_initialized()
+
+
+def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray.data import DataContext
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    starts, ends = [], []
+    init, shutdown = ray.init, ray.shutdown
+    monkeypatch.setattr(ray, "init", lambda *a, **k: (starts.append(k), init(*a, **k))[1])
+    monkeypatch.setattr(ray, "shutdown", lambda: (ends.append(ray.is_initialized()), shutdown()))
+    settings = DataContext.get_current()
+    done: dict[str, Progress | BaseException] = {}
+
+    def work(job: BatchJob) -> None:
+        try:
+            run = runs.plan_run(job, "key")
+            done[job.name] = runs.infer_run(job, run, engine=FakeEngine)
+            runs.finalize_run(job, run)
+        except BaseException as error:
+            done[job.name] = error
+
+    jobs = [job_in(tmp_path / name) for name in ("one", "two")]
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    for job in jobs:
+        found = done[job.name]
+        assert isinstance(found, Progress), found
+        assert found.tally.rows == ROWS and found.tally.failed == (FAILS < ROWS)
+        assert (tmp_path / job.name / "out/key/_SUCCESS").exists()
+    assert len(starts) == 1 and ends == [True] and not ray.is_initialized()
+    assert DataContext.get_current() is settings  # the caller's, however the two were interleaved

@@ -1,0 +1,566 @@
+"""`raybatch doctor`: each check with a planted fault, and the command's output."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+from helpers.findings import found, one
+from helpers.nvidia import ABSENT, Card, show
+from helpers.ray_head import Head
+from helpers.small import make_job
+from packaging.specifiers import SpecifierSet
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from s3server import S3Server, proxy
+
+from prefect_raybatch import doctor, installed
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def test_versions_are_compared_with_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    assert {f.mark for f in found(machine.check_versions).values()} == {"pass"}
+
+    def version(name: str) -> str:
+        if name == "s3fs":
+            raise metadata.PackageNotFoundError(name)
+        return {"ray": "2.9.0", "vllm": "0.1.0"}.get(name) or real(name)
+
+    monkeypatch.setattr(machine.metadata, "version", version)
+    got = found(machine.check_versions)
+    assert got["ray"].mark == "fail" and "2.9.0 where" in got["ray"].found
+    assert got["ray"].remedy.startswith("pip install 'ray")
+    assert got["s3fs"].mark == "fail" and got["s3fs"].found == "not installed"
+    assert got["vllm"].mark == "fail" and "[gpu]" in got["vllm"].remedy
+    assert got["prefect"].mark == got["pyarrow"].mark == "pass"
+
+
+def test_a_python_out_of_range_and_a_missing_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = machine.ranges()[1]
+    monkeypatch.setattr(machine, "ranges", lambda: (">=4", {**real, "ray": SpecifierSet()}))
+    monkeypatch.setattr(installed, "ENGINES", {"no-such-engine": "cpu"})
+    got = found(machine.check_versions)
+    assert got["python"].mark == "fail" and ">=4" in got["python"].found
+    assert got["vllm"].mark == "warn" and got["ray"].mark == "pass"
+
+
+# --- GPUs and CPU -------------------------------------------------------------------------------
+
+
+GPU = {"model": "demo", "device": "gpu"}
+
+
+def test_cards_and_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, Card("L4", 23034), Card("L4", 23034, 20000))
+    got = found(machine.check_gpus)
+    assert got["GPU 0"].mark == "pass" and "22 GiB" in got["GPU 0"].found
+    assert got["GPU 1"].mark == "warn" and "19.5 GiB are in use" in got["GPU 1"].found
+
+
+def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert found(machine.check_gpus)["GPUs"].mark == "warn"
+    got = one(machine.check_gpus, make_job(engine=GPU))
+    assert got.mark == "fail" and "Driver Not Loaded" in got.found
+
+
+def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, error=ABSENT)
+    assert one(machine.check_gpus, make_job(engine=GPU)).mark == "fail"
+    away = make_job(engine=GPU, cluster={"address": "head:6379"})  # the GPUs are elsewhere
+    assert set(found(machine.check_gpus, away)) == {"CPU"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "mark"),
+    [("fpu avx2 avx512f", "pass"), ("fpu avx2", "warn"), ("fpu sse", "fail"), (None, "warn")],
+)
+def test_what_the_cpu_can_do(
+    flags: str | None, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(monkeypatch, error=ABSENT)
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"flags\t: {flags}\n")
+    monkeypatch.setattr(machine, "CPUINFO", info)
+    assert one(machine.check_gpus).mark == mark
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], Finding]:
+    """What is found when this Python is in the place of an engine's process."""
+
+    def ask(code: str, job: BatchJob | None = None) -> Finding:
+        monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", code])
+        return one(engine.check_engine, job)
+
+    return ask
+
+
+@pytest.fixture
+def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs and with vLLM for CPUs."""
+    show(monkeypatch, error=ABSENT)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.29.0")
+
+
+def test_an_engine_that_answers(answers: Callable[..., Finding]) -> None:
+    assert answers("pass").mark == "pass"
+
+
+@pytest.mark.parametrize(("number", "said"), [(4, "SIGILL: an illegal"), (9, "SIGKILL: killed")])
+def test_an_engine_that_a_signal_ends(
+    number: int, said: str, answers: Callable[..., Finding]
+) -> None:
+    got = answers(f"import os; os.kill(os.getpid(), {number})")
+    assert got.mark == "fail" and f"exit code -{number} ({said}" in got.found
+
+
+def test_an_engine_that_does_not_start(answers: Callable[..., Finding]) -> None:
+    got = answers("import sys; print('noise', file=sys.stderr); raise ValueError('no such dtype')")
+    assert got.mark == "fail" and "does not run: ValueError: no such dtype" in got.found
+
+
+def test_an_engine_that_hangs(
+    answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    got = answers("import time; time.sleep(60)")
+    assert got.mark == "fail" and "within 0.3 s" in got.found
+
+
+def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding]) -> None:
+    code = "import os, sys; sys.exit(os.environ['OMP_NUM_THREADS'] + os.environ['A'] + sys.argv[1])"
+    job = make_job(engine={"dtype": "float32", "env": {"A": "b", "OMP_NUM_THREADS": "7"}})
+    found = answers(code, job).found
+    assert "does not run: 7b{" in found and '"dtype": "float32"' in found
+
+
+@pytest.mark.parametrize("device", ["auto", "gpu", "cpu"])
+def test_where_gpus_compute_the_cpu_is_not_tried(
+    device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", "pass"])
+    show(monkeypatch, Card())
+    assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert found(engine.check_engine, make_job(engine={"device": device})) == {}
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small:
+        f_blocks, f_bavail, f_frsize = 16384, 16384, 4096  # Docker's 64 MiB
+
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: Small)
+    got = one(machine.check_shm)
+    assert got.mark == "warn" and "0.1 GiB" in got.found and "--shm-size" in got.remedy
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "SHM", tmp_path / "none")
+    assert one(machine.check_shm).mark == "warn"
+
+
+@pytest.mark.parametrize(
+    ("soft", "mark"),
+    [(256, "fail"), (1024, "warn"), (65536, "pass"), (resource.RLIM_INFINITY, "pass")],
+)
+def test_open_files(soft: int, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (soft, soft))
+    assert one(machine.check_files).mark == mark
+
+
+class Listed:
+    def __init__(self, pid: int, ppid: int, name: str, status: str = "sleeping") -> None:
+        self.pid = pid
+        self.info = {"pid": pid, "ppid": ppid, "name": name, "cmdline": [], "status": status}
+
+
+def test_engines_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(machine.check_engines).mark in ("pass", "fail")  # the real list can be read
+    listed = [
+        Listed(11, 1, "VLLM::EngineCore"),
+        Listed(12, 1, "VLLM::EngineCore", psutil.STATUS_ZOMBIE),
+        Listed(13, 10, "VLLM::Worker"),
+        Listed(14, 1, "sshd"),
+    ]
+    monkeypatch.setattr(machine.psutil, "process_iter", lambda names: listed)
+    monkeypatch.setattr(machine, "_driver_is_first", lambda: False)
+    got = one(machine.check_engines)
+    assert got.mark == "fail" and got.remedy == "kill 11"
+    monkeypatch.setattr(machine, "_driver_is_first", lambda: True)  # a container's own engines
+    assert one(machine.check_engines).mark == "pass"
+
+
+# --- Prefect and clocks -------------------------------------------------------------------------
+
+
+@contextmanager
+def http(answers: dict[str, Any], ahead: float = 0.0, status: int = 200) -> Iterator[str]:
+    """A server that answers these paths with JSON, its clock `ahead` seconds before ours."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers.get(self.path, {})).encode()
+            self.send_response_only(status if self.path in answers else 404)
+            self.send_header("Date", formatdate(time.time() + ahead, usegmt=True))
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+API = {"/api/health": True, "/api/admin/version": "3.7.0"}
+
+
+@pytest.mark.parametrize(
+    ("version", "mark"), [(metadata.version("prefect"), "pass"), ("2.20.1", "warn")]
+)
+def test_the_prefect_api_and_its_version(version: str, mark: str) -> None:
+    with (
+        http({**API, "/api/admin/version": version}) as url,
+        temporary_settings({PREFECT_API_URL: f"{url}/api"}),
+    ):
+        got = one(services.check_prefect)
+    assert got.mark == mark and f"server {version}" in got.found
+
+
+def test_a_prefect_api_that_is_away_or_none() -> None:
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        got = one(services.check_prefect)
+    assert got.mark == "fail" and "does not answer" in got.found
+    assert "prefect server start" in got.remedy
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        assert one(services.check_prefect).mark == "warn"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "mark"), [(0.0, "pass"), (60.0, "warn"), (-60.0, "warn"), (1200.0, "fail")]
+)
+def test_the_clock_against_prefects_server(ahead: float, mark: str) -> None:
+    with http(API, ahead) as url, temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        got = one(services.check_clock)
+    assert got.mark == mark and "against Prefect's server" in got.found
+    if mark != "pass":
+        assert f"{-ahead:+.0f}"[:2] in got.found
+
+
+def test_the_clock_against_the_object_store() -> None:
+    with http({}, 1200.0, 403) as url, temporary_settings(restore_defaults={PREFECT_API_URL}):
+        output = {"uri": "s3://b/out", "options": {"endpoint_url": url}}
+        got = one(services.check_clock, make_job(output=output))
+        assert got.mark == "fail" and "the object store" in got.found
+        assert one(services.check_clock).mark == "pass"  # nothing to compare with
+
+
+# --- the cluster --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_a_local_cluster(no_address: None) -> None:
+    assert "a local one" in one(services.check_cluster).found
+    many = make_job(engine={"model": "demo", "replicas": 4000})
+    assert one(services.check_cluster, many).mark == "warn"
+
+
+def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    got = one(services.check_cluster, make_job(cluster={"address": address}))
+    assert got.mark == "fail" and address in got.found and "ray start" in got.remedy
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert one(services.check_cluster).mark == "fail"
+
+
+def test_an_address_where_something_else_listens() -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        address = f"127.0.0.1:{server.server_address[1]}"
+        got = one(services.check_cluster, make_job(cluster={"address": address}))
+    assert got.mark == "fail" and "does not answer as a Ray head" in got.found
+
+
+def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "JOIN", "import sys; sys.exit('Version mismatch: Ray 2.9')")
+    monkeypatch.setattr(services, "silent", lambda address: "")
+    got = one(services.check_cluster, make_job(cluster={"address": "head:6379"}))
+    assert got.mark == "fail" and "Version mismatch" in got.found
+
+
+def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one: joined, counted, and compared with what the job takes."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    at = {"address": ray_head.address}
+    got = one(services.check_cluster, make_job(cluster=at))
+    assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found
+    large = make_job(cluster=at, engine={"model": "demo", "replicas": 9})
+    (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
+    assert verdict.mark == "fail" and "too small" in verdict.found
+
+
+@pytest.mark.parametrize(
+    ("version", "mark"), [(metadata.version("ray"), "pass"), ("2.9.0", "fail")]
+)
+def test_a_job_server(version: str, mark: str) -> None:
+    with http({"/api/version": {"ray_version": version}}) as url:
+        got = services._job_server(url)
+    assert got.mark == mark and version in got.found
+    assert services._job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
+
+
+# --- what a job names ---------------------------------------------------------------------------
+
+
+def test_a_folder_as_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(output={"uri": str(tmp_path / "out")})
+    got = found(places.check_output, job)
+    assert got["output"].mark == got["disk"].mark == "pass"
+    assert list(tmp_path.rglob("*")) in ([], [tmp_path / "out"])  # nothing is left behind
+    monkeypatch.setattr(places, "DISK_GOOD", 1 << 60)
+    assert found(places.check_output, job)["disk"].mark == "warn"
+    monkeypatch.setattr(places, "DISK_LEAST", 1 << 60)
+    assert found(places.check_output, job)["disk"].mark == "fail"
+    assert found(places.check_output) == {}
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    got = one(places.check_output, make_job(output={"uri": str(tmp_path / "file" / "out")}))
+    assert got.mark == "fail" and "file" in got.found
+
+
+def on_s3(options: dict[str, Any], bucket: str = "doctor") -> BatchJob:
+    return make_job(output={"uri": f"s3://{bucket}/out", "options": options})
+
+
+def test_an_object_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "PATIENCE", 1.0)
+    assert one(places.check_output, on_s3(s3.options)).mark == "pass"
+    missing = one(places.check_output, on_s3(s3.options, "nowhere"))
+    assert missing.mark == "fail" and "nowhere" in missing.found
+    wrong = one(places.check_output, on_s3({**s3.options, "secret": "hush-hush"}))
+    assert wrong.mark == "fail" and "hush" not in str(wrong)
+    away = {**s3.options, "endpoint_url": f"http://127.0.0.1:{free_port()}"}
+    away.pop("client_kwargs", None)
+    assert one(places.check_output, on_s3(away)).mark == "fail"
+
+
+def test_a_store_that_ignores_the_condition_or_forbids_deleting(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "PATIENCE", 1.0)
+    with proxy(
+        s3, lambda method, path, headers: "strip" if "If-None-Match" in headers else "pass"
+    ) as p:
+        options = {"key": s3.key, "secret": s3.secret, "endpoint_url": p.endpoint}
+        got = one(places.check_output, on_s3(options))
+    assert got.mark == "fail" and "put-if-absent" in got.found
+    with proxy(s3, lambda method, path, headers: "503" if "delete" in path else "pass") as p:
+        options = {"key": s3.key, "secret": s3.secret, "endpoint_url": p.endpoint}
+        assert one(places.check_output, on_s3(options)).mark == "fail"
+
+
+def test_the_source(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,Company\n1,Acme\n")
+    job = make_job(source={"uri": str(tmp_path / "in.csv")})
+    assert "Company" in one(places.check_source, job).found
+    for wrong in (
+        {"source": {"uri": str(tmp_path / "none.csv")}},
+        {"source": {"uri": str(tmp_path / "in.csv")}, "prompt": {"template": "{Firm}"}},
+    ):
+        (got,) = doctor.examine(make_job(**wrong), checks={"source": doctor.CHECKS["source"]})
+        assert (
+            got.mark == "fail" and got.remedy and ("none.csv" in got.found or "Firm" in got.found)
+        )
+    assert found(places.check_source) == {}
+
+
+def model_folder(folder: Path, *without: str) -> dict[str, str]:
+    folder.mkdir()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    files = {
+        "config.json": "{}",
+        "tokenizer.json": "{}",
+        "model-1.safetensors": "x",
+        "model-2.safetensors": "y",
+        places.INDEX: json.dumps(index),
+    }
+    for name in set(files) - set(without):
+        (folder / name).write_text(files[name])
+    return {"model": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [
+        ((), None),
+        (("model-2.safetensors",), "model-2.safetensors"),
+        (("model-1.safetensors", "model-2.safetensors", places.INDEX), "weights"),
+        (("tokenizer.json",), "tokenizer.json"),
+        (("config.json",), "config.json"),
+    ],
+)
+def test_a_model_folder(without: tuple[str, ...], named: str | None, tmp_path: Path) -> None:
+    job = make_job(engine=model_folder(tmp_path / "m", *without))
+    (got,) = doctor.examine(job, checks={"model": doctor.CHECKS["model"]})
+    assert got.mark == ("fail" if named else "pass")
+    assert named is None or named in got.found
+
+
+def test_models_by_other_names(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one(places.check_model, make_job()).mark == "pass"  # the bundled one
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    from prefect_raybatch.storage import open_store
+
+    folder = Path(model_folder(tmp_path / "m", "model-2.safetensors")["model"])
+    store = open_store("s3://doctor/m", s3.options)
+    for path in folder.iterdir():
+        store.put(path.name, path.read_bytes())
+    there = make_job(engine={"model": "s3://doctor/m"})
+    assert "model-2.safetensors" in one(places.check_model, there).found
+    store.put("model-2.safetensors", b"y")
+    assert one(places.check_model, there).mark == "pass"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub = make_job(engine={"model": "nobody/none"})
+    (got,) = doctor.examine(hub, checks={"model": doctor.CHECKS["model"]})
+    assert got.mark == "fail" and "nobody/none" in got.found
+
+
+def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "doctor_fn.py").write_text("def ask(row): return 'x'\n")
+    (tmp_path / "doctor_bad.py").write_text("raise RuntimeError('at import')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def job(name: str) -> BatchJob:
+        return make_job(prompt={"function": name})
+
+    assert one(places.check_functions, job("doctor_fn:ask")).mark == "pass"
+    assert "no function" in one(places.check_functions, job("doctor_fn:tell")).found
+    assert "PYTHONPATH" in one(places.check_functions, job("doctor_none:ask")).remedy
+    assert "at import" in one(places.check_functions, job("doctor_bad:ask")).found
+    assert found(places.check_functions, make_job()) == {}
+
+
+# --- the whole ----------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_or_raises_stops_no_other() -> None:
+    def hang(patient: Patient) -> list[Finding]:
+        time.sleep(60)
+        return []
+
+    def fall(patient: Patient) -> list[Finding]:
+        raise ZeroDivisionError("planted")
+
+    def fine(patient: Patient) -> list[Finding]:
+        return [Finding("fine", "pass", "all")]
+
+    began = time.monotonic()
+    checks: Any = {"hang": (hang, 0.3, "a"), "fall": (fall, 5, "mend it"), "fine": (fine, 5, "c")}
+    got = {finding.check: finding for finding in doctor.examine(checks=checks)}
+    assert time.monotonic() - began < 10
+    assert got["hang"].mark == "fail" and "0.3 s" in got["hang"].found
+    assert got["fall"] == Finding("fall", "fail", "ZeroDivisionError: planted", "mend it")
+    assert got["fine"].mark == "pass"
+
+
+def test_a_credentials_block_that_cannot_be_loaded(tmp_path: Path) -> None:
+    def with_keys(job: BatchJob) -> BatchJob:
+        raise ConfigError("credentials_block: 'x/y' cannot be loaded")
+
+    checks = {name: doctor.CHECKS[name] for name in ("output", "source", "open files")}
+    got = {f.check: f for f in doctor.examine(make_job(), with_keys, checks)}
+    assert got["output"].mark == got["source"].mark == "fail" and "x/y" in got["output"].found
+    assert "credentials_block" in got["output"].remedy
+
+
+PLANTED = {
+    "a": (lambda patient: [Finding("a", "pass", "good [bracket]")], 5, ""),
+    "b": (lambda patient: [Finding("b", "fail", "bad", "mend [it]")], 5, ""),
+    "c": (lambda patient: [Finding("c", "warn", "hm", "think")], 5, ""),
+}
+
+
+@pytest.mark.parametrize(("names", "status"), [("abc", 1), ("ac", 0)])
+def test_the_command(
+    names: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        doctor.examine, "__defaults__", (None, lambda job: job, {n: PLANTED[n] for n in names})
+    )
+    for arguments in (["doctor"], ["doctor", "--json"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == status
+        text = capsys.readouterr().out
+        if "--json" in arguments:
+            value = json.loads(text)
+            assert value["ok"] is (status == 0)
+            assert next(f["mark"] for f in value["findings"]) == "pass"
+        else:
+            assert "good [bracket]" in text and "-> think" in text
+            assert ("-> mend [it]" in text) is (status == 1)
+            assert f"1 pass, 1 warn, {status} fail" in text
+
+
+def test_the_command_with_a_job_and_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(make_job().to_dict()))
+    seen: list[Any] = []
+
+    def examine(job: BatchJob, with_keys: Any) -> list[Finding]:
+        seen.append((job.name, job.engine.replicas, with_keys(job) == job))
+        return []
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", str(tmp_path / "job.yaml"), "--set", "engine.replicas=3"])
+    assert ended.value.code == 0 and seen == [("nightly", 3, True)]

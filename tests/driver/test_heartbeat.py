@@ -1,0 +1,242 @@
+"""Heartbeats, and the threads they are written from: what a status shows of a live driver."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+
+import pytest
+from helpers.heard import Heard, counts, wait_for
+from helpers.small import Passes, SmallRun, small_run, success_of
+
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.driver import heartbeat, monitor
+from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    HEARTBEATS,
+    INFERRING,
+    STARTING,
+    Beat,
+    Counts,
+    Ticker,
+    newest,
+    path_of,
+    read_beats,
+)
+from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.runs import runs
+
+# --- the record ---------------------------------------------------------------------------------
+
+
+def test_rates_and_time_left_come_from_the_latest_commits_and_fall_without_any():
+    now = Beat.of(counts(), 100.0)
+    assert (now.rate, now.seconds_left) == (2.0, 30.0)
+    assert (now.prompt_tokens_rate, now.output_tokens_rate) == (20.0, 4.0)
+    assert Beat.of(counts(), 115.0).rate == 1.0
+    first = Beat.of(counts(commits=0, window_rows=0), 100.0)
+    assert (first.rate, first.seconds_left, first.last_commit) == (0.0, None, None)
+
+
+def test_counts_are_those_of_the_progress(tmp_path):
+    run = small_run(tmp_path)
+    seen: list[Counts] = []
+    passes = Passes(run, failed={(1, 2)})
+    driver = Driver(
+        run.plan, run.shards, run.ledger, Limits(max_failed=0.5), passes, passes.quarantine,
+        lambda progress: seen.append(Counts.of(progress)),
+    )  # fmt: skip
+    driver.resume()
+    progress = driver.run()
+    assert [c.done for c in seen] == [5, 10, 15, 20]
+    last = seen[-1]
+    assert (last.failed, last.committed, last.commits, last.window_rows) == (1, 4, 4, 20)
+    assert last.output_tokens == progress.tally.sums["output_tokens"] > 0
+
+
+def test_a_beat_survives_its_record():
+    beat = Beat.of(counts(), 100.0, phase=INFERRING, engines={"ALIVE": 2}, about="x", quiet=1.5)
+    assert Beat.from_bytes(beat.to_bytes(), "x") == beat
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        {"at": "now"},
+        {"at": True},
+        {"at": 1.0, "phase": "[red]boo"},
+        {"at": 1.0, "engines": ["ALIVE"]},
+        {"at": 1.0, "engines": {"ALIVE": "many"}},
+        {"at": 1.0, "about": 3},
+        {"at": 1.0, "rate": None},
+        {"at": 1.0, "surprise": 1},
+    ],
+)
+def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog):
+    run = small_run(tmp_path)
+    path = path_of("a")
+    run.store.put(path, dump(value))
+    with pytest.raises(CorruptRun, match="heartbeat"):
+        Beat.from_bytes(dump(value), path)
+    assert read_beats(run.store, ["a", "missing"]) == {}
+    assert path in caplog.text
+    run.ledger.note_attempt("a", {"started": "2026"})
+    assert runs.status(str(tmp_path)).beats == ()
+
+
+def test_a_follower_gets_the_newest_beat(tmp_path):
+    store = small_run(tmp_path).store
+    assert newest(store) is None
+    for name, at in (("a", 5.0), ("b", 9.0), ("c", 7.0)):
+        store.put(path_of(name), Beat(at).to_bytes())
+    assert newest(store).at == 9.0
+
+
+# --- the thread ---------------------------------------------------------------------------------
+
+
+def test_a_ticker_goes_on_after_errors_says_each_once_and_works_once_more_at_the_end(caplog):
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(len(calls))
+        if len(calls) < 4:
+            raise RuntimeError(f"away {len(calls) // 3}")
+
+    with Ticker("the test", 0.005, work):
+        wait_for(lambda: len(calls) >= 6)
+    done = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == done  # the thread has ended
+    said = [r.getMessage() for r in caplog.records if "the test" in r.getMessage()]
+    assert len(said) == 2 and "away 0" in said[0] and "away 1" in said[1]
+    with Ticker("never", 1000.0, lambda: calls.append(-1)):
+        pass
+    assert calls[-1] == -1 and len(calls) == done + 1
+
+
+def test_the_last_work_begins_after_the_end_was_asked_for():
+    begun: list[float] = []
+    busy = threading.Event()
+
+    def work() -> None:
+        begun.append(time.monotonic())
+        busy.set()
+        time.sleep(0.2)
+
+    with Ticker("busy", 0.001, work):
+        busy.wait(10)
+        end = time.monotonic()
+    assert begun[-1] > end
+
+
+def test_a_ticker_has_the_context_of_who_starts_it():
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="none")
+    name.set("flow run 7")
+    seen: list[str] = []
+    with Ticker("context", 1000.0, lambda: seen.append(name.get())):
+        name.set("other")
+    assert seen == ["flow run 7"]
+
+
+def test_work_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(heartbeat, "JOIN", 0.2)
+    gate = threading.Event()
+    began = time.monotonic()
+    with Ticker("hangs", 0.001, gate.wait):
+        time.sleep(0.05)
+    assert time.monotonic() - began < 5
+    gate.set()
+
+
+# --- a live driver ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "LOOK", 0.02)
+    monkeypatch.setattr(monitor, "EVERY", 0.05)
+    monkeypatch.setattr(monitor, "ASK_ENGINES", 0.0)
+
+
+def watched(run: SmallRun, heard: Heard, **kwargs) -> Monitor:
+    return Monitor("me", run.plan, run.store, kwargs.pop("limits", Limits()), heard, **kwargs)
+
+
+def beat_of(run: SmallRun) -> Beat | None:
+    return read_beats(run.store, ["me"]).get("me")
+
+
+def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
+    run, heard = small_run(tmp_path), Heard()
+    gate = threading.Event()
+
+    def passes(units, isolated):
+        for number, unit in enumerate(units):
+            if number == 2:
+                gate.wait(30)
+            yield run.receipt(unit)
+
+    watch = watched(run, heard, engines=lambda: {"ALIVE": 1})
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), passes, None, watch)
+    driver.resume()
+    run.ledger.note_attempt("me", {"host": "h", "pid": 7, "started": "2026"})
+    watch(driver.progress)
+    with watch:
+        wait_for(lambda: (b := beat_of(run)) and b.phase == STARTING)
+        thread = threading.Thread(target=driver.run)
+        thread.start()
+        first = wait_for(lambda: (b := beat_of(run)) and b.committed == 2 and b)
+        later = wait_for(lambda: (b := beat_of(run)) and b.at > first.at and b)
+        assert (later.phase, later.committed, later.passes) == (INFERRING, 2, 1)
+        assert later.engines == {"ALIVE": 1} and later.rate < first.rate
+        (shown,) = runs.status(str(tmp_path)).beats
+        assert (shown["host"], shown["pid"], shown["committed"]) == ("h", 7, 2)
+        assert 0 <= shown["age"] < 10
+        gate.set()
+        thread.join(30)
+    last = beat_of(run)
+    assert (last.phase, last.done) == (ENDED, 20)
+    assert runs.status(str(tmp_path)).beats == ()
+    assert heard.progress == [0, 5, 10, 15, 20]
+    assert heard.beats[-1].phase == ENDED and heard.beats[-1].done == 20
+
+
+def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
+    run = small_run(tmp_path)
+    for name, age in (("old", 3600), ("new", 3)):
+        run.ledger.note_attempt(name, {"host": name, "pid": 1, "started": "2026"})
+        beat = Beat(time.time() - age, phase=INFERRING, passes=1, engines={"ALIVE": 2})
+        run.store.put(path_of(name), beat.to_bytes())
+    with pytest.raises(SystemExit):
+        cli.main(["status", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert "new:1 3 s ago: inferring, pass 1, 2 engines" in told
+    assert "old:1 1 h 00 min ago, silent since" in told
+    run.commit_all()
+    assert len(runs.status(str(tmp_path)).beats) == 2
+    run.ledger.succeed(success_of(run, compact=False))
+    assert runs.status(str(tmp_path)).beats == ()
+
+
+def test_a_store_that_is_away_stops_no_run(tmp_path, quick, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    run, heard = small_run(tmp_path), Heard()
+
+    def away(path, data):
+        raise OSError("no route to the store")
+
+    monkeypatch.setattr(run.store, "put", away)
+    with watched(run, heard):
+        wait_for(lambda: "no route" in caplog.text)
+        wait_for(lambda: len(heard.beats) > 3)
+    assert caplog.text.count("no route") == 1
+    assert not list(run.store.list(HEARTBEATS))

@@ -1,0 +1,118 @@
+"""Prometheus metrics over HTTP, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers.heard import Heard, counts
+from helpers.small import small_run
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, LABELS
+from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Limits
+
+ROOT = Path(__file__).parents[2]
+EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    monkeypatch.setenv(metrics.PORT, str(number))
+    monkeypatch.setenv(metrics.HOST, "127.0.0.1")
+    return number
+
+
+def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return {
+        sample.name: (sample.value, sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
+    run = small_run(tmp_path)
+    made = Monitor("me", run.plan, run.store, Limits(), Heard(), lambda: {"ALIVE": 2})
+    made(Progress(20, 4))
+    with made:
+        made.counts = counts(rows=20, shards=4, done=15, failed=2, skipped=1, committed=3)
+        made._asked = float("-inf")
+        made._look()
+        found = scrape(port)
+    assert set(found) == EXPORTED
+    assert all(labels == {"job_name": "nightly", "run_key": "key"} for _, labels in found.values())
+    values = {name: value for name, (value, _) in found.items()}
+    assert values["raybatch_rows_total"] == 15 and values["raybatch_planned_rows"] == 20
+    assert values["raybatch_failed_rows_total"] == 2 and values["raybatch_skipped_rows_total"] == 1
+    assert values["raybatch_shards_total"] == 3 and values["raybatch_engines_alive"] == 2
+    assert values["raybatch_last_commit_timestamp_seconds"] == 100.0
+    assert values["raybatch_stalled"] == 0
+    with pytest.raises(OSError):  # the port is free again
+        scrape(port)
+
+
+def test_what_is_not_known_yet_is_nan_and_a_stall_is_one(port):
+    with metrics.serving("j", "k", lambda: Beat(1.0, alarms=2)):
+        found = scrape(port)
+    assert math.isnan(found["raybatch_seconds_left"][0])
+    assert math.isnan(found["raybatch_last_commit_timestamp_seconds"][0])
+    assert found["raybatch_stalled"][0] == 1
+
+
+def test_a_taken_port_is_a_warning(port, caplog):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with metrics.serving("j", "k", lambda: Beat(1.0)):
+            pass
+    assert f"no metrics at 127.0.0.1:{port}" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["", "0", " "])
+def test_without_a_port_nothing_is_served(value, monkeypatch):
+    monkeypatch.setenv(metrics.PORT, value)
+    assert metrics.port() is None
+
+
+@pytest.mark.parametrize("value", ["http", "-1", "70000", "9500x"])
+def test_a_wrong_port_is_said_before_the_work(value, monkeypatch):
+    monkeypatch.setenv(metrics.PORT, value)
+    with pytest.raises(ConfigError, match=metrics.PORT):
+        metrics.port()
+
+
+def test_the_dashboard_shows_exactly_what_is_exported():
+    board = json.loads((ROOT / "deployments/grafana.json").read_text())
+    panels = board["panels"]
+    assert len({p["id"] for p in panels}) == len(panels) and board["title"] and board["uid"]
+    queries = [t["expr"] for p in panels for t in p["targets"]]
+    variables = board["templating"]["list"]
+    asked = [v["definition"] for v in variables if v["type"] == "query"]
+    names = re.findall(r"raybatch_\w+", " ".join(queries + asked))
+    assert set(names) == EXPORTED
+    for text in queries + asked:  # labels, and variables, that exist
+        assert set(re.findall(r"(\w+)=~", text)) <= set(LABELS)
+        assert set(re.findall(r"\$(\w+)", text)) <= {v["name"] for v in variables}
+    for place in (p["gridPos"] for p in panels):
+        assert place["x"] + place["w"] <= 24
+
+
+def test_the_page_of_operations_names_every_metric():
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(raybatch_\w+)`", page)) == EXPORTED

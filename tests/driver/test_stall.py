@@ -1,0 +1,239 @@
+"""When a run stalls, with a clock turned by hand; and once with a real engine that hangs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import FakeEngine
+from helpers.heard import Heard, counts, wait_for
+from helpers.small import input_rows, make_job, small_run
+
+from prefect_raybatch.driver import monitor, stall
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import WAITING
+from prefect_raybatch.driver.monitor import Monitor, probe
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
+from prefect_raybatch.errors import EngineFailure, StoreUnavailable
+from prefect_raybatch.job.batch_job import BatchJob, Limits, with_fields
+from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.runs import runs
+from prefect_raybatch.stages.block import passes_by
+
+
+def watch(**limits) -> StallWatch:
+    return StallWatch(Limits(**limits), 0.0)
+
+
+# --- how long is too long -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "longest", "limit"),
+    [(1.0, 5.0, 60.0), (30.0, 40.0, 300.0), (5.0, 100.0, 300.0), (5.9, 19.0, 60.0)],
+)
+def test_the_limit_fits_the_measured_rate(every, longest, limit):
+    found = watch()
+    found.look(0.0, counts(), 1)
+    now = counts(at=1000.0, window_start=1000.0 - 20 * every, commits=20)
+    assert found.limit(now, longest) == pytest.approx(limit)
+
+
+def test_settings_replace_what_is_measured():
+    found = watch(stall_seconds=7.5, stall_start_seconds=100.0)
+    found.look(0.0, counts(commits=0), 1)
+    assert found.limit(counts(commits=0)) == 100.0
+    found.look(1.0, counts(), 1)
+    assert found.limit(counts(), longest=1e6) == 7.5
+
+
+def test_warnings_come_at_growing_intervals_and_end_when_commits_flow():
+    found, seen = watch(stall_seconds=10.0), []
+    for now in range(0, 200):
+        stalled = found.look(float(now), counts(), 1)
+        if stalled:
+            seen.append((now, stalled.number, stalled.starting))
+    assert seen == [(10, 1, False), (20, 2, False), (40, 3, False), (80, 4, False), (160, 5, False)]
+    assert found.look(200.0, counts(committed=5), 1) == Flowing(200.0)
+    assert found.look(201.0, counts(committed=5), 1) is None
+    assert found.look(209.9, counts(committed=5), 1) is None
+    assert found.look(210.0, counts(committed=5), 1) == Stall(10.0, 10.0, 1, False)
+
+
+def test_engines_have_longer_to_start_in_each_pass():
+    found = watch(stall_seconds=10.0, stall_start_seconds=50.0)
+    none_yet = counts(commits=0)  # what earlier attempts committed says nothing of these engines
+    assert found.look(0.0, none_yet, 0) is None
+    assert found.look(1.0, none_yet, 1) is None
+    assert found.look(50.0, none_yet, 1) is None
+    assert found.look(51.0, none_yet, 1) == Stall(50.0, 50.0, 1, True)
+    assert found.look(60.0, counts(committed=5), 1) == Flowing(59.0)
+    assert found.look(69.0, counts(committed=5), 1) is None
+    assert found.look(69.5, counts(committed=5), 2) is None  # pass 2: engines start again
+    assert found.look(119.0, counts(committed=5), 2) is None
+    assert found.look(119.5, counts(committed=5), 2).starting
+    found.look(120.0, counts(committed=6, passes=2), 2)
+    assert not found.starting
+
+
+def test_a_run_that_is_whole_does_not_stall():
+    found = watch(stall_seconds=1.0)
+    found.look(0.0, counts(committed=10), 1)
+    assert found.look(1000.0, counts(committed=10), 1) is None
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stalled(tmp_path: Path, **limits) -> tuple[Monitor, Clock, Heard]:
+    run, heard, clock = small_run(tmp_path), Heard(), Clock()
+    run.commit(0)
+    states = {"ALIVE": 1, "RESTARTING": 1}
+    made = Monitor("me", run.plan, run.store, Limits(**limits), heard, lambda: states, clock)
+    made(Progress(20, 4, passes=1))
+    made._look()
+    return made, clock, heard
+
+
+def test_a_stall_says_what_engines_and_store_are_doing(tmp_path, caplog):
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0)
+    made._write()
+    clock.now = 31.0
+    made._look()
+    (told,) = [r.getMessage() for r in caplog.records]
+    for text in (
+        "no shard was committed for 31 s, where 30 s are allowed until the first of a pass",
+        "0 of 4 shards, pass 1",
+        "1 alive, 1 restarting",
+        "a listing took 0.0",
+        "the last heartbeat was written 31 s ago",
+    ):
+        assert text in told
+    assert (heard.beats[-1].phase, heard.beats[-1].alarms) == (WAITING, 1)
+    assert heard.beats[-1].about == told and heard.beats[-1].quiet == 31.0
+    assert made.failure is None
+    made.counts = counts(committed=1, rows=20, shards=4)
+    made._look()
+    assert "commits flow again after 31 s" in caplog.text
+    assert (heard.beats[-1].alarms, heard.beats[-1].about) == (0, "")
+
+
+def test_a_store_that_does_not_answer_is_named(tmp_path):
+    store = small_run(tmp_path).store
+
+    def away(prefix="", recursive=True):
+        raise StoreUnavailable("503 for a minute")
+        yield
+
+    store.list = away
+    assert "a listing failed after 0.0 s: 503 for a minute" in probe(store)
+
+
+def test_a_stall_can_end_the_run(tmp_path):
+    made, clock, _ = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
+    clock.now = 30.0
+    made._look()
+    assert isinstance(made.failure, EngineFailure) and made.failure.transient
+    assert "limits.fail_on_stall" in str(made.failure)
+
+
+# --- ending a pass that hangs -------------------------------------------------------------------
+
+UNITS = [Unit(0, 0, 5)]
+
+
+def test_an_interruptible_pass_gives_on_what_comes_and_what_is_raised():
+    def passes(units, isolated):
+        assert (units, isolated) == (UNITS, True)
+        yield Receipt(0, "a")
+        yield Receipt(1, "a")
+        raise ValueError("from Ray")
+
+    given = interruptible(passes, lambda: EngineFailure("never asked for"), lambda: None)
+    found = given(UNITS, True)
+    assert [next(found).shard, next(found).shard] == [0, 1]
+    with pytest.raises(ValueError, match="from Ray"):
+        next(found)
+    assert list(interruptible(lambda *_: iter(()), lambda: None, lambda: None)(UNITS, False)) == []
+
+
+@pytest.mark.parametrize("how", ["stall", "error of the driver"])
+def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
+    monkeypatch.setattr(stall, "LOOK", 0.02)
+    gate, ended = threading.Event(), threading.Event()
+
+    def passes(units, isolated):
+        try:
+            yield Receipt(0, "a")
+            gate.wait(30)
+        finally:
+            ended.set()
+
+    failure = EngineFailure("stalled") if how == "stall" else None
+    found = interruptible(passes, lambda: failure, gate.set)(UNITS, False)
+    assert next(found).shard == 0
+    if how == "stall":
+        with pytest.raises(EngineFailure, match="stalled"):
+            next(found)
+    else:
+        found.close()
+    assert ended.wait(10)
+
+
+class HangingEngine(FakeEngine):
+    """Hangs in the block that holds one row, as long as a file is there."""
+
+    AT = 22
+    FAILS = -1
+    GATE = Path("/nowhere")
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        gate = Path(self.spec.env["GATE"])
+        while not passes_by(table) and self.AT in table["id"].to_pylist() and gate.exists():
+            time.sleep(0.1)
+        return super().__call__(table)
+
+
+def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
+    tmp_path, local_ray, caplog, monkeypatch
+):
+    monkeypatch.setattr(monitor, "EVERY", 0.5)
+    caplog.set_level(logging.WARNING)
+    pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
+    gate = tmp_path / "gate"
+    gate.touch()
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 5},
+        engine={"model": "demo", "max_model_len": 64, "num_cpus": 1, "env": {"GATE": str(gate)}},
+        output={"uri": str(tmp_path / "out")},
+        limits={"stall_seconds": 2.0, "stall_start_seconds": 90.0, "fail_on_stall": True},
+    )
+    run = runs.plan_run(job, "key")
+    heard = Heard()
+    began = time.monotonic()
+    with pytest.raises(EngineFailure, match=r"no shard was committed for .* where 2 s are allowed"):
+        runs.infer_run(job, run, heard, engine=HangingEngine)
+    assert time.monotonic() - began < 100
+    kept = runs.status(run.uri).committed
+    assert 0 < kept < 8
+    assert "Engines: 1 alive" in caplog.text and "a listing took" in caplog.text
+    assert any(beat.alarms for beat in heard.beats)
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "raybatch-pass"], 30)
+    gate.unlink()
+    # The caller's cluster is free again: the engine that hung has left its CPU.
+    patient = with_fields(job.to_dict(), {"limits.stall_seconds": 60.0})
+    progress = runs.infer_run(BatchJob.from_dict(patient), run, engine=HangingEngine)
+    assert (progress.done, progress.resumed_shards) == (40, kept)
+    assert runs.finalize_run(job, run, progress).good == 40

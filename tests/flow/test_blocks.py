@@ -1,0 +1,473 @@
+"""The blocks against Prefect's own suite and a real Prefect server; no secret leaves them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import subprocess
+import tomllib
+import urllib.error
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from helpers.small import make_job, small_run
+from prefect import flow
+from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.testing.cli import invoke_and_assert
+from prefect.testing.standard_test_suites import BlockStandardTestSuite
+from pydantic import SecretStr, ValidationError
+from s3server import S3Server
+
+from prefect_raybatch import BatchJob
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.flow import tasks
+from prefect_raybatch.flow.blocks import (
+    BatchInferenceJob,
+    BatchInferenceRun,
+    ObjectStore,
+    RayCluster,
+    options_of,
+)
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.runs import runs
+
+BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
+ROOT = Path(__file__).parents[2]
+BUCKET = "bucket"  # which the examples name
+HUSH = ("hush-key-1", "hush-secret-2", "hush-token-3", "hush-header-4", "hush-bearer-5")
+
+
+def store(**more: Any) -> ObjectStore:
+    return ObjectStore(
+        access_key_id=HUSH[0], secret_access_key=HUSH[1], session_token=HUSH[2], **more
+    )
+
+
+def cluster() -> RayCluster:
+    return RayCluster(
+        job_server="http://head:8265", headers={"X-Key": HUSH[3]}, token=SecretStr(HUSH[4])
+    )
+
+
+def job(**groups: Any) -> BatchJob:
+    return make_job(output={"uri": "s3://b/out"}, **groups)
+
+
+# --- Prefect's own suite ------------------------------------------------------------------------
+
+
+class Suite(BlockStandardTestSuite):
+    def test_has_a_valid_image(self, block: type[Block]) -> None:
+        try:
+            super().test_has_a_valid_image(block)
+        except (urllib.error.URLError, TimeoutError) as error:
+            pytest.skip(f"no network to {block._logo_url}: {error}")
+
+
+class TestRayCluster(Suite):
+    @pytest.fixture
+    def block(self) -> type[Block]:
+        return RayCluster
+
+
+class TestObjectStore(Suite):
+    @pytest.fixture
+    def block(self) -> type[Block]:
+        return ObjectStore
+
+
+class TestBatchInferenceJob(Suite):
+    @pytest.fixture
+    def block(self) -> type[Block]:
+        return BatchInferenceJob
+
+
+@pytest.mark.parametrize(
+    ("block", "slug", "names"),
+    [
+        (RayCluster, "ray-cluster", "address job_server headers token"),
+        (
+            ObjectStore,
+            "object-store",
+            "credentials access_key_id secret_access_key session_token endpoint_url region "
+            "anonymous",
+        ),
+        (BatchInferenceJob, "batch-inference-job", "job job_file cluster store"),
+    ],
+)
+def test_slug_fields_and_their_order_are_what_saved_blocks_hold(
+    block: type[Block], slug: str, names: str
+) -> None:
+    fields = names.split()
+    assert block.get_block_type_slug() == slug
+    assert list(block.model_fields) == fields
+    shown = block.model_json_schema()["properties"]
+    assert [shown[name]["position"] for name in fields] == list(range(len(fields)))
+    assert all(shown[name]["title"] and shown[name]["description"] for name in fields)
+
+
+def test_the_entry_point_imports_what_registers_the_blocks() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (value,) = project["entry-points"]["prefect.collections"].values()
+    loaded = importlib.metadata.EntryPoint("x", value, "prefect.collections").load()
+    for block in BLOCKS:
+        assert getattr(loaded, block.__name__) is block
+        assert Block.get_block_class_from_key(block.get_block_type_slug()) is block
+
+
+@pytest.mark.parametrize("module", ["prefect_raybatch", "prefect_raybatch.blocks"])
+def test_prefect_registers_the_blocks_of_the_package_by_its_name(
+    prefect_api: None, module: str
+) -> None:
+    invoke_and_assert(
+        ["block", "register", "-m", module],
+        expected_code=0,
+        expected_output_contains=[
+            "Successfully registered 3 blocks",
+            *(block.get_block_type_name() for block in BLOCKS),
+        ],
+    )
+
+
+# --- wrong values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RayCluster(address="ray://head:10001"), "ends the work after 30 s"),
+        (lambda: RayCluster(job_server="ray://head:10001"), "ends the work after 30 s"),
+        (lambda: RayCluster(address="http://head:8265"), "into the field job_server"),
+        (lambda: RayCluster(job_server="head:8265"), "write http://host:8265"),
+        (lambda: RayCluster(job_server=f"http://me:{HUSH[0]}@head:8265"), "no job server"),
+        (lambda: RayCluster(address="a:1", job_server="http://a:8265"), "keep one"),
+        (lambda: RayCluster(address="a:1", token=HUSH[4]), "for the job server"),
+        (lambda: ObjectStore(access_key_id=HUSH[0]), "belong together"),
+        (lambda: ObjectStore(session_token=HUSH[2]), "belongs to"),
+        (lambda: store(anonymous=True), "keep one"),
+        (lambda: ObjectStore(endpoint_url=f"http://me:{HUSH[1]}@s3"), "no endpoint"),
+        (lambda: ObjectStore(endpoint_url="s3.local"), "no endpoint"),
+        (lambda: ObjectStore(credentials="object-store/other"), "another object store"),
+        (lambda: ObjectStore(credentials=store()), "save it first"),
+        (lambda: BatchInferenceJob(), "exactly one"),
+        (lambda: BatchInferenceJob(job=job(), job_file="x.yaml"), "exactly one"),
+    ],
+)
+def test_wrong_values_are_refused_without_being_quoted(make: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as caught:
+        make()
+    assert not [secret for secret in HUSH if secret in str(caught.value)]
+
+
+# --- what they give -----------------------------------------------------------------------------
+
+
+def test_a_cluster_puts_its_address_into_the_job() -> None:
+    here = job(cluster={"address": "old:6379", "finish": {"num_cpus": 2}})
+    found = RayCluster(address="new:6379").apply(here)
+    assert found.cluster.address == "new:6379" and found.cluster.finish.num_cpus == 2
+    assert found.cluster.prepare == here.cluster.prepare and found.source == here.source
+    assert RayCluster().apply(here).cluster.address is None  # a local one, as the block says
+
+
+def test_headers_carry_the_token() -> None:
+    assert cluster().request_headers() == {
+        "X-Key": HUSH[3],
+        "Authorization": f"Bearer {HUSH[4]}",
+    }
+    with pytest.raises(ConfigError, match="no job_server"):
+        RayCluster(address="auto").get_client()
+
+
+def test_the_client_of_a_job_server_sends_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def client(address: str, headers: dict[str, str]) -> str:
+        seen.update(address=address, **headers)
+        return "client"
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", client)
+    assert cluster().get_client() == "client"
+    assert seen["address"] == "http://head:8265" and seen["X-Key"] == HUSH[3]
+
+
+def test_a_store_gives_options_for_stores() -> None:
+    found = store(endpoint_url="http://s3.local:9000", region="eu-1")
+    assert found.store_options() == {
+        "key": HUSH[0],
+        "secret": HUSH[1],
+        "token": HUSH[2],
+        "endpoint_url": "http://s3.local:9000",
+        "region": "eu-1",
+    }
+    assert found.get_client("s3://b/x").uri == "s3://b/x"
+    assert ObjectStore(anonymous=True).store_options() == {"anon": True}
+    assert ObjectStore().store_options() == {}
+    with pytest.raises(ConfigError, match="on no object store"):
+        found.get_client("/tmp")
+
+
+class LikeAws(Block):
+    """The fields of prefect-aws's AwsCredentials that matter here."""
+
+    _block_type_slug = "like-aws"
+
+    aws_access_key_id: str | None = None
+    aws_secret_access_key: SecretStr | None = None
+    aws_session_token: SecretStr | None = None
+    profile_name: str | None = None
+    region_name: str | None = None
+
+
+class LikeMinio(Block):
+    """The fields of prefect-aws's MinIOCredentials that matter here."""
+
+    _block_type_slug = "like-minio"
+
+    minio_root_user: str
+    minio_root_password: SecretStr
+
+
+def test_keys_come_from_nested_credentials(prefect_api: None) -> None:
+    aws = LikeAws(aws_access_key_id="id", aws_secret_access_key=HUSH[1], region_name="eu-2")
+    aws.save("one", overwrite=True)
+    minio = LikeMinio(minio_root_user="root", minio_root_password=HUSH[1])
+    minio.save("two", overwrite=True)
+    LikeAws(profile_name="night").save("three", overwrite=True)
+    assert ObjectStore(credentials=aws).credentials == "like-aws/one"
+    assert ObjectStore(credentials="like-aws/one").store_options() == {
+        "key": "id",
+        "secret": HUSH[1],
+        "region": "eu-2",
+    }
+    nested = ObjectStore(credentials=minio, endpoint_url="http://minio:9000", region="eu-3")
+    nested.save("nested", overwrite=True)
+    whole = {"key": "root", "secret": HUSH[1], "region": "eu-3"}
+    whole["endpoint_url"] = "http://minio:9000"
+    assert options_of("object-store/nested") == whole
+    assert options_of("like-aws/three") == {"profile": "night"}
+    LikeAws().save("empty", overwrite=True)
+    with pytest.raises(ConfigError, match="no keys"):
+        options_of("like-aws/empty")
+    both = make_job(
+        source={"uri": "s3://b/in", "credentials_block": "object-store/nested"},
+        output={
+            "uri": "s3://b/out",
+            "credentials_block": "like-aws/one",
+            "options": {"region": "x"},
+        },
+    )
+    found = tasks.with_blocks(both)
+    assert found.source.options == whole
+    assert found.output.options == {"key": "id", "secret": HUSH[1], "region": "x"}
+
+
+# --- no secret leaves ---------------------------------------------------------------------------
+
+
+def secret_in(text: str) -> list[str]:
+    return [secret for secret in HUSH if secret in text]
+
+
+def test_no_secret_is_in_what_is_printed_dumped_or_saved(
+    prefect_api: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_store, saved_cluster = store(), cluster()
+    with caplog.at_level(logging.DEBUG):
+        saved_store.save("hush", overwrite=True)
+        saved_cluster.save("hush", overwrite=True)
+        nested = BatchInferenceJob(job=job(), store=saved_store)
+        nested.save("hush", overwrite=True)
+        anonymous = BatchInferenceJob(job=job(), store=store())  # saved with its store inside
+        anonymous.save("inside", overwrite=True)
+        loaded = BatchInferenceJob.load("hush")
+        assert loaded.store is not None and loaded.store.store_options()["secret"] == HUSH[1]
+        assert RayCluster.load("hush").request_headers()["X-Key"] == HUSH[3]
+        for block in (saved_store, saved_cluster, nested, loaded, anonymous):
+            shown = f"{block!s} {block!r} {block.model_dump()} {block.model_dump_json()}"
+            assert not secret_in(shown), shown
+            logging.getLogger("x").warning("block %s %r", block, block)
+    assert not secret_in(caplog.text)
+    with get_client(sync_client=True) as client:
+        for secrets in (False, True):
+            documents = client.read_block_documents(include_secrets=secrets)
+            ours = {d.block_type_name: d for d in documents}
+            assert {"Ray Cluster", "Object Store", "Batch Inference Job"} <= set(ours)
+            text = json.dumps([d.model_dump(mode="json") for d in documents], default=str)
+            # The second reading shows that the first could have failed.
+            assert bool(secret_in(text)) is secrets
+        raw = client._client.post("/block_documents/filter", json={})
+        assert isinstance(raw, httpx.Response) and raw.status_code == 200
+        assert not secret_in(raw.text)
+
+
+def test_an_unsaved_store_cannot_travel() -> None:
+    with pytest.raises(ConfigError, match="save it first"):
+        BatchInferenceJob(job=job(), store=store()).batch_job()
+
+
+def test_a_saved_store_travels_by_name(prefect_api: None) -> None:
+    saved = store()
+    saved.save("by-name", overwrite=True)
+    found = BatchInferenceJob(job=job(), store=saved, cluster=RayCluster(address="h:1")).batch_job()
+    assert found.output.credentials_block == "object-store/by-name"
+    assert found.source.credentials_block is None  # local: it needs no keys
+    assert found.cluster.address == "h:1"
+    named = job(source={"uri": "s3://b/in", "credentials_block": "like-aws/one"})
+    kept = BatchInferenceJob(job=named, store=saved).batch_job()
+    assert kept.source.credentials_block == "like-aws/one"
+    assert not secret_in(kept.model_dump_json() + repr(kept))
+
+
+def test_secrets_reach_the_process_by_its_environment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = BatchInferenceJob(job=job(), cluster=cluster())
+    assert json.loads(block._environment()["RAY_JOB_HEADERS"])["X-Key"] == HUSH[3]
+    monkeypatch.setenv("PREFECT__CONTROL_TOKEN", "of the flow run that triggers")
+    without = BatchInferenceJob(job=job())._environment()
+    assert "RAY_JOB_HEADERS" not in without and "PREFECT__CONTROL_TOKEN" not in without
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
+    """A job whose run `key` is done: running it again returns its report and starts no engine."""
+    monkeypatch.setattr("helpers.small.MODEL", models.resolve(make_job().engine))
+    run = small_run(tmp_path / "out" / "key", output={"uri": str(tmp_path / "out")})
+    run.commit_all()
+    made = runs.Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
+    runs.finalize_run(run.job, made)
+    return run.job
+
+
+def test_triggered_waited_for_and_fetched(
+    prefect_api: None, finished: BatchJob, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(finished.to_dict()))
+    BatchInferenceJob(job_file=str(tmp_path / "job.yaml")).save("nightly", overwrite=True)
+    began: list[BatchInferenceRun] = []
+
+    @flow
+    def whole() -> int:
+        run = BatchInferenceJob.load("nightly").trigger("key")
+        began.append(run)
+        run.wait_for_completion()
+        return run.fetch_result().good
+
+    assert whole() == 20
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_run(began[0].flow_run_id)
+        assert found.state_name == "Completed" and found.parameters["run_key"] == "key"
+        assert client.read_flow(found.flow_id).name == "batch_inference"
+
+
+def example(block: type[Block], **names: Any) -> dict[str, Any]:
+    """The names that the example of a block's docstring leaves behind."""
+    code = str(block.get_code_example())
+    exec(code.partition("```python")[2].partition("```")[0], names)
+    return names
+
+
+def test_the_examples_run(
+    prefect_api: None,
+    finished: BatchJob,
+    s3: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    RayCluster(address="h:1").save("block-name", overwrite=True)
+    BatchInferenceJob(job=finished).save("block-name", overwrite=True)
+    for block in BLOCKS:  # Prefect wants that placeholder, and has no such name itself
+        code = str(block.get_code_example()).replace("BLOCK_NAME", "block-name")
+        monkeypatch.setattr(block, "_code_example", code)
+    assert example(RayCluster, job=job())["job"].cluster.address == "h:1"
+
+    keys = ObjectStore(access_key_id=s3.key, secret_access_key=s3.secret, endpoint_url=s3.endpoint)
+    keys.save("block-name", overwrite=True)
+    keys.get_client("s3://bucket/folder").put("a.txt", b"12345")
+    example(ObjectStore)
+    assert "a.txt 5" in capsys.readouterr().out
+
+    monkeypatch.setattr(runs, "default_run_key", lambda job, scheduled=None: "key")
+    assert example(BatchInferenceJob)["report"].good == 20
+
+
+def test_the_same_in_async_code(prefect_api: None, finished: BatchJob) -> None:
+    block = BatchInferenceJob(job=finished)
+
+    async def whole() -> int:
+        run = await block.trigger("key")
+        await run.wait_for_completion()
+        return (await run.fetch_result()).good
+
+    assert asyncio.run(whole()) == 20
+
+
+def test_a_run_that_fails_raises_its_message(prefect_api: None, tmp_path: Path) -> None:
+    missing = make_job(source={"uri": str(tmp_path / "none")}, output={"uri": str(tmp_path / "o")})
+    run = BatchInferenceJob(job=missing).trigger("key")
+    with pytest.raises(RayBatchError, match=r"did not complete .*Failed: .*none"):
+        run.wait_for_completion()
+    with pytest.raises(IncompleteRun, match="not finished"):
+        run.fetch_result()
+
+
+class Hanging:
+    """A process that ends only when it is told to."""
+
+    def __init__(self, stubborn: bool = False) -> None:
+        self.alive, self.stubborn, self.calls = True, stubborn, list[str]()
+
+    def poll(self) -> int | None:
+        return None if self.alive else -15
+
+    def terminate(self) -> None:
+        self.calls.append("terminate")
+        self.alive = self.stubborn
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+        self.alive = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self.alive and timeout is None:
+            raise KeyboardInterrupt
+        if self.alive:
+            raise subprocess.TimeoutExpired("engine", timeout or 0)
+
+
+@pytest.mark.parametrize(
+    ("stubborn", "calls"), [(False, ["terminate"]), (True, ["terminate", "kill"])]
+)
+def test_who_stops_waiting_stops_the_run(stubborn: bool, calls: list[str]) -> None:
+    process = Hanging(stubborn)
+    run = BatchInferenceRun(job(), "k", UUID(int=1), process)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        run.wait_for_completion()
+    assert process.calls == calls
+
+    process = Hanging(stubborn)
+    run = BatchInferenceRun(job(), "k", UUID(int=1), process)  # type: ignore[arg-type]
+
+    async def cancelled() -> None:
+        await asyncio.wait_for(run.await_for_completion(), 0.1)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    assert process.calls == calls
+
+
+def test_wrong_jobs_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such job file"):
+        BatchInferenceJob(job_file=str(tmp_path / "none.yaml")).trigger()
+    with pytest.raises(ConfigError, match="run key"):
+        BatchInferenceJob(job=make_job(output={"uri": str(tmp_path)})).trigger("../x")

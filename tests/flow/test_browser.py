@@ -1,0 +1,267 @@
+"""What an operator sees and clicks: Prefect's pages over a deployed flow, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from helpers.browser import browser_page, expect, form_field, picture
+from helpers.prefect_server import Prefect
+from helpers.processes import below, running, title
+from helpers.ray_head import Head
+from playwright.sync_api import Page
+
+from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.storage import open_store
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+
+SHARD = 50
+ROWS = 20_000  # a minute of work on a quiet machine: the pages must be seen meanwhile
+WORK = 600  # seconds for a run on a busy machine, which may need Prefect's retry of its start
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Where the jobs read and write: a short path, as it is to be seen in the pictures."""
+    with TemporaryDirectory(prefix="nightly-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser_page() as made:
+        yield made
+
+
+def site(prefect: Prefect, path: str) -> str:
+    return prefect.url.removesuffix("/api") + path
+
+
+def open_run(page: Page, prefect: Prefect, run: str) -> None:
+    page.goto(site(prefect, f"/runs/flow-run/{run}"))
+    expect(page.get_by_text("batch_inference", exact=True).first).to_be_visible()
+
+
+def open_artifact(page: Page, prefect: Prefect, key: str) -> None:
+    """Follows the operator's way: the artifacts, the key's card, its newest version."""
+    page.goto(site(prefect, "/artifacts"))
+    page.get_by_text(key, exact=True).click()
+    page.locator("a[href*='/artifacts/artifact/']").first.click()
+    expect(page.get_by_text("Show raw data")).to_be_visible()
+
+
+def row_in_time(page: Page, text: str) -> None:
+    """Waits for a row of the live table, which its page shows as it was when it was opened."""
+    row = page.get_by_role("row", name=re.compile(text))
+    for _ in range(30):
+        with suppress(AssertionError):
+            expect(row).to_be_visible(timeout=2_000)
+            return
+        page.reload()
+    expect(row).to_be_visible()
+
+
+def tab(page: Page, name: str) -> None:
+    page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
+
+
+def commits(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run_dir.glob("_raybatch/commits/*.json")}
+
+
+def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
+    """Waits for this many commits; a run that ends before fails."""
+
+    def look() -> bool:
+        state = prefect.state(run)
+        assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), state
+        return len(commits(run_dir)) >= least
+
+    prefect.until(look, WORK, "the first commits")
+
+
+def at_work(prefect: Prefect, head: Head) -> list[psutil.Process]:
+    """What works for the runs: the flows' processes, and on the Ray head the workers of the
+    pipeline, among them the engines, and what these have started."""
+    workers = below(head.pid, "MapBatches(")
+    return [*below(prefect.worker), *workers, *(p for w in workers for p in below(w.pid))]
+
+
+def job_of(url: str, run_dir: Path) -> RayJob:
+    """The Ray job of a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        jobs = JobServer(url).jobs()
+    (job,) = (job for job in jobs if job.metadata.get("raybatch_run") == str(run_dir))
+    return job
+
+
+def test_the_form_starts_a_run_and_the_pages_tell_of_it(
+    deployed: Prefect, page: Page, ray_head: Head, folder: Path, tmp_path: Path
+) -> None:
+    prefect, job_server = deployed, ray_head.url
+    run_dir, table = folder / "out/monday", str(folder / "customers.csv")
+    write_customers(table, ROWS, 3)
+    dev = prefect.deployments["dev"]["id"]
+
+    page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
+    form = page.locator("form").first
+    where = form_field(form, "Job", "Source", "Where")
+    expect(where).to_contain_text("A folder is read recursively.")
+    expect(where.locator("textarea")).to_have_value("deployments/customers.csv")
+    # Titles and not the names of fields; a choice is a list to choose from.
+    labels = form.locator(".schema-form-property__label").all_inner_texts()
+    assert len(labels) > 60 and labels[0] == "Job", labels
+    assert not [text for text in labels if "_" in text or text[:1].islower()]
+    device = form_field(form, "Job", "Engine", "Device")
+    device.locator("button.p-select-button__control").press("ArrowDown")
+    options = page.locator(".p-select-option")
+    expect(options).to_have_text(["auto", "gpu", "cpu"])
+    options.nth(2).click()
+    expect(device).to_contain_text("cpu")
+    # Tabs with the names of Python's types are only left where both are of use.
+    assert "Property is type" not in form_field(form, "Job").inner_text()
+
+    where.locator("textarea").fill(table)
+    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(folder / "out"))
+    form_field(form, "Job", "Cluster", "Job server").locator("textarea").fill(job_server)
+    form_field(form, "Job", "Source", "Rows a shard").locator("input").fill(str(SHARD))
+    key = form_field(form, "Run key")
+    key.get_by_role("button", name="Given").click()
+    key.locator("textarea").fill("monday")
+    page.get_by_role("link", name="Deployments").last.scroll_into_view_if_needed()
+    picture(page, "form", tmp_path, 1000)
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_text("scheduled to start").first).to_be_visible()
+
+    def runs() -> Any:
+        return prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [dev]}}})
+
+    (run,) = prefect.until(runs, 60, "the run that was submitted")
+    job = run["parameters"]["job"]
+    read = {"uri": table, "rows_per_shard": SHARD, "format": "auto", "options": {}}
+    assert job["source"] == read and job["cluster"]["job_server"] == job_server
+    assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
+
+    working(prefect, run["id"], run_dir, 3)
+    again = {"parameters": run["parameters"]}
+    second = prefect.ask(f"deployments/{dev}/create_flow_run", again)["id"]
+    open_run(page, prefect, run["id"])
+    expect(page.get_by_text("Running", exact=True).first).to_be_visible()
+    line = page.get_by_text(
+        re.compile(rf"of {ROWS:,} rows \(\d+%\), \d+ rows/s, .* left, 0 failed")
+    )
+    expect(line.first).to_be_visible()
+    page.get_by_role("button", name="Oldest to newest").press("ArrowDown")
+    page.locator(".p-select-option", has_text="Newest to oldest").click()
+    expect(line.first).to_be_visible()
+    picture(page, "run", tmp_path, 1000)
+    open_artifact(page, prefect, "raybatch-monday-live")
+    row_in_time(page, f"rows .*of {ROWS:,}")
+    row_in_time(page, "state inferring")
+    row_in_time(page, "engines alive 1")
+    picture(page, "live", tmp_path, 700)
+    open_artifact(page, prefect, "raybatch-monday-progress")
+    (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
+    assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
+    refused = prefect.until(
+        lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
+        60,
+        "the refusal of a second run",
+    )
+    assert "concurrency limit" in refused["message"]
+    assert prefect.state(run["id"])["type"] == "RUNNING", "the first had ended: nothing was tested"
+
+    prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
+    proof = verify(open_store(str(run_dir)))
+    assert proof.ok and (proof.rows, proof.data, proof.quarantined) == (ROWS, ROWS, 0)
+    answers = pq.read_table(run_dir / "data")["industry"].to_pylist()
+    truth = [label for _, label in companies(ROWS, 3, "all")]
+    assert sum(a == b for a, b in zip(answers, truth, strict=True)) >= 0.95 * ROWS
+    open_run(page, prefect, run["id"])
+    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+    expect(page.get_by_text(f"{ROWS:,} rows = {ROWS:,} answered + 0 in quarantine")).to_be_visible()
+    assert page.locator(".log-row").count() < 60, "a log line every 15 seconds, not spam"
+    tab(page, "Task Runs")
+    for name in ("plan-shards", "infer-shards", "finalize-run", "result-asset"):
+        expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
+    tab(page, "Artifacts")
+    expect(page.get_by_text("raybatch-monday-report", exact=True)).to_be_visible()
+
+    page.goto(site(prefect, "/artifacts"))
+    for kind in ("progress", "live", "stages", "report"):
+        expect(page.get_by_text(f"raybatch-monday-{kind}", exact=True)).to_be_visible()
+    picture(page, "artifacts", tmp_path, 500)
+    open_artifact(page, prefect, "raybatch-monday-report")
+    expect(page.get_by_role("heading", name="dev: completed")).to_be_visible()
+    expect(page.get_by_role("row", name=f"Rows answered {ROWS:,}")).to_be_visible()
+    expect(page.get_by_role("heading", name="Stages")).to_be_visible()
+    picture(page, "report", tmp_path, 1100)
+    open_artifact(page, prefect, "raybatch-monday-stages")
+    for stage in ("read", "prepare", "engine", "finish"):
+        expect(page.locator("tr", has_text=stage)).to_contain_text(f"{ROWS:,}")
+    open_artifact(page, prefect, "raybatch-monday-progress")
+    expect(page.get_by_text("Progress: 100%")).to_be_visible()
+
+
+def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
+    deployed: Prefect, page: Page, ray_head: Head, folder: Path, tmp_path: Path
+) -> None:
+    prefect, job_server = deployed, ray_head.url
+    run_dir, table = folder / "out/dev-20260301T010000Z", str(folder / "many.csv")
+    write_customers(table, 60_000, 3)
+    dev = prefect.deployments["dev"]
+    job = {
+        **dev["parameters"]["job"],
+        "source": {"uri": table, "rows_per_shard": SHARD},
+        "output": {"uri": str(folder / "out"), "column": "industry"},
+        "cluster": {"job_server": job_server},
+    }
+    # Of a night that was missed: its key follows from the time it was scheduled for.
+    body = {"parameters": {"job": job, "scheduled_for": "2026-03-01T02:00:00+01:00"}}
+    run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
+    working(prefect, run, run_dir, 5)
+    kept, before = commits(run_dir), at_work(prefect, ray_head)
+    ray_job = job_of(job_server, run_dir)
+    assert prefect.ask(f"flow_runs/{run}")["labels"]["raybatch.job"] == ray_job.id
+    titles = "\n".join(map(title, before))
+    assert "prefect.engine" in titles and "EngineStage" in titles, titles
+
+    open_run(page, prefect, run)
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
+    clicked = time.monotonic()
+    page.get_by_role("button", name="Confirm", exact=True).click()
+    badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
+    expect(badge.first).to_be_visible(timeout=30_000)
+    while left := [*running(before), *at_work(prefect, ray_head)]:
+        assert time.monotonic() - clicked < 30, f"these outlive the cancelled run: {left}"
+        time.sleep(0.2)
+    took = time.monotonic() - clicked
+    print(f"cancelled, and its engines gone, within {took:.1f} s of the click")
+    assert took < 30
+    assert prefect.state(run)["type"] == "CANCELLED"
+    assert job_of(job_server, run_dir).status == "STOPPED"
+    picture(page, "cancelled", tmp_path, 600)
+
+    now = commits(run_dir)
+    assert kept.items() <= now.items(), "a commit was changed or lost"
+    assert len(now) < 60_000 // SHARD and not (run_dir / "_SUCCESS").exists()
+    time.sleep(3)
+    assert commits(run_dir) == now, "something goes on committing"
+    command = ["raybatch", "reconcile", job_server, "--json"]
+    done = subprocess.run(command, env=prefect.env, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["actions"] == [], done.stderr

@@ -1,0 +1,514 @@
+"""Events, the page and the asset, counted with a fake clock and seen on a real Prefect server."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.heard import counts, wait_for
+from helpers.prefect_server import artifacts_of
+from helpers.reports import COMMIT, full, report
+from helpers.small import make_job, small_run
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat, path_of
+from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
+from prefect_raybatch.flow import assets, events, page, tasks
+from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.flow.page import Page
+from prefect_raybatch.report import plots
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(events, "emit_event", lambda **event: found.append(event))
+    return found
+
+
+def names(found: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(event["event"] for event in found)
+
+
+# --- how many -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [0.1, 8, 24 * 30])
+def test_a_run_of_100_000_shards_makes_few_events(emitted, hours):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
+    shards = 100_000
+    live.started(Beat(0.0, shards=shards))
+    for number in range(1, shards + 1):
+        live.see(Beat(0.0, shards=shards, committed=number), number * hours * 3600 / shards)
+    found = names(emitted)
+    assert found["raybatch.shard.committed"] <= 401 and len(emitted) <= 1000
+    assert found["raybatch.shard.committed"] >= min(60, hours * 3600 / 5)
+    new = [e["payload"]["new"] for e in emitted if "new" in e["payload"]]
+    assert sum(new) == shards  # coalesced, not dropped
+
+
+def test_small_runs_tell_each_commit_but_not_more_often_than_every_few_seconds(emitted):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
+    live.started(Beat(0.0, shards=10, committed=2))
+    for number, at in [(3, 0.0), (4, 1.0), (5, 2.0), (6, 7.0), (9, 8.0), (10, 8.5)]:
+        live.see(Beat(0.0, shards=10, committed=number), at)
+    told = [e["payload"] for e in emitted if e["event"] == "raybatch.shard.committed"]
+    assert [(p["committed"], p["new"]) for p in told] == [(3, 1), (6, 3), (10, 4)]
+
+
+def test_stalls_and_a_high_quarantine_are_told_once_each(emitted, caplog):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 5)
+    for failed, alarms in [(5, 0), (5, 1), (6, 1), (7, 2), (8, 0), (9, 1)]:
+        live.see(Beat(0.0, failed=failed, alarms=alarms, about="engines: none", quiet=61.0), 0.0)
+    assert names(emitted) == {"raybatch.run.stalled": 3, "raybatch.quarantine.high": 1}
+    assert emitted[0]["payload"]["about"] == "engines: none"
+    assert emitted[0]["resource"]["prefect.resource.id"] == "raybatch.run.k"
+    assert "limits.warn_failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "told"),
+    [
+        (ErrorBudgetExceeded("too many"), 1, ["raybatch.budget.exceeded", "raybatch.run.failed"]),
+        (EngineStartError("no"), 1, ["raybatch.run.failed"]),
+        (StoreUnavailable("away"), 1, []),
+        (StoreUnavailable("away"), 4, ["raybatch.run.failed"]),
+    ],
+)
+def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, told, monkeypatch):
+    monkeypatch.setattr(events.task_run, "get_run_count", lambda: tries, raising=False)
+    with pytest.raises(type(error)), RunEvents("k", "j").failures(3):
+        raise error
+    assert [event["event"] for event in emitted] == told
+
+
+def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, monkeypatch):
+    """8 hours of it, by a clock that is turned by hand."""
+    now = [0.0]
+    run = Run(str(tmp_path), "k", "h", 1_000_000, 100_000, False)
+    shown = Page(make_job(), run, clock=lambda: now[0])
+    calls: Counter[str] = Counter()
+    progress = Progress(1_000_000, 100_000)
+    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    progress.add(replace(COMMIT, stats=stats), 1.0)
+    shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
+    monkeypatch.setattr(Page, "_show", lambda self, artifact, kind: calls.update([kind]))
+    monkeypatch.setattr(plots, "live", lambda charts, working: "data:,")  # 960 would take a minute
+    for second in range(8 * 3600):
+        now[0] = float(second)
+        done = round(1_000_000 * second / (8 * 3600))
+        shown._counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
+        shown._progress = progress
+        shown.hear(Beat(0.0, phase=INFERRING))
+        shown.tick()
+    assert calls["progress"] <= 8 * 720 and calls["live"] <= 8 * 360 and calls["line"] <= 8 * 240
+    assert 8 * 100 < calls["plots"] <= 8 * 120
+    assert (calls.total() + len(emitted)) / (8 * 3600) < 0.5
+    assert len(emitted) <= 1000
+
+
+def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
+    tmp_path, emitted, monkeypatch
+):
+    now, away = [0.0], [True]
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: now[0])
+    shown.log = type("Log", (), {"info": lambda self, text: None})()
+    seen: list[str] = []
+
+    def show(self: Page, artifact: Any, kind: str) -> None:
+        if kind == "progress" and away[0]:
+            raise ConnectionError("database is locked")
+        seen.append(kind)
+
+    monkeypatch.setattr(Page, "_show", show)
+    shown._counts = counts()  # the same for ever: what is shown once is not shown again
+    shown.hear(Beat(0.0, phase=INFERRING))
+    with pytest.raises(ConnectionError):
+        shown.tick()
+    assert "live" in seen and "progress" not in seen
+    now[0], away[0] = 1.0, False
+    shown.tick()
+    assert "progress" not in seen  # a server in trouble is asked no more often
+    now[0] = page.PROGRESS_EVERY
+    shown.tick()
+    now[0] = 2 * page.PROGRESS_EVERY
+    shown.tick()
+    assert seen.count("progress") == 1
+
+
+def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
+    store = small_run(tmp_path).store
+    now = [0.0]
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    shown = Page(make_job(), run, clock=lambda: now[0])
+    shown._counts = counts()
+    beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
+    store.put(path_of("elsewhere"), beat.to_bytes())
+    assert shown._now(1.0).phase != WAITING
+    seen = shown._now(20.0)
+    assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
+    old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
+    store.put(path_of("elsewhere"), old.to_bytes())
+    assert shown._now(40.0).phase != WAITING
+
+
+# --- the asset's key ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("s3://b/out/k", "s3://b/out/k/data/"),
+        ("/srv/out/k/", "file:///srv/out/k/data/"),
+        ("file:///srv/out/k", "file:///srv/out/k/data/"),
+    ],
+)
+def test_the_asset_key_is_the_uri_of_the_data(run, key):
+    assert assets.asset_key(run) == key
+    assert assets.Asset(key=key)
+
+
+def test_characters_that_an_asset_key_may_not_hold_are_replaced():
+    key = assets.asset_key("/srv/o ut/{a}#%20/k")
+    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/data/~[0-9a-f]{8}/", key)
+    assert assets.Asset(key=key)
+
+
+def test_a_long_path_keeps_its_end():
+    key = assets.asset_key("/" + "x" * 600 + "/k")
+    assert len(key) <= 512 and "xx/k/data/" in key and assets.Asset(key=key)
+
+
+def test_two_places_never_share_an_asset_key():
+    long = "/" + "x" * 600 + "/k"
+    places = ["/o/a b/k", "/o/a_b/k", "/o/a#b/k", "s3://o/a b/k", long, "/y" + long]
+    assert len({assets.asset_key(place) for place in places}) == len(places)
+
+
+# --- a real server ------------------------------------------------------------------------------
+
+
+def events_of(resource: str) -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        answer = client._client.post(
+            "/events/filter",
+            json={"filter": {"resource": {"id_prefix": [resource]}}, "limit": 50},
+        )
+    return answer.raise_for_status().json()["events"]
+
+
+def steady(seconds: float, shards: int, failed: int = 0) -> Any:
+    """An `infer_run` that commits at an even pace."""
+
+    def infer_run(job: Any, run: Run, observe: Any) -> Progress:
+        from prefect_raybatch.ledger.records import Commit
+
+        progress = Progress(run.rows, run.shards)
+        observe(progress)
+        for shard in range(shards):
+            time.sleep(seconds / shards)
+            bad = ((0, failed),) if shard == 0 and failed else ()
+            stats = {"rows": 10, "started": time.time() - 0.05, "ended": time.time()}
+            good = ((failed if bad else 0, 10),)
+            commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
+            progress.add(commit, time.time())
+            observe(progress)
+        observe.hear(Beat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0))
+        return progress
+
+    return infer_run
+
+
+def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
+    prefect_api, tmp_path, monkeypatch
+):
+    run = Run(str(tmp_path), "night-7", "h", 100, 10, False)
+    done = report("night-7")
+    tries: list[int] = []
+    good = steady(1.0, 10, failed=3)
+
+    def infer_run(job: Any, run: Run, observe: Any) -> Progress:
+        tries.append(1)
+        if len(tries) == 1:
+            steady(0.5, 5)(job, run, observe)
+            raise StoreUnavailable("away")
+        return good(job, run, observe)
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+
+    @flow
+    def night() -> None:
+        job = make_job()
+        progress = tasks.infer_shards.with_options(retry_delay_seconds=0)(job, run)
+        tasks.finalize_run(job, run, progress)
+
+    state = night(return_state=True)
+    assert state.is_completed() and len(tries) == 2
+    wanted = {
+        "raybatch.run.started",
+        "raybatch.run.stalled",
+        "raybatch.quarantine.high",
+        "raybatch.shard.committed",
+        "raybatch.run.completed",
+    }
+
+    def told() -> list[dict[str, Any]]:
+        found = events_of("raybatch.run.night-7")
+        return found if {event["event"] for event in found} >= wanted else []
+
+    found = wait_for(told)
+    assert {e["event"] for e in found} == wanted
+    flow_run = f"prefect.flow-run.{state.state_details.flow_run_id}"
+    for event in found:
+        assert flow_run in {r["prefect.resource.id"] for r in event["related"]}, event["event"]
+    (made,) = wait_for(
+        lambda: [
+            event
+            for event in events_of("file:///nowhere/k/data/")
+            if event["payload"].get("run_key") == "night-7"
+        ]
+    )
+    assert made["event"] == "prefect.asset.materialization.succeeded"
+    kept = {"rows": 99, "run_key": "night-7", "quarantined": 1, "location": "/nowhere/k/data/"}
+    assert kept.items() <= made["payload"].items()
+    every = artifacts_of("raybatch-night-7-")
+    by_key = {a.key: a for a in every}
+    assert len(every) == len(by_key)  # the second try went on with the first one's
+    assert by_key["raybatch-night-7-progress"].data == 100.0
+    live = by_key["raybatch-night-7-live"].data
+    assert "100 of 100" in live and "waiting: hangs" in live and "| failed | 3 |" in live
+    image = by_key["raybatch-night-7-plots"]
+    assert image.type == "image" and titles(image.data) == ["Throughput over time", "Shard map"]
+
+
+def picture(uri: str) -> str:
+    """The SVG that a data URI holds."""
+    return base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")).decode()
+
+
+def titles(uri: str) -> list[str]:
+    """The plots that a picture shows."""
+    return [name for name in plots.NAMES.values() if f">{name}" in picture(uri)]
+
+
+def test_the_report_shows_its_plots_on_the_server(prefect_api, monkeypatch):
+    done = full(run_key="night-8", run="/nowhere/k", notes=("a note",))
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+    run = Run("/nowhere/k", "night-8", "h", 100, 10, True)
+
+    @flow
+    def night() -> None:
+        tasks.finalize_run(make_job(), run)
+
+    assert night(return_state=True).is_completed()
+    made = {a.key: a for a in artifacts_of("raybatch-night-8-")}
+    text = made["raybatch-night-8-report"].data
+    images = re.findall(r"!\[[^\]]+\]\((data:[^)]+)\)", text)
+    assert len(images) == 4 and all(picture(uri).startswith("<svg") for uri in images)
+    assert "| sequences running (mean an engine) | 200.0 |" in text
+    assert titles(made["raybatch-night-8-plots"].data) == list(plots.NAMES.values())
+
+
+def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_path, monkeypatch):
+    """The plots of a run at work become those of the whole, and a second try adds no versions."""
+    run = Run(str(tmp_path), "night-9", "h", 100, 10, False)
+    done = full(run_key="night-9", run="/nowhere/k")
+    tries: list[int] = []
+    monkeypatch.setattr(runs, "infer_run", steady(0.2, 10, failed=3))
+    monkeypatch.setattr(runs, "finalize_run", lambda *_: done)
+
+    def completed(self: Any, report: Any) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise StoreUnavailable("away")
+
+    monkeypatch.setattr(tasks.RunEvents, "completed", completed)
+
+    @flow
+    def night() -> None:
+        progress = tasks.infer_shards(make_job(), run)
+        tasks.finalize_run.with_options(retry_delay_seconds=0)(make_job(), run, progress)
+
+    assert night(return_state=True).is_completed() and len(tries) == 2
+    every = artifacts_of("raybatch-night-9-")
+    kinds = ["failures", "live", "plots", "progress", "report", "stages"]
+    assert sorted(a.key for a in every) == [f"raybatch-night-9-{kind}" for kind in kinds]
+    by_key = {a.key: a for a in every}
+    assert titles(by_key["raybatch-night-9-plots"].data) == list(plots.NAMES.values())
+    assert by_key["raybatch-night-9-plots"].description == "Plots of the run night-9."
+
+
+# --- keys of artifacts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run_key", "key"),
+    [
+        ("monday", "raybatch-monday"),
+        ("demo-600-7", "raybatch-demo-600-7"),
+        ("industries-20260301T020000Z", "raybatch-industries-20260301t020000z"),
+    ],
+)
+def test_plain_run_keys_are_their_own_artifact_keys(run_key, key):
+    assert artifact_key(run_key) == key
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+ALIKE = st.sampled_from(["a.b", "a-b", "a_b", "A-b", "a--b", "a-b-", "a-b.", "a-b--", "n-20260301"])
+STAMPED = st.sampled_from(["n-20260301T020000Z", "n-20260301t020000z", "N-20260301T020000Z"])
+
+
+@given(st.sets(NAMES | ALIKE | STAMPED, min_size=2, max_size=12))
+def test_two_run_keys_never_share_an_artifact_key(names):
+    keys = {artifact_key(name) for name in names}
+    assert len(keys) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_tuned_has_a_key_that_no_run_has(kind):
+    assert tune_key("nightly") == "raybatch-tune-nightly"
+    taken = f"{artifact_key('tune-x')}-{kind}"
+    assert tune_key(f"x-{kind}") != taken and tune_key(f"x.{kind}") != taken
+    assert tune_key(f"x-{kind}") != tune_key(f"x.{kind}")
+
+
+def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
+    show = cli._Show(quiet=False)
+    monkeypatch.setattr(page, "OBSERVERS", [show, lambda progress: None])
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False))
+    shown.hear(Beat(0.0, phase=INFERRING))
+    shown(Progress(100, 10))
+    assert capsys.readouterr().err == "inferring\n"
+    shown.hear(Beat(0.0, phase=INFERRING))
+    assert capsys.readouterr().err == ""
+    shown.hear(Beat(0.0, phase=WAITING))  # said though nothing was committed
+    assert capsys.readouterr().err == "waiting\n"
+
+
+def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
+    beat = Beat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
+    assert page.line(beat).endswith("8 (7 of them not committed) failed")
+    assert {"": "failed", "now": "8 (7 of them not committed)"} in page.live_rows(beat)
+    # Also of a driver elsewhere, whose commits are all that is seen from here.
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown._counts = counts()
+    shown.hear(beat)
+    assert shown._now(1.0).held_back == 7
+
+
+def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    shown = Page(make_job(), run)
+    beat = Beat(0.0, phase=INFERRING, engines={"ALIVE": 1})
+    assert shown._plots(beat) is None
+    progress = Progress(100, 10)
+    shown._progress = progress
+    assert shown._plots(beat) is None
+    stats = {"rows": 10, "started": 1.0, "ended": 2.0}
+    progress.add(replace(COMMIT, shard=0, stats=stats), 1.0)
+    assert "in work, about" in picture(shown._plots(beat) or "")
+    assert "in work, about" not in picture(shown._plots(replace(beat, engines={})) or "")
+
+
+def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch):
+    """Everything that goes over HTTP while commits flow: artifacts, logs, states, events' kin."""
+    seconds, calls = 14.0, []
+    for kind in (httpx.Client, httpx.AsyncClient):
+        send = kind.send
+
+        def counted(self, request, *args, _send=send, **kwargs):
+            calls.append((time.monotonic(), request.method, request.url.path))
+            return _send(self, request, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "send", counted)
+    monkeypatch.setattr(runs, "infer_run", steady(seconds, 1400))
+    run = Run(str(tmp_path), "steady", "h", 14_000, 1400, False)
+
+    @flow
+    def night() -> None:
+        tasks.infer_shards(make_job(), run)
+
+    began = time.monotonic()
+    assert night(return_state=True).is_completed()
+    # The first seconds have what starts a flow run and what makes the artifacts.
+    steadily = [c for c in calls if began + 5 < c[0] < began + 13]
+    print(Counter(path.rsplit("/", 1)[0] for _, _, path in steadily), len(steadily) / 8)
+    assert len(steadily) / 8 <= 1.0
+
+
+def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "automations", ROOT / "deployments/automations.py"
+    )
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    pages: list[dict[str, Any]] = []
+
+    class Pager(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            pages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    pager = HTTPServer(("127.0.0.1", 0), Pager)
+    threading.Thread(target=pager.serve_forever, daemon=True).start()
+    CustomWebhookNotificationBlock(
+        name="pager",
+        url=f"http://127.0.0.1:{pager.server_port}/",
+        json_data={"subject": "{{subject}}", "body": "{{body}}"},
+    ).save("on-call", overwrite=True)
+    with pytest.raises(SystemExit, match="there is no block"):
+        script.deploy("custom-webhook/nobody")
+    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"created"}
+    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"updated"}
+    with get_client(sync_client=True) as client:
+        known = [a.name for a in client.read_automations() if a.name.startswith("raybatch")]
+    assert sorted(known) == ["raybatch: a run stalls", "raybatch: the quarantine is high"]
+
+    live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/out/industries-1", 3)
+    # The server's trigger service reads automations when told of them: say it until it is heard.
+    for number in range(60):
+        live.see(
+            Beat(0.0, alarms=number + 1, about="engines: 1 alive", failed=4, rows=9, shards=5), 0.0
+        )
+        live._high = False
+        if {"stall" in p["subject"] for p in pages} == {True, False}:
+            break
+        time.sleep(1)
+    pager.shutdown()
+    with get_client(sync_client=True) as client:
+        for automation in client.read_automations():
+            client.delete_automation(automation.id)
+    stalls = next(p for p in pages if "stalls" in p["subject"])
+    high = next(p for p in pages if "many rows fail" in p["subject"])
+    assert stalls["subject"] == "industries-1 stalls"
+    assert "engines: 1 alive" in stalls["body"] and "s3://b/out/industries-1" in stalls["body"]
+    assert "4 of 9 rows have failed" in high["body"].replace("\n", " ")

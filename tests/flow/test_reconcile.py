@@ -1,0 +1,187 @@
+"""Ray jobs and flow runs kept in step, against a real Prefect server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.fake_ray import FakeHead, job
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
+
+from prefect_raybatch.errors import ConfigError, JobServerUnavailable
+from prefect_raybatch.flow import reconcile as flow_runs
+from prefect_raybatch.flow.reconcile import Action, reconcile_jobs
+from prefect_raybatch.remote.server import JobServer
+
+URL, ID = "http://head:8265", "raybatch-k-abc-1"
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
+    made = FakeHead()
+
+    def at(url: str) -> JobServer:
+        assert url == URL
+        return JobServer(url, 1.0, lambda url: made, lambda seconds: None)
+
+    monkeypatch.setattr(flow_runs, "JobServer", at)
+    forget()
+    yield made
+    forget()
+
+
+def forget() -> None:
+    """No flow run's label may reach the next test, here or elsewhere."""
+    with get_client(sync_client=True) as client:
+        while found := client.read_flow_runs():
+            for run in found:
+                client.delete_flow_run(run.id)
+
+
+@flow
+def nightly() -> None:
+    pass
+
+
+def flow_run(state: Any, follows: str | None = None, since: float = 0.0) -> FlowRun:
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(nightly, state=Running())
+        client.set_flow_run_state(run.id, state, force=True)
+        if follows:
+            labels = {"raybatch.job": follows, "raybatch.job_server": URL}
+            client.update_flow_run_labels(run.id, {**labels, "raybatch.followed_since": since})
+        return client.read_flow_run(run.id)
+
+
+def submitted(head: FakeHead, run: FlowRun | None, status: str = "RUNNING", **more: str) -> None:
+    metadata = {"raybatch_flow_run": str(run.id)} if run else {}
+    head.jobs[ID] = job(ID, status, {**metadata, **more})
+
+
+def state_of(run: FlowRun) -> Any:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(run.id).state
+
+
+def whats(actions: list[Action]) -> list[str]:
+    return [action.what for action in actions]
+
+
+@pytest.mark.parametrize("state", [Completed(), Failed(), Cancelled()])
+def test_a_job_whose_flow_run_has_ended_is_stopped(head: FakeHead, state: Any) -> None:
+    submitted(head, flow_run(state))
+    assert whats(reconcile_jobs(URL, dry_run=True)) == ["stopped"] and not head.stopped
+    (action,) = reconcile_jobs(URL)
+    assert action.what == "stopped" and state.name in action.why
+    assert head.stopped == [ID] and not head.live()
+    assert reconcile_jobs(URL) == []
+
+
+def test_a_job_of_a_running_flow_run_is_kept(head: FakeHead) -> None:
+    submitted(head, flow_run(Running()))
+    assert whats(reconcile_jobs(URL)) == ["kept"] and head.live()
+
+
+def test_the_job_of_a_crashed_flow_run_waits_for_the_next_try(head: FakeHead) -> None:
+    run = flow_run(Crashed())
+    submitted(head, run)
+    assert whats(reconcile_jobs(URL)) == ["kept"] and head.live()
+    submitted(head, run, raybatch_on_crash="stop")
+    assert whats(reconcile_jobs(URL)) == ["stopped"] and not head.live()
+
+
+def test_a_job_that_another_flow_run_follows_is_kept(head: FakeHead) -> None:
+    submitted(head, flow_run(Failed()))
+    flow_run(Running(), follows=ID, since=time.time())
+    assert whats(reconcile_jobs(URL)) == ["kept"] and head.live()
+
+
+def test_a_job_that_nobody_of_ours_submitted_is_kept(head: FakeHead) -> None:
+    submitted(head, None)
+    assert whats(reconcile_jobs(URL)) == ["kept"]
+    submitted(head, None, raybatch_flow_run="0" * 8 + "-0000-4000-8000-" + "0" * 12)
+    assert whats(reconcile_jobs(URL)) == ["kept"]
+    head.jobs["theirs"] = job("theirs", "RUNNING")
+    assert len(reconcile_jobs(URL)) == 1 and head.stopped == []
+
+
+def test_a_process_that_died_while_cancelling_is_helped(
+    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = flow_run(Cancelling(), follows=ID)
+    submitted(head, run)
+    assert whats(reconcile_jobs(URL)) == ["kept"]  # it may be at it
+    monkeypatch.setattr(flow_runs, "CANCEL", 0.0)
+    assert whats(reconcile_jobs(URL)) == ["stopped"] and head.stopped == [ID]
+
+
+def test_a_flow_run_whose_job_has_vanished_is_told(head: FakeHead) -> None:
+    run = flow_run(Running(), follows=ID, since=1.0)
+    assert whats(reconcile_jobs(URL, dry_run=True)) == ["crashed"] and state_of(run).is_running()
+    (action,) = reconcile_jobs(URL, settle=0.01)
+    assert (action.what, action.flow_run) == ("crashed", str(run.id))
+    assert state_of(run).is_crashed() and ID in state_of(run).message
+    assert "run it again" in state_of(run).message
+
+
+def test_a_flow_that_submits_anew_in_time_is_left_alone(
+    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = flow_run(Running(), follows=ID, since=1.0)
+    # Not time.sleep itself: other threads of this process call it too.
+    clock = SimpleNamespace(time=time.time, sleep=lambda seconds: submitted(head, run))
+    monkeypatch.setattr(flow_runs, "time", clock)
+    assert reconcile_jobs(URL, settle=90) == [] and state_of(run).is_running()
+
+
+def test_a_flow_run_has_time_to_notice_itself(head: FakeHead) -> None:
+    young = flow_run(Running(), follows=ID, since=time.time())
+    done = flow_run(Running(), follows="raybatch-done-1", since=1.0)
+    head.jobs["raybatch-done-1"] = job("raybatch-done-1", "SUCCEEDED")
+    failed = flow_run(Running(), follows="raybatch-failed-1", since=1.0)
+    head.jobs["raybatch-failed-1"] = job("raybatch-failed-1", "FAILED")
+    head.jobs["raybatch-failed-1"].end_time = time.time() * 1000
+    assert reconcile_jobs(URL, settle=0) == []
+    head.jobs["raybatch-failed-1"].end_time = 1000
+    assert [a.flow_run for a in reconcile_jobs(URL, settle=0)] == [str(failed.id)]
+    assert state_of(young).is_running() and state_of(done).is_running()
+
+
+def test_a_server_that_is_away_condemns_nobody(head: FakeHead) -> None:
+    run = flow_run(Running(), follows=ID, since=1.0)
+    head.down = 10**6
+    with pytest.raises(JobServerUnavailable):
+        reconcile_jobs(URL, settle=0)
+    assert state_of(run).is_running()
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no job server"):
+        reconcile_jobs("ray://head:10001")
+
+
+def test_a_flow_run_labels_itself_and_knows_when_it_is_cancelled(head: FakeHead) -> None:
+    seen: list[Any] = []
+
+    @flow
+    def follows() -> None:
+        owner = flow_runs.owner()
+        owner.attached(ID, URL)
+        seen.append(owner.cancelled())
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(owner.id, Cancelling(), force=True)  # type: ignore[arg-type]
+            seen.append(owner.cancelled())
+            run = client.read_flow_run(owner.id)  # type: ignore[arg-type]
+            seen.append({k: run.labels[k] for k in ("raybatch.job", "raybatch.job_server")})
+
+    follows(return_state=True)
+    assert seen == [False, True, {"raybatch.job": ID, "raybatch.job_server": URL}]
+    assert flow_runs.owner().id is None

@@ -1,0 +1,260 @@
+"""The Prefect side against a real Prefect server: run keys, retries by class, artifacts, logs."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.prefect_server import artifacts_of
+from helpers.reports import report
+from helpers.retries import first_run, numbers, work
+from helpers.small import make_job
+from prefect import flow
+from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterName,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.states import State
+from pydantic import SecretStr
+
+from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
+from prefect_raybatch.flow import artifacts, tasks
+from prefect_raybatch.ledger.records import Commit, RunReport
+from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.runs import Run
+
+RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """The plain functions behind the tasks, replaced by ones that note how they were called."""
+    made: dict[str, list[Any]] = {"plan": [], "infer": [], "finalize": []}
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        made["plan"].append(key)
+        return RUN
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
+        made["infer"].append(run)
+        progress = Progress(100, 4)
+        for shard in range(4):
+            stats = {"rows": 25, "started": time.time(), "ended": time.time()}
+            commit = Commit(shard, "a", "t", "h", ((0, 25),), (), (), (), stats, {}, {}, 0.0)
+            progress.add(commit, time.time())
+            observe(progress)
+        return progress
+
+    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+        made["finalize"].append(run)
+        return report()
+
+    for function in (plan_run, infer_run, finalize_run):
+        monkeypatch.setattr(runs, function.__name__, function)
+    return made
+
+
+def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[Any]]) -> None:
+    keys: list[str] = []
+
+    @flow
+    def nightly() -> None:
+        batch_inference(make_job(name="inner"))
+        keys.append(calls["plan"][-1])
+
+    before = datetime.now(UTC).replace(microsecond=0)
+    state = nightly(return_state=True)
+    assert state.is_completed()
+    with get_client(sync_client=True) as client:
+        outermost = client.read_flow_run(state.state_details.flow_run_id)
+        named = FlowRunFilter(name=FlowRunFilterName(any_=keys))
+        assert client.read_flow_runs(flow_run_filter=named)
+    start = outermost.expected_start_time
+    assert start and keys == [f"inner-{start.astimezone(UTC):%Y%m%dT%H%M%SZ}"]
+    assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
+    assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
+
+
+def test_the_flow_run_is_named_by_the_run_key(calls: dict[str, list[Any]]) -> None:
+    def made(*arguments: Any, **named: Any) -> tuple[State, str]:
+        state = batch_inference(*arguments, return_state=True, **named)
+        assert state.state_details.flow_run_id is not None
+        with get_client(sync_client=True) as client:
+            return state, client.read_flow_run(state.state_details.flow_run_id).name
+
+    assert made(make_job(), "night-7")[1] == "night-7"
+    missed = datetime(2026, 3, 1, 2, tzinfo=UTC)
+    assert made(make_job(name="j"), scheduled_for=missed)[1] == "j-20260301T020000Z"
+    state, _ = made({"name": "nothing-else"})
+    assert state.is_failed() and "job.source: Field required" in (state.message or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(ConfigError("field x is wrong"), 1), (StoreUnavailable("away"), 4)]
+)
+def test_only_passing_faults_are_tried_again(
+    error: Exception, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        seen.append(key)
+        raise error
+
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+
+    @flow
+    def once() -> None:
+        plan_shards.with_options(retry_delay_seconds=0)(make_job(), "k")
+
+    state = once(return_state=True)
+    assert state.is_failed() and len(seen) == tries
+    with pytest.raises(type(error), match=str(error)):
+        state.result()
+
+
+def test_a_start_error_is_terminal_and_the_flow_is_failed(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
+        calls["infer"].append(run)
+        raise EngineStartError("no such model")
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    state = batch_inference(make_job(), "k", return_state=True)
+    assert state.is_failed() and "no such model" in (state.message or "")
+    assert len(calls["infer"]) == 1 and not calls["finalize"]
+
+
+def test_artifacts_and_logs_are_in_the_page(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "Night_1.a"
+
+    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+        return report(key)
+
+    def plan_run(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
+        return Run("/nowhere/k", key, "hash", 100, 4, False)
+
+    monkeypatch.setattr(runs, "finalize_run", finalize_run)
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+    base = artifacts.artifact_key(key)
+    wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
+    with get_client(sync_client=True) as client:
+        # Prefect's server on SQLite was once locked for a minute; the page then gives up in time.
+        for _ in range(2):
+            state = batch_inference(make_job(), key, return_state=True)
+            assert state.is_completed()
+            found = {a.key: a for a in artifacts_of(f"{base}-")}
+            if wanted <= set(found):
+                break
+        run_id = state.state_details.flow_run_id
+        deadline, logs = time.time() + 30, []
+        while not any("100 of 100 rows" in text for text in logs) and time.time() < deadline:
+            time.sleep(0.5)
+            lines = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id]))
+            logs = [line.message for line in client.read_logs(lines)]
+    assert wanted <= set(found)
+    assert found[f"{base}-progress"].data == 100.0
+    assert "| Rows in quarantine | 1 (1.00%) |" in found[f"{base}-report"].data
+    assert any("100 of 100 rows" in text for text in logs)
+
+
+class KeysLikeAws(Block):
+    """The fields of prefect-aws's AwsCredentials that matter here."""
+
+    _block_type_slug = "keys-like-aws"
+
+    aws_access_key_id: str
+    aws_secret_access_key: SecretStr
+    aws_session_token: SecretStr | None = None
+    aws_client_parameters: dict = {}
+
+
+def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = KeysLikeAws(aws_access_key_id="id-1", aws_secret_access_key=SecretStr("hush-hush"))
+    block.save("night", overwrite=True)
+    seen: list[dict[str, Any]] = []
+
+    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+        seen.append(job.output.options)
+        return RUN
+
+    monkeypatch.setattr(runs, "plan_run", plan_run)
+    name = "keys-like-aws/night"
+    job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
+    state = batch_inference(job, "k", return_state=True)
+    assert state.is_completed()
+    assert seen == [{"key": "id-1", "secret": "hush-hush"}]
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(state.state_details.flow_run_id)
+    assert run.parameters and "hush-hush" not in str(run.parameters)
+
+
+@pytest.mark.parametrize("name", ["keys-like-aws/nobody", "no-such-type/x", "nonsense"])
+def test_a_block_that_cannot_be_loaded_is_a_config_error(name: str) -> None:
+    job = make_job(source={"uri": "in.parquet", "credentials_block": name})
+    with pytest.raises(ConfigError, match="credentials_block"):
+        tasks.with_blocks(job)
+
+
+def test_a_page_that_is_away_stops_nothing(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def away(*_: Any, **__: Any) -> Any:
+        asked.append("artifact")
+        raise ConnectionError("no API")
+
+    monkeypatch.setattr(artifacts.Artifact, "get", away)
+
+    @flow
+    def infer() -> int:
+        return infer_shards(make_job(), RUN).done
+
+    assert infer() == 100
+    assert asked
+
+
+def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states tell the truth: completed with a report, completed with nothing to do, failed."""
+
+    def infer_run(job: BatchJob, run: Run, observe: Any = None) -> None:
+        work(run, job, {7: "Again"})
+
+    monkeypatch.setattr(runs, "infer_run", infer_run)
+    uri = first_run(tmp_path).store.uri
+    report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
+    assert report is not None
+    assert (report.run_key, report.good, report.failed) == ("key.r1", 2, 1)
+    assert numbers(report.run) == [4, 11]
+    state = retry_failed(uri, ["ValueError"], return_state=True)
+    assert state.is_failed()
+    with pytest.raises(ConfigError, match=r"retry-failed .*key\.r1"):
+        state.result()
+    state = retry_failed(uri, ["ValueEror"], return_state=True)
+    assert state.is_failed()
+    with pytest.raises(
+        ConfigError, match=r"failed with ValueEror; the classes .* ValueError \(2\)"
+    ):
+        state.result()
+    empty = first_run(tmp_path, failed={}, key="good").store.uri
+    state = retry_failed(empty, return_state=True)
+    assert state.is_completed() and "no row of good failed" in str(state.message)
+    assert retry_failed(empty) is None

@@ -1,0 +1,65 @@
+"""The engine stage over planned engines, its blocks, and what was lost of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from helpers.engines import Factory
+from helpers.small import MODEL, input_rows
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.stages import engine as stage
+from prefect_raybatch.stages.block import (
+    ERROR,
+    ERROR_TYPE,
+    FATAL,
+    LOST,
+    PARAMS,
+    POSITION,
+    SHARD,
+    TOKENS,
+    Failure,
+    is_lost,
+    tag,
+)
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.vllm import stepper
+
+SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineStage, Factory]]:
+    """The stage over engines that do, one after the other, what is given."""
+
+    def make(*plan: Any, spec: EngineSpec = SPEC) -> tuple[EngineStage, Factory]:
+        factory = Factory(*plan)
+        monkeypatch.setattr(stepper, "SteppedEngine", factory)
+        monkeypatch.setattr(stage, "PAUSE", 0)
+        return EngineStage(spec), factory
+
+    return make
+
+
+def block(unit: Unit, failed: Any = (), params: dict[int, str] | None = None) -> pa.Table:
+    """A prepared block: token lists [i], [i, i] ..., failed rows with none."""
+    bad = Failure("prepare", "ValueError", "null").to_dict()
+    rows = range(unit.rows)
+    tokens = [[] if i in failed else [i] * 2 for i in rows]
+    table = tag(input_rows(0, unit.rows), unit)
+    for name, column in {
+        TOKENS: pa.array(tokens, pa.list_(pa.int32())),
+        PARAMS: pa.array([(params or {}).get(i) for i in rows], pa.string()),
+        ERROR: pa.array([bad if i in failed else None for i in rows], ERROR_TYPE),
+    }.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def lost_rows(table: pa.Table) -> list[tuple[int, int, str, bool]]:
+    assert is_lost(table)
+    names = [SHARD, POSITION, LOST, FATAL]
+    return [tuple(row.values()) for row in table.select(names).to_pylist()]

@@ -1,0 +1,318 @@
+"""Ranges against sets, records against damage, errors across processes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from helpers.reports import COMMIT, PIECE, RECEIPT, REPORT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_raybatch import errors
+from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
+from prefect_raybatch.ledger.ranges import count, merge, missing, to_ranges
+from prefect_raybatch.ledger.records import (
+    FORMAT,
+    Commit,
+    Plan,
+    Receipt,
+    RunReport,
+    digest,
+    dump,
+    fold_stats,
+    load,
+)
+
+positions = st.sets(st.integers(0, 60), max_size=40)
+
+
+def members(ranges: Any) -> set[int]:
+    return {p for start, stop in ranges for p in range(start, stop)}
+
+
+def of(held: set[int]) -> Any:
+    return to_ranges(sorted(held))
+
+
+# --- ranges -------------------------------------------------------------------------------------
+
+
+@given(positions)
+def test_ranges_are_their_set(held):
+    ranges = of(held)
+    assert members(ranges) == held
+    assert count(ranges) == len(held)
+    assert all(start < stop for start, stop in ranges)
+    # The shortest form: no two ranges touch.
+    assert all(a[1] < b[0] for a, b in pairwise(ranges))
+
+
+@given(st.lists(st.integers(0, 30), max_size=20))
+def test_to_ranges_takes_only_ascending_positions(given_positions):
+    ascending = all(a < b for a, b in pairwise(given_positions))
+    if ascending:
+        assert members(to_ranges(given_positions)) == set(given_positions)
+    else:
+        with pytest.raises(ValueError, match="repeated or out of order"):
+            to_ranges(given_positions)
+
+
+@given(st.lists(positions, max_size=5))
+def test_merge_is_union_or_none(parts):
+    union: set[int] = set().union(*parts)
+    found = merge(*(of(p) for p in parts))
+    if sum(len(p) for p in parts) == len(union):
+        assert found == of(union)
+    else:
+        assert found is None
+
+
+@pytest.mark.parametrize("bad", [((3, 3),), ((5, 2),), ((0, 4), (2, 6)), ((0, 2), (0, 2))])
+def test_merge_refuses_what_is_no_set(bad):
+    assert merge(bad) is None
+
+
+@given(positions, st.integers(0, 61))
+def test_missing_is_the_complement(held, rows):
+    held = {p for p in held if p < rows}
+    assert members(missing(of(held), rows)) == set(range(rows)) - held
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+        lambda inner: (
+            st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner)
+        ),
+        max_leaves=10,
+    )
+)
+def test_dump_is_canonical(value):
+    assert json.loads(dump(value)) == value
+    if isinstance(value, dict):
+        assert dump(dict(reversed(value.items()))) == dump(value)
+
+
+# --- records ------------------------------------------------------------------------------------
+
+PLAN = Plan(
+    run_key="k",
+    job_name="j",
+    created="2026-01-01T00:00:00+00:00",
+    rows=10,
+    rows_per_shard=5,
+    shards=2,
+    fingerprint="f",
+    parts={"source.uri": ["Straße"]},
+    model={"source": "demo"},
+    input_schema="",
+    shards_table="shards-1.parquet",
+    files_table="files-1.parquet",
+    snapshot=False,
+    job={"name": "j"},
+)
+READERS = {
+    "plan": (Plan.from_bytes, PLAN.to_bytes()),
+    "receipt": (Receipt.from_json, RECEIPT.to_json().encode()),
+    "commit": (Commit.from_bytes, COMMIT.to_bytes()),
+    "report": (RunReport.from_bytes, REPORT.to_bytes()),
+}
+
+
+def test_records_round_trip():
+    assert Plan.from_bytes(PLAN.to_bytes()) == PLAN
+    assert Receipt.from_json(RECEIPT.to_json()) == RECEIPT
+    assert Commit.from_bytes(COMMIT.to_bytes()) == COMMIT
+    assert RunReport.from_bytes(REPORT.to_bytes()) == REPORT
+    assert Receipt.from_json(
+        Receipt(1, "a", lost="EngineDied: x", fatal=True).to_json()
+    ) == Receipt(1, "a", lost="EngineDied: x", fatal=True)
+
+
+def test_the_plan_hash_is_that_of_its_bytes_and_survives_reading():
+    assert PLAN.hash == digest(PLAN.to_bytes())
+    assert Plan.from_bytes(PLAN.to_bytes()).hash == PLAN.hash
+
+
+def test_records_are_frozen():
+    for record in (PIECE, RECEIPT, COMMIT, PLAN, REPORT):
+        with pytest.raises(FrozenInstanceError):
+            record.shard = 1  # type: ignore[misc]
+
+
+def test_a_receipt_whose_own_parts_overlap_holds_nothing():
+    assert Receipt(0, "a", good=((0, 3),), failed=((2, 4),)).held is None
+    assert RECEIPT.held == ((0, 5),)
+    assert Receipt(0, "a", lost="x").held == ()
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"{", b"[]", b"null", b"7", b'"text"', b"\xff\xfe", b"{" * 50_000, b"[" * 50_000),
+        *(b"{}", b'{"format": 1}', b'{"format": 2}', b'{"good": [[0, Infinity]]}', b"1" * 6000),
+    ],
+)
+def test_what_is_no_record_is_a_corrupt_run(kind, data):
+    with pytest.raises(CorruptRun):
+        READERS[kind][0](data)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_unknown_and_missing_fields_are_a_corrupt_run(kind):
+    reader, data = READERS[kind]
+    value = json.loads(data)
+    with pytest.raises(CorruptRun, match="unknown fields surprise"):
+        reader(dump({**value, "surprise": 1}))
+    for name in value:
+        less = {k: v for k, v in value.items() if k != name}
+        try:
+            reader(dump(less))  # a field with a default may be left out
+        except CorruptRun:
+            continue
+
+
+def test_a_record_of_a_later_format_says_so():
+    for kind in ("plan", "commit"):
+        reader, data = READERS[kind]
+        with pytest.raises(CorruptRun, match=rf"format {FORMAT + 1}"):
+            reader(dump({**json.loads(data), "format": FORMAT + 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", -1),
+        ("rows", 1.5),
+        ("shards", "2"),
+        ("shards", None),
+        ("shards_table", "../../etc/passwd"),
+        ("shards_table", "a/b.parquet"),
+        ("files_table", "x.txt"),
+        ("files_table", 5),
+    ],
+)
+def test_a_plan_with_wrong_values_is_corrupt(name, value):
+    with pytest.raises(CorruptRun, match=name):
+        Plan.from_bytes(dump({**json.loads(PLAN.to_bytes()), name: value}))
+
+
+@pytest.mark.parametrize("path", ["../x.parquet", "a/b.parquet", "/etc/passwd"])
+def test_a_piece_cannot_name_a_file_outside(path):
+    value = json.loads(COMMIT.to_bytes())
+    value["pieces"][0]["path"] = path
+    with pytest.raises(CorruptRun, match="not one of ours"):
+        Commit.from_bytes(dump(value))
+
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 1 << 70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["data", [[0, 1]], [[1]], [["a", "b"]], {}, []]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(data=st.data())
+def test_a_damaged_record_is_read_or_corrupt_never_another_error(kind, data):
+    """A reader that hands on a record hands on one that the ledger can work with."""
+    reader, good = READERS[kind]
+    value = json.loads(good)
+    at: Any = value
+    for _ in range(data.draw(st.integers(0, 2), "depth")):
+        inner = (
+            [k for k in at if isinstance(at[k], (dict, list)) and at[k]]
+            if isinstance(at, dict)
+            else [i for i, v in enumerate(at) if isinstance(v, (dict, list)) and v]
+        )
+        if inner:
+            at = at[data.draw(st.sampled_from(inner), "into")]
+    keys = sorted(at) if isinstance(at, dict) else list(range(len(at)))
+    at[data.draw(st.sampled_from(keys), "key")] = data.draw(junk, "junk")
+    try:
+        record = reader(json.dumps(value).encode())
+    except CorruptRun:
+        return
+    if isinstance(record, (Commit, Receipt)):
+        from prefect_raybatch.report.tally import Tally
+
+        assert record.shard >= 0
+        assert isinstance(record.attempt, str)
+        merge(record.good, record.failed, record.skipped)
+        if isinstance(record, Commit):
+            Tally().add(record)
+        fold_stats([record.stats])
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(cut=st.integers(0, 2000), flip=st.integers(0, 2000), byte=st.binary(min_size=1, max_size=1))
+def test_a_truncated_or_flipped_record_is_read_or_corrupt(kind, cut, flip, byte):
+    reader, good = READERS[kind]
+    for data in (
+        good[: cut % len(good)],
+        good[: flip % len(good)] + byte + good[flip % len(good) + 1 :],
+    ):
+        try:
+            reader(data)
+        except CorruptRun as error:
+            assert len(str(error)) < 1000
+
+
+def test_load_names_what_is_broken():
+    with pytest.raises(CorruptRun, match="_SUCCESS is not readable JSON"):
+        load(b"{", "_SUCCESS")
+
+
+def test_times_fold_to_first_start_and_last_end():
+    parts = [{"rows": 2, "started": 5.0, "ended": 9.0}, {"rows": 3, "started": 4.0, "ended": 6.0}]
+    assert fold_stats(parts) == {"rows": 5, "started": 4.0, "ended": 9.0}
+    assert fold_stats([{"rows": 1}]) == {"rows": 1}
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+TREE = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, RayBatchError)
+]
+TRANSIENT = {
+    "BadUpload",
+    "StoreUnavailable",
+    "EngineFailure",
+    "IncompleteRun",
+    "ClusterUnavailable",
+    "JobLost",
+    "PrefectUnavailable",
+    "JobServerUnavailable",
+}
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_errors_cross_process_borders(kind):
+    there = pickle.loads(pickle.dumps(kind("what, which value, what to do")))
+    assert type(there) is kind and str(there) == "what, which value, what to do"
+    assert there.transient is is_transient(there) is (kind.__name__ in TRANSIENT)
+    assert kind.__doc__
+
+
+def test_what_is_not_ours_is_retried_unless_it_is_a_mistake_in_code():
+    assert (
+        is_transient(ConnectionError()) and is_transient(OSError()) and is_transient(RuntimeError())
+    )
+    assert not is_transient(TypeError()) and not is_transient(ValueError())
+    assert not is_transient(KeyboardInterrupt())

@@ -1,0 +1,228 @@
+"""What can be told of a model without its weights, and weights that are fetched once a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.models import LLAMA_8B
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.model import pinned as models
+
+# A process like an engine's: it fetches a model whose store answers slowly and notes what was read.
+ENGINE = """
+import os, sys, time
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.storage import open_store
+
+source, notes, dies = sys.argv[1:]
+
+class Slow:
+    def __init__(self):
+        self.store = open_store(source)
+    def list(self):
+        return self.store.list()
+    def open(self, path):
+        with open(notes, "a") as file:
+            file.write(path + "\\n")
+        if dies == "yes" and path != "config.json":
+            os._exit(9)
+        time.sleep(0.5)
+        return self.store.open(path)
+
+models.open_store = lambda uri: Slow()
+found = models.local_path({"source": "s3://bucket/model", "identity": "abc", "revision": None})
+print(found, sorted(os.listdir(found)))
+"""
+
+
+def start(tmp_path: Path, dies: str = "no") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(tmp_path / "store"), str(tmp_path / "notes"), dies],
+        env={**os.environ, "RAYBATCH_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    """A model of two files in a store."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/config.json").write_text("{}")
+    (tmp_path / "store/model.safetensors").write_bytes(b"w" * 1000)
+    return tmp_path
+
+
+def test_engines_that_start_together_on_a_node_fetch_its_model_once(remote: Path) -> None:
+    engines = [start(remote) for _ in range(3)]
+    found = {engine.communicate(timeout=100)[0] for engine in engines}
+    assert [engine.returncode for engine in engines] == [0, 0, 0]
+    (line,) = found  # all are given the same folder, whole
+    assert "['config.json', 'model.safetensors']" in line
+    assert sorted((remote / "notes").read_text().split()) == ["config.json", "model.safetensors"]
+
+
+def test_a_model_that_was_half_fetched_is_fetched_anew(remote: Path) -> None:
+    killed = start(remote, dies="yes")
+    assert killed.wait(timeout=100) == 9
+    after = start(remote)
+    out, _ = after.communicate(timeout=100)
+    assert after.returncode == 0 and "['config.json', 'model.safetensors']" in out
+    left = {path.name for path in (remote / "cache/models").iterdir()}
+    assert left == {"abc", "abc.lock"}  # nothing of the first try takes up the disk
+
+
+# --- its config and the size of its weights -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "stored"),
+    [
+        ({}, None),
+        ({"a.safetensors": 300, "b.safetensors": 700, "old.bin": 999}, 1000),  # the same twice
+        ({"pytorch_model.bin": 50, "b.pt": 9}, 50),
+        ({"consolidated.safetensors": 500, "model.safetensors": 480}, 480),
+        ({"consolidated.safetensors": 500}, 500),
+        ({"m.gguf": 5, "tokenizer.json": 77}, 5),
+    ],
+)
+def test_config_and_bytes_of_the_weights(tmp_path, monkeypatch, files, stored):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert models.read_config({"source": str(tmp_path)}) == (LLAMA_8B, stored)
+    local = models.open_store(str(tmp_path))
+    monkeypatch.setattr(models, "open_store", lambda uri: local)
+    assert models.read_config({"source": "s3://bucket/model"}) == (LLAMA_8B, stored)
+
+
+def test_the_bundled_model_has_both():
+    config, stored = models.read_config({"source": "demo"})
+    assert config["num_hidden_layers"] == 4 and stored and stored > 1 << 20
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_config_that_cannot_be_read_is_a_wrong_job(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"engine\.model: config\.json of .* is not readable"):
+        models.read_config({"source": str(tmp_path)})
+
+
+def test_a_hub_model_is_told_by_its_config_and_file_list_alone(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked: list[tuple[object, ...]] = []
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def download(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / "config.json")
+
+    class Api:
+        def model_info(self, name: str, **_: object) -> object:
+            files = {"config.json": 9, "a.safetensors": 300, "b.safetensors": 5, "x.bin": None}
+            made = [types.SimpleNamespace(rfilename=n, size=size) for n, size in files.items()]
+            return types.SimpleNamespace(siblings=made)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    model = {"source": "owner/name", "revision": "abc"}
+    assert models.read_config(model) == (LLAMA_8B, 305)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert models.read_config(model) == (LLAMA_8B, None)
+    assert asked == [("owner/name", "config.json", "abc")] * 2  # no weights
+
+
+def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network and not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(ConfigError, match="no network"):
+        models.read_config({"source": "owner/name", "revision": "main"})
+
+
+# --- a hub without a network --------------------------------------------------------------------
+
+LOOKUP = """
+import logging, time
+from huggingface_hub import HfApi, hf_hub_download
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Engine
+logging.basicConfig(format="%(message)s")
+began = time.monotonic()
+try:
+    found = models.resolve(Engine(model="owner/name"))
+    print(found["revision"])
+    print(models.read_config(found)[0]["model_type"])
+except ConfigError as error:
+    print(error)
+print(time.monotonic() - began)
+"""
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Somebody who takes connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(20)
+        yield listening.getsockname()[1]
+
+
+def look_up(home: Path, port: int) -> tuple[list[str], str, float]:
+    kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    env = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    env.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKUP], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, seconds = done.stdout.splitlines()
+    return lines, done.stderr, float(seconds)
+
+
+def cached(home: Path) -> None:
+    repo = home / "hub/models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text(COMMIT)
+    (repo / f"snapshots/{COMMIT}").mkdir(parents=True)
+    (repo / f"snapshots/{COMMIT}/config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_cached_model_serves_where_the_hub_cannot_be_reached(
+    tmp_path: Path, silent_port: int, closed: bool
+) -> None:
+    cached(tmp_path)
+    lines, said, seconds = look_up(tmp_path, 1 if closed else silent_port)
+    assert lines == [COMMIT, "llama"]
+    assert "owner/name is taken from the local cache" in said and COMMIT in said
+    assert "Traceback" not in said and len(said.splitlines()) == 1
+    assert seconds < 10  # two questions
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_model_that_is_nowhere_is_one_line_within_seconds(
+    tmp_path: Path, silent_port: int, closed: bool
+) -> None:
+    (line,), said, seconds = look_up(tmp_path, 1 if closed else silent_port)
+    assert "'owner/name' cannot be reached at Hugging Face" in line and "check the network" in line
+    assert not said and seconds < 10

@@ -1,0 +1,122 @@
+"""A run that outlives its flow, with real vLLM, a real Ray job server and a real Prefect server.
+
+That a cancelled flow ends its job is in test_browser.py, where it is cancelled by a click.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.prefect_server import ROOT, Prefect
+from helpers.processes import ENGINE, below, until
+from helpers.ray_head import Head
+
+from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
+from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.remote.server import JobServer, RayJob
+
+pytestmark = pytest.mark.e2e
+
+BIN = Path(sys.executable).parent
+ROWS, SHARD, KEY = 6000, 100, "outlives-its-flow"
+
+
+@pytest.fixture
+def env(prefect_process: Prefect) -> dict[str, str]:
+    return {**prefect_process.env, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+
+
+@pytest.fixture
+def server(ray_head: Head, monkeypatch: pytest.MonkeyPatch) -> JobServer:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    return JobServer(ray_head.url)
+
+
+def start(folder: Path, env: dict[str, str], url: str) -> subprocess.Popen[bytes]:
+    job = {
+        "name": "industries",
+        "source": {"uri": str(folder / "customers.csv"), "rows_per_shard": SHARD},
+        "prompt": {"system": SYSTEM, "template": TEMPLATE},
+        "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(LABELS)},
+        "engine": {"model": "demo", "max_model_len": 256},
+        "output": {"uri": str(folder / "out"), "column": "industry"},
+        "cluster": {"job_server": url},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    if not (folder / "customers.csv").exists():
+        write_customers(folder / "customers.csv", ROWS, 3)
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            [str(BIN / "raybatch"), "run", "job.yaml", "--run-key", KEY],
+            env=env,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def committed(folder: Path) -> int:
+    return len(list((folder / f"out/{KEY}/_raybatch/commits").glob("*.json")))
+
+
+def working(folder: Path, process: subprocess.Popen[bytes], commits: int) -> None:
+    def holds() -> bool:
+        assert process.poll() is None, (folder / "log.txt").read_text()
+        return committed(folder) >= commits
+
+    until(holds, 150, "the first commits")
+
+
+def job_of(server: JobServer, folder: Path) -> RayJob:
+    at = str(folder / "out" / KEY)
+    (job,) = [job for job in server.jobs() if job.metadata.get("raybatch_run") == at]
+    return job
+
+
+def logs(prefect: Prefect) -> list[str]:
+    """What the flow runs of this run key logged."""
+    named = prefect.ask("flow_runs/filter", {"flow_runs": {"name": {"any_": [KEY]}}})
+    ids = [run["id"] for run in named]
+    return [
+        x["message"] for x in prefect.ask("logs/filter", {"logs": {"flow_run_id": {"any_": ids}}})
+    ]
+
+
+def test_a_flow_killed_in_the_middle_finds_its_job_again(
+    tmp_path: Path,
+    env: dict[str, str],
+    server: JobServer,
+    prefect_process: Prefect,
+    ray_head: Head,
+) -> None:
+    flow = start(tmp_path, env, server.url)
+    working(tmp_path, flow, 3)
+    os.killpg(flow.pid, signal.SIGKILL)
+    flow.wait()
+    before, job = committed(tmp_path), job_of(server, tmp_path)
+    assert job.live and before < ROWS // SHARD
+    # Nobody watches, the work goes on.
+    until(lambda: committed(tmp_path) > before, 60, "a commit")
+    assert below(ray_head.pid, *ENGINE), "the engines are told by their names"
+
+    again = start(tmp_path, env, server.url)
+    assert again.wait(240) == 0, (tmp_path / "log.txt").read_text()
+    assert job_of(server, tmp_path).id == job.id  # one job for both flows
+    assert job_of(server, tmp_path).status == "SUCCEEDED"
+    records = [p.name for p in (tmp_path / "out" / KEY / "_raybatch/jobs").iterdir()]
+    assert sorted(records) == ["0001.end.json", "0001.json"]
+    command = [str(BIN / "raybatch"), "verify", str(tmp_path / "out" / KEY), "--json"]
+    proof = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert proof.returncode == 0 and json.loads(proof.stdout)["data"] == ROWS
+    assert pq.read_table(tmp_path / "out" / KEY / "data")["_row"].to_pylist() == list(range(ROWS))
+    told = logs(prefect_process)
+    assert any("all 60 shards are committed" in text for text in told), told

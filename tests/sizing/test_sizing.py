@@ -1,0 +1,577 @@
+"""Job, model and cluster to every size of a run: shards, engines, memory, and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, MIXTRAL
+from helpers.small import make_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_raybatch.cluster.connect import check_fit
+from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model.memory import USABLE, Model, describe
+from prefect_raybatch.sizing import engines as packing
+from prefect_raybatch.sizing.cards import CARDS
+from prefect_raybatch.sizing.explain import figures
+from prefect_raybatch.sizing.shards import (
+    MOST_BYTES,
+    MOST_ROWS,
+    choose_rows_per_shard,
+    concurrent_batches,
+)
+from prefect_raybatch.sizing.sizes import Capacity, Sizing, expected_engines, imagined, resolve
+
+LLAMA_05B = {
+    **LLAMA_8B,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+}
+CHOICES = ["Law Firm", "Healthcare", "Manufacturing", "Other"]
+SHORT = {"max_tokens": 16, "choice": CHOICES}
+LONG = {"max_tokens": 512}
+ONE = imagined("H200", 1, 16)  # the machine on which the figures in docs/performance.md were made
+NO_GPU = Capacity(16, 0, 1, "here")
+ROW = 60.0  # bytes
+
+
+def sized(
+    config: dict[str, Any] | None = LLAMA_8B,
+    have: Capacity = ONE,
+    sampling: dict[str, Any] = SHORT,
+    rows: int = 100_000,
+    row_bytes: float = ROW,
+    prompt: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Sizing:
+    job = make_job(
+        sampling=sampling,
+        engine=engine,
+        prompt=prompt or {"template": "What is {Company}?", "system": "Be short. " * 30},
+    )
+    model = describe(config, job.engine.model_extra or {}) if config else None
+    return resolve(job, rows, row_bytes, have, model)
+
+
+# --- rows a shard -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "engines", "engine", "source", "chosen", "why"),
+    [
+        (10_000, 50, 1, {}, {}, 1250, "10,000 rows / (1 engine * 8 shards)"),
+        (40_000, 50, 4, {}, {}, 625, "(4 engines * 16 shards)"),
+        (10_000, 50, 10, {}, {}, 256, "at least engine.batch_size 256"),
+        (1_000_000, 50, 1, {}, {}, MOST_ROWS, "at most 4,000"),
+        (300, 50, 1, {}, {}, 256, "at least engine.batch_size 256"),
+        (100, 50, 1, {}, {}, 100, "all rows, fewer than engine.batch_size 256"),
+        (1, 50, 8, {}, {}, 1, "all rows, fewer than engine.batch_size 256"),
+        (1_000_000, 1 << 20, 1, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
+        (1000, 1 << 40, 1, {}, {}, 1, "128 MiB"),
+        (1_000_000, 50, 1, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
+        (10, 50, 1, {}, {"rows_per_shard": 9000}, 10, "source.rows_per_shard"),
+    ],
+)
+def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
+    job = make_job(engine=engine, source={"uri": "in", **source})
+    found, reason = choose_rows_per_shard(rows, row_bytes, job, engines)
+    assert found == chosen
+    assert why in reason
+
+
+@given(
+    rows=st.integers(1, 20_000_000),
+    row_bytes=st.floats(0, 1 << 32),
+    engines=st.integers(1, 64),
+    batch=st.integers(1, 5000),
+)
+def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
+    job = make_job(engine={"batch_size": batch})
+    chosen, _ = choose_rows_per_shard(rows, row_bytes, job, engines)
+    assert 1 <= chosen <= min(rows, MOST_ROWS)
+    assert chosen == 1 or chosen * row_bytes <= MOST_BYTES
+
+
+@given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
+def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
+    job = make_job(engine={"max_num_seqs": seqs})
+    calls = concurrent_batches(job, rows, seqs)
+    assert calls >= 2
+    assert (calls - 1) * rows >= seqs  # one more is being filled
+    assert resolve(job, rows, 1.0, NO_GPU, planned=rows).saturated
+
+
+def test_starving_and_idle_engines_are_told_with_the_remedy():
+    job = make_job(
+        engine={"max_num_seqs": 256, "max_concurrent_batches": 2, "replicas": 8},
+        source={"uri": "in", "rows_per_shard": 100},
+    )
+    found = resolve(job, 1000, 50, NO_GPU)
+    assert (found.shards, found.pool.engines, found.shards_a_worker) == (10, 8, 1.25)
+    assert not found.saturated
+    text = "\n".join(found.problems)
+    assert "set engine.max_concurrent_batches to 3" in text
+    assert "set source.rows_per_shard to 32" in text
+    better = job.model_copy(
+        update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
+    )
+    assert resolve(better, 1000, 50, NO_GPU).saturated  # the remedy helps
+
+
+@pytest.mark.parametrize("planned", [None, 1])
+@pytest.mark.parametrize("seqs", [1, 256])
+def test_a_run_of_one_row_needs_no_advice(seqs, planned):
+    job = make_job(engine={"max_num_seqs": seqs, "max_concurrent_batches": 1})
+    found = resolve(job, 1, 50, NO_GPU, planned=planned)
+    assert found.saturated and (found.shards, found.rows_per_shard) == (1, 1)
+    assert not found.problems
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "per_shard", "advice"),
+    [
+        (3, 8, None, "3 rows for 8 engines leave most idle; set engine.replicas to 1"),
+        (1, 2, None, "1 row for 2 engines leave most idle; set engine.replicas to 1"),
+        (100, 8, None, "1 shard for 8 engines leave some idle; set source.rows_per_shard to 4"),
+        (8, 8, 1, None),  # smaller shards there are not
+        (200, 1, None, None),  # one engine has all there is
+    ],
+)
+def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice):
+    source = {"uri": "in", "rows_per_shard": per_shard}
+    found = resolve(make_job(engine={"replicas": replicas}, source=source), rows, 50, NO_GPU)
+    assert list(found.problems) == ([advice] if advice else [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "have", "engines"),
+    [
+        ({}, SHORT, None, 24),  # nothing is known: a large node, and short answers are packed
+        ({}, LONG, None, 8),
+        ({"tensor_parallel_size": 4}, SHORT, None, 2),
+        ({"device": "cpu"}, SHORT, None, 1),
+        ({"replicas": 3}, LONG, None, 3),
+        ({"replicas": [2, 5]}, LONG, None, 5),
+        ({"replicas": 3, "engines_per_gpu": 2}, LONG, None, 6),
+        ({}, SHORT, NO_GPU, 1),
+        ({"replicas": 3, "engines_per_gpu": 2}, SHORT, NO_GPU, 3),
+        ({}, SHORT, ONE, 3),
+        ({}, LONG, imagined("L4", 4, 64), 4),
+    ],
+)
+def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, engines):
+    assert expected_engines(make_job(engine=engine, sampling=sampling), have) == engines
+
+
+# --- how many engines share a GPU ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "engines", "why"),
+    [
+        (LLAMA_8B, {}, 3, "3 keep the GPU busy"),
+        (LLAMA_05B, {}, 5, "16 CPUs a GPU allow 5"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 64)}, 6, "6 at most"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs a GPU allow 2"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs a GPU allow 1"),
+        (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs a GPU allow 5"),
+        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 4, "4 keep the GPU busy"),
+        (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs a GPU allow 2"),
+        (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 fit in 74.5 GiB"),
+        (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one keeps the GPU busy"),
+        (LLAMA_70B, {"quantization": "fp8"}, 1, "one keeps the GPU busy"),
+        (LLAMA_8B, {"sampling": LONG}, 1, "answers of up to 512 tokens"),
+        (LLAMA_05B, {"sampling": LONG}, 1, "answers of up to 512 tokens"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 33}}, 1, "sampling.max_tokens"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 32}}, 5, ""),
+        (
+            LLAMA_05B,
+            {"sampling": {"max_tokens": 16, "n": 3, "temperature": 1.0}},
+            1,
+            "up to 48 tokens",
+        ),
+        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, "7 out"),
+        (
+            LLAMA_05B,
+            {"sampling": {"max_tokens": 99, "structured_outputs": {"choice": CHOICES}}},
+            5,
+            "7 out",
+        ),
+        (LLAMA_8B, {"row_bytes": 8000}, 1, "one keeps the GPU busy"),
+        (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine takes 2 GPUs"),
+        (LLAMA_8B, {"engines_per_gpu": 2}, 2, "engine.engines_per_gpu"),
+        (LLAMA_8B, {"engines_per_gpu": 1}, 1, "engine.engines_per_gpu"),
+        (LLAMA_8B, {"max_model_len": 524288}, 1, "1 fit"),  # 64 GiB for a single sequence
+        (LLAMA_8B, {"kv_cache_memory_bytes": 30 << 30}, 2, "2 fit"),
+        (LLAMA_8B, {"have": imagined("RTX-PRO-6000", 1, 16)}, 1, "are not known"),
+        (LLAMA_8B, {"have": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "not known"),
+        (None, {}, 1, "the size of the model is not known"),
+    ],
+)
+def test_engines_on_a_gpu(config, changes, engines, why):
+    found = sized(config, **changes)
+    assert found.pool.engines_per_gpu == engines
+    assert why in found.pool.packing_why
+
+
+def test_a_function_may_ask_for_long_answers_unless_the_choices_are_given():
+    own = {"function": "helpers.functions:as_text"}
+    assert sized(LLAMA_05B, prompt=own, sampling={"max_tokens": 8}).pool.engines_per_gpu == 1
+    assert sized(LLAMA_05B, prompt=own, sampling=SHORT).pool.engines_per_gpu == 5
+
+
+def test_mixed_cards_are_known_once_the_job_names_one():
+    both = Capacity(32, 2, 2, "x", (1, 1), ("L4", "H200"), 16)
+    assert sized(LLAMA_8B, both, accelerator_type="H200").pool.engines_per_gpu == 3
+
+
+@given(
+    config=st.sampled_from([LLAMA_05B, LLAMA_8B]),
+    kind=st.sampled_from(sorted(CARDS)),
+    cpus=st.integers(1, 64),
+    seqs=st.integers(1, 1024),
+    batched=st.sampled_from([2048, 8192, 16384]),
+)
+def test_packed_engines_fit_in_memory_with_room_for_their_rows(config, kind, cpus, seqs, batched):
+    have = imagined(kind, 1, cpus)
+    try:
+        found = sized(
+            config, have, max_num_seqs=seqs, max_num_batched_tokens=batched, max_model_len=4096
+        )
+    except InsufficientResources:
+        return
+    count = found.pool.engines_per_gpu
+    assert 1 <= count <= packing.MOST
+    assert count == 1 or count * packing.CORES <= cpus
+    if count == 1:
+        assert found.share == {}
+        return
+    model = describe(config, {})
+    cache = found.share["kv_cache_memory_bytes"]
+    whole = count * (cache + model.weights + model.working(batched, seqs))
+    assert whole <= USABLE * CARDS[kind].memory
+    assert cache >= model.kv_bytes(4096)
+    assert found.share["gpu_memory_utilization"] * count <= USABLE
+
+
+def test_a_measured_gpu_counts_more_than_its_data_sheet():
+    small = Capacity(16, 1, 1, "here", (1,), ("H200",), 16, gpu_bytes=70 << 30)  # a part of one
+    assert sized(LLAMA_8B, small).pool.engines_per_gpu == 2
+    large = Capacity(16, 1, 1, "here", (1,), ("H200",), 16, gpu_bytes=140 << 30)
+    more = sized(LLAMA_8B, large).share["kv_cache_memory_bytes"]
+    assert more > sized(LLAMA_8B).share["kv_cache_memory_bytes"]
+
+
+def test_more_engines_keep_a_gpu_busier():
+    """The closed queue against what is known of it."""
+    assert packing.busy(1, 3.0, 1.0) == pytest.approx(0.25)  # one: no waiting
+    assert packing.busy(2, 1.0, 1.0) == pytest.approx(0.8)
+    assert packing.busy(500, 3.0, 1.0) == pytest.approx(1.0, abs=1e-6)
+    rising = [packing.busy(n, 2.0, 1.0) for n in range(1, 9)]
+    assert rising == sorted(rising) and rising[-1] < 1
+
+
+def test_the_gpus_time_agrees_with_what_was_measured():
+    """docs/performance.md: 1,410 rows/s at its most, and 55.8 rows/s of 320 tokens out."""
+    model = describe(LLAMA_8B, {})
+    short = packing.Tokens(96, 20, 6, "")
+    assert 1 / packing.gpu_seconds(model, CARDS["H200"], short, 256) == pytest.approx(1410, rel=0.2)
+    long = packing.Tokens(0, 174, 320, "")
+    assert 1 / packing.gpu_seconds(model, CARDS["H200"], long, 256) == pytest.approx(55.8, rel=0.2)
+
+
+# --- replicas -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "have", "replicas", "engines", "gpus"),
+    [
+        ({}, NO_GPU, (1, 1), (1, 1), (0, 0)),
+        ({"replicas": 4, "engines_per_gpu": 3}, NO_GPU, (4, 4), (4, 4), (0, 0)),
+        ({}, ONE, (1, 1), (3, 3), (1, 1)),
+        ({"replicas": 1}, imagined("H200", 8, 128), (1, 1), (3, 3), (1, 1)),
+        ({}, imagined("H200", 8, 128), (8, 8), (24, 24), (8, 8)),
+        ({"replicas": [2, 8]}, imagined("H200", 8, 128), (2, 8), (6, 24), (2, 8)),
+        ({"engines_per_gpu": 1}, imagined("H200", 8, 128), (8, 8), (8, 8), (8, 8)),
+        ({"tensor_parallel_size": 4}, imagined("H200", 8, 128), (2, 2), (2, 2), (8, 8)),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            imagined("H200", 16, 256),  # two nodes of 8: one engine of 6 on each
+            (2, 2),
+            (2, 2),
+            (12, 12),
+        ),
+        ({"device": "cpu"}, ONE, (1, 1), (1, 1), (0, 0)),
+    ],
+)
+def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engines, gpus):
+    pool = sized(LLAMA_8B, have, **engine).pool
+    assert pool.replicas == replicas
+    assert (pool.fewest, pool.engines) == engines
+    assert pool.gpus == gpus
+    job = make_job(engine=engine, sampling=SHORT)
+    want = check_fit(job, have, pool)
+    assert (want.gpus, want.cpus) == (gpus[0], engines[0] + 0.75)
+
+
+@pytest.mark.parametrize(
+    ("engine", "have", "said"),
+    [
+        (
+            {"replicas": 9},
+            imagined("H200", 8, 128),
+            "9 GPUs (9 replicas * tensor_parallel_size 1 * pipeline_parallel_size 1) of 8",
+        ),
+        (
+            {"replicas": 2, "tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+            imagined("H200", 8, 128),
+            "16 GPUs (2 replicas * tensor_parallel_size 4 * pipeline_parallel_size 2) of 8",
+        ),
+        ({"replicas": [9, 20]}, imagined("H200", 8, 128), "9 GPUs"),
+        (
+            {"tensor_parallel_size": 8},
+            Capacity(64, 8, 2, "x", (4, 4), ("H200",), 8),
+            "8 GPUs on one node for each of 1 replica (tensor_parallel_size 8 * "
+            "pipeline_parallel_size 1), where the nodes have 4, 4: an engine cannot span nodes",
+        ),
+        ({"accelerator_type": "H100"}, ONE, "accelerator H100, where the cluster has H200"),
+        ({"engines_per_gpu": 4}, imagined("H200", 1, 4), "4.75 logical CPUs of 4; lower"),
+        ({"replicas": 99}, NO_GPU, "99.75 logical CPUs of 16"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_named_with_what_is_short(engine, have, said):
+    job = make_job(engine=engine, sampling=SHORT)
+    with pytest.raises(InsufficientResources) as raised:
+        check_fit(job, have)
+    assert said in str(raised.value)
+
+
+def test_what_needs_a_range_of_replicas_needs_its_fewest():
+    pool = sized(have=imagined("H200", 8, 128), replicas=[2, 50]).pool
+    assert check_fit(make_job(), imagined("H200", 2, 9), pool).gpus == 2
+    with pytest.raises(InsufficientResources, match=r"2 GPUs .* of 1"):
+        check_fit(make_job(), ONE, pool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "warned"),
+    [("L40S", 2, True), ("RTX-PRO-6000", 2, True), ("L40S", 1, False), ("H200", 2, False)],
+)
+def test_tensor_parallel_over_pcie_is_warned_of(kind, parallel, warned):
+    found = sized(LLAMA_8B, imagined(kind, 4, 64), tensor_parallel_size=parallel)
+    assert bool(found.warnings) == warned
+    assert not warned or f"on {kind}: these cards talk over PCIe" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "engine", "said"),
+    [
+        (LLAMA_8B, "L4", {}, "for 137 rows of about 109 tokens, not for max_num_seqs 256"),
+        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 69 rows"),
+        (LLAMA_8B, "L4", {"max_num_seqs": 128}, ""),
+        (LLAMA_8B, "H200", {}, ""),
+    ],
+)
+def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, kind, engine, said):
+    warnings = sized(config, imagined(kind, 1, 16), **engine).warnings
+    assert [said in text for text in warnings] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "sampling", "engine", "seqs", "why"),
+    [
+        (LLAMA_8B, "H200", LONG, {}, 512, "15% faster than 256: answers of 512 tokens"),
+        (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
+        (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "for each of 2 engines on a GPU"),
+        (LLAMA_8B, "H200", SHORT, {}, 256, "for each of 3 engines on a GPU"),
+        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 512, "5% faster than 256"),
+        (
+            LLAMA_8B,
+            "H200",
+            {"max_tokens": 1},
+            {"engines_per_gpu": 1},
+            256,
+            "512 would bring",
+        ),
+        (LLAMA_8B, "A100-40G", LONG, {}, 256, "the KV cache has room for 190 rows"),
+        (LLAMA_8B, "L4", LONG, {}, 256, "the KV cache has room for"),
+        (LLAMA_8B, "RTX-PRO-6000", LONG, {}, 256, "unless engine.max_num_seqs says more"),
+        (None, "H200", LONG, {}, 256, "unless engine.max_num_seqs says more"),
+        (LLAMA_8B, "H200", LONG, {"device": "cpu"}, 256, "unless engine.max_num_seqs says more"),
+        (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 4}, 512, "18% faster than 256"),
+        (LLAMA_70B, "H100", LONG, {"tensor_parallel_size": 2}, 256, "the KV cache has room for"),
+    ],
+)
+def test_more_rows_at_once_where_they_pay_and_fit(config, kind, sampling, engine, seqs, why):
+    found = sized(config, imagined(kind, 4, 64), sampling, **engine)
+    assert found.max_num_seqs == found.arguments["max_num_seqs"] == seqs
+    assert why in found.sequences_why
+    assert found.rows_per_shard * (found.concurrent - 1) >= seqs
+
+
+def test_rows_at_once_count_on_max_tokens_where_a_function_may_ask_for_any_length():
+    own = {"function": "helpers.small:make_job"}
+    assert sized(sampling=LONG, prompt=own).max_num_seqs == 512
+    assert sized(sampling={"max_tokens": 2}, prompt=own).max_num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "tokens"),
+    [
+        ("H200", {}, 16384),
+        ("L4", {}, 8192),
+        ("L4", {"max_num_seqs": 64}, 16384),
+        ("L4", {"max_num_seqs": 128}, 8192),
+        ("L4", {"quantization": "fp8"}, 16384),
+        ("T4", {"quantization": "fp8", "max_num_seqs": 256}, 4096),
+        ("L4", {"max_num_batched_tokens": 9999}, 9999),
+        ("RTX-PRO-6000", {}, 16384),
+    ],
+)
+def test_a_step_has_fewer_tokens_where_memory_is_short(kind, engine, tokens):
+    found = sized(LLAMA_8B, imagined(kind, 1, 16), **engine)
+    assert found.arguments["max_num_batched_tokens"] == tokens
+
+
+# --- what does not fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "engine", "remedies"),
+    [
+        (LLAMA_70B, "H100", {}, ["tensor_parallel_size 2", "quantized to fp8", "B200"]),
+        (LLAMA_70B, "L4", {}, ["tensor_parallel_size 8", "B200"]),
+        (LLAMA_70B, "H100", {"tensor_parallel_size": 1, "max_model_len": 9}, ["fp8"]),
+        (LLAMA_8B, "T4", {}, ["tensor_parallel_size 2", "quantized to fp8", "24 GB"]),
+        (MIXTRAL, "H100", {}, ["tensor_parallel_size 2", "141 GB, such as H200"]),
+        (DEEPSEEK_V3, "H200", {"tensor_parallel_size": 4}, ["tensor_parallel_size 8"]),
+        (
+            {**LLAMA_8B, "max_position_embeddings": 131072},
+            "L4",
+            {},
+            ["engine.max_model_len 7424", "tensor_parallel_size 2"],
+        ),
+        (LLAMA_8B, "H200", {"gpu_memory_utilization": 0.1}, ["tensor_parallel_size 2"]),
+    ],
+)
+def test_what_does_not_fit_is_said_with_what_would(config, kind, engine, remedies):
+    with pytest.raises(InsufficientResources) as raised:
+        sized(config, imagined(kind, 8, 128), **engine)
+    text = str(raised.value)
+    assert "does not fit on" in text and "weights" in text and "KV cache" in text
+    for remedy in remedies:
+        assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "engine"),
+    [
+        (LLAMA_70B, "H100", {"tensor_parallel_size": 2}),
+        (LLAMA_70B, "A100", {"tensor_parallel_size": 2}),  # Ray does not say whether of 40 or 80 GB
+        (LLAMA_70B, "H200", {"quantization": "fp8"}),
+        (LLAMA_70B, "B200", {}),
+        (LLAMA_8B, "L4", {"max_model_len": 8192}),
+        (LLAMA_8B, "T4", {"quantization": "fp8", "max_model_len": 8192}),
+        (LLAMA_8B, "T4", {"cpu_offload_gb": 8}),
+        (DEEPSEEK_V3, "H200", {"tensor_parallel_size": 8}),
+        (MIXTRAL, "H100", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_a_remedy_fits(config, kind, engine):
+    assert sized(config, imagined(kind, 8, 128), **engine).pool.engines_per_gpu == 1
+
+
+@given(
+    config=st.sampled_from([LLAMA_05B, LLAMA_8B, LLAMA_70B, MIXTRAL]),
+    kind=st.sampled_from(sorted(CARDS)),
+    length=st.integers(1, 1 << 20),
+)
+def test_the_context_length_that_is_named_fits(config, kind, length):
+    have = imagined(kind, 8, 128)
+    try:
+        sized(config, have, max_model_len=length)
+    except InsufficientResources as error:
+        mark = "engine.max_model_len "
+        if mark in str(error):
+            shorter = int(str(error).split(mark)[1].split()[0])
+            assert 256 <= shorter < length
+            sized(config, have, max_model_len=shorter)
+
+
+def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_they_start():
+    with pytest.raises(ConfigError, match=r"7 engines do not fit on a GPU of 131.3 GiB"):
+        sized(LLAMA_8B, engines_per_gpu=7)
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
+    size = resolve(job, 100_000, ROW, have, model)
+    return {f.name: (f.value, f.why) for f in figures(job, have, size, model)}
+
+
+def test_every_size_is_shown_with_its_reason():
+    job = make_job(sampling=SHORT, engine={"max_model_len": 512, "replicas": [1, 2]})
+    found = shown(job, imagined("H200", 2, 32), describe(LLAMA_8B, {}))
+    values = {name: value for name, (value, _) in found.items()}
+    assert values == {
+        "device": "gpu",
+        "replicas": "1 to 2",
+        "GPUs": "1 to 2",
+        "engines a GPU": "3",
+        "engines": "3 to 6",
+        "max_num_seqs": "256",
+        "max_num_batched_tokens": "16384",
+        "max_model_len": "512",
+        "KV cache an engine": "20.6 GiB",
+        "rows a shard": "1,042",
+        "batch_size": "256",
+        "max_concurrent_batches": "2",
+        "tasks in flight an engine": "3",
+        "uncommitted shards": "36",
+        "prepare tasks": "up to 58",
+        "finish tasks": "up to 116",
+    }
+    assert all(why for _, why in found.values())
+    assert "ceil(256 / 1,042) + 1" in found["max_concurrent_batches"][1]
+    assert "(32 CPUs - 3 of engines)" in found["prepare tasks"][1]
+
+
+def test_what_is_shown_follows_the_job():
+    job = make_job(
+        engine={"max_num_batched_tokens": 99, "max_concurrent_batches": 7, "device": "cpu"},
+        cluster={"prepare": {"concurrency": 2}},
+    )
+    found = shown(job, NO_GPU, None)
+    assert found["max_num_batched_tokens"] == ("99", "engine.max_num_batched_tokens")
+    assert found["max_concurrent_batches"] == ("7", "engine.max_concurrent_batches")
+    assert found["prepare tasks"] == ("up to 2", "cluster.prepare.concurrency")
+    assert found["KV cache an engine"][0] == "1 GiB" and "GPUs" not in found
+    unknown = shown(make_job(engine={"model": "owner/name"}), ONE, None)
+    assert unknown["KV cache an engine"][0] == "not known yet"
+    single = shown(make_job(sampling=LONG), ONE, describe(LLAMA_8B, {}))
+    assert "vLLM measures it" in single["KV cache an engine"][1]
+
+
+def test_what_engines_are_given_is_what_was_resolved():
+    """One value for both: the engine's arguments are those that the plan shows."""
+    from prefect_raybatch.stages.engine import engine_spec
+
+    size = sized(LLAMA_8B, max_num_seqs=99)
+    job = make_job(sampling=SHORT, engine={"max_num_seqs": 99})
+    spec = engine_spec(job, {}, size)
+    assert spec.arguments["max_num_seqs"] == 99
+    assert spec.arguments["max_num_batched_tokens"] == 16384
+    assert (spec.engines_per_gpu, spec.gpu_bytes) == (3, CARDS["H200"].memory)
+    assert spec.share == size.share and set(size.share) == {
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+    }

@@ -1,0 +1,481 @@
+"""The stepped engine and the reaper, on real vLLM with a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.nvidia import ABSENT, show
+
+pytest.importorskip("vllm")
+
+from prefect_raybatch.doctor import Finding, Patient
+from prefect_raybatch.doctor import engine as doctor_engine
+from prefect_raybatch.stages.vllm.stepper import (
+    Completion,
+    EngineDied,
+    Request,
+    SteppedEngine,
+)
+
+ROOT = Path(__file__).parents[2]
+CHOICES = ["Law Firm", "Healthcare", "Technology", "Retail", "Other"]
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+START_S = 240
+"""Seconds an engine may take to start on a busy machine; about 15 on a quiet one."""
+
+
+def make_random_model(folder: Path) -> str:
+    """A Llama of two small layers with random weights and a byte-level vocabulary."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        [Path(__file__).read_text()],
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=len(tokenizer),
+        eos_token_id=0,
+        pad_token_id=0,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    bundled = ROOT / "prefect_raybatch" / "demo" / "model"
+    if (bundled / "config.json").exists():
+        return str(bundled)
+    return make_random_model(tmp_path_factory.mktemp("model"))
+
+
+def engine_kwargs(model: str) -> dict:
+    return dict(
+        model=model,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=1024,
+        seed=0,
+    )
+
+
+def start_script(model: str, body: str, **environment: str) -> subprocess.Popen:
+    """A Python process that has a `SteppedEngine` named `engine` and then runs `body`."""
+    script = textwrap.dedent("""
+        import os, sys, time
+        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
+        kwargs = {kwargs!r}
+        if __name__ == "__main__":
+            engine = SteppedEngine(kwargs)
+            print("READY", flush=True)
+    """).format(kwargs=engine_kwargs(model)) + textwrap.indent(textwrap.dedent(body), "    ")
+    paths = [str(ROOT), str(ROOT / "tests/helpers/plugin_log"), os.environ.get("PYTHONPATH", "")]
+    path = ["PYTHONPATH", os.pathsep.join(paths)]
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT, path[0]: path[1], **environment},
+    )
+
+
+def wait_ready(process: subprocess.Popen) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "READY":
+            return
+    pytest.fail(f"the engine did not start, exit status {process.wait()}")
+
+
+@pytest.fixture(scope="module")
+def plugin_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which process called our vLLM plugin: a file each for `victim` and `in_process`."""
+    return tmp_path_factory.mktemp("plugin")
+
+
+@pytest.fixture(scope="module")
+def victim(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
+    """A process with an engine that waits to be killed; starts beside the shared engine. A list of
+    vLLM plugins that lacks ours must not keep it out."""
+    log = str(plugin_logs / "victim")
+    process = start_script(model, "time.sleep(600)", PLUGIN_LOG=log, VLLM_PLUGINS="another")
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
+    """A process whose engine core is not a subprocess: answers three rows, runs out of
+    memory, is replaced by another one in the same process, and ends normally."""
+    process = start_script(
+        model,
+        """
+        rows = engine.run([Request([5, 6, 7 + i], {"max_tokens": 3, "ignore_eos": True})
+                           for i in range(3)])
+        print(*(len(row.token_ids[0]) for row in rows), flush=True)
+        def out_of_memory():
+            raise MemoryError("as the test wants")
+        engine._engine.step = out_of_memory
+        try:
+            engine.run([Request([5], {})])
+        except EngineDied as death:
+            print("DIED", death, flush=True)
+        engine = SteppedEngine(kwargs)
+        print(len(engine.run([Request([5], {"max_tokens": 2})])), flush=True)
+        engine.close()
+        try:
+            engine.run([Request([5], {})])
+        except EngineDied:
+            print("CLOSED", flush=True)
+    """,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PLUGIN_LOG=str(plugin_logs / "in_process"),
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def examined() -> Iterator[Future[list[Finding]]]:
+    """What `raybatch doctor` finds of the engine; looks beside the other starts."""
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        show(patch, error=ABSENT)
+        patch.setattr(doctor_engine, "SECONDS", START_S)
+        patient = Patient(None, lambda job: job)
+        yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
+
+
+@pytest.fixture(scope="module")
+def live_engine(
+    model: str, victim: object, in_process: object, examined: object
+) -> Iterator[Callable[[], SteppedEngine]]:
+    """Gives the shared engine, and a new one when a test has killed it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        engines: list[SteppedEngine] = []
+
+        def get() -> SteppedEngine:
+            if not engines or engines[-1].stats()["died"]:
+                engines.append(SteppedEngine(engine_kwargs(model)))
+            return engines[-1]
+
+        yield get
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture
+def engine(live_engine: Callable[[], SteppedEngine]) -> SteppedEngine:
+    return live_engine()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: str) -> object:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of all processes below one."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        below = parents.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def engine_processes(pid: int) -> list[int]:
+    return [child for child in descendants(pid) if "VLLM::" in command(child)]
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def exact(tokens: int) -> dict:
+    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+
+
+def test_order_is_kept_though_rows_end_out_of_order(engine: SteppedEngine) -> None:
+    # Far more rows than slots, each of its own length: what comes back tells which row it was.
+    rows = engine.run([Request([5 + i % 50, 6, 7], exact(1 + (i * 7) % 13)) for i in range(150)])
+    assert [len(row.token_ids[0]) for row in rows] == [1 + (i * 7) % 13 for i in range(150)]
+    assert all(row.finish_reason == "length" and row.error is None for row in rows)
+    assert all(row.texts is None and row.prompt_tokens == 3 for row in rows)
+
+
+def test_refused_rows_disturb_no_other(engine: SteppedEngine) -> None:
+    good = Request([5, 6, 7], exact(2))
+    bad = [
+        Request([5] * 500, exact(2)),
+        Request([], exact(2)),
+        Request([5], {"no_such_field": 1}),
+        Request([5], {"temperature": -1}),
+        Request([5], {"structured_outputs": {"regex": "("}}),
+        Request([10**9], exact(2)),
+        Request([5], {"choice": ["a"], "structured_outputs": {"regex": "a"}}),
+    ]
+    requests = [good]
+    for request in bad:
+        requests += [request, good]
+    rows = engine.run(requests)
+    assert [row.error is None for row in rows] == [i % 2 == 0 for i in range(len(rows))]
+    assert all(row.token_ids == [] and row.finish_reason is None for row in rows[1::2])
+    name, message = rows[1].error or ("", "")
+    assert name and "500" in message
+    assert all(len(row.token_ids[0]) == 2 for row in rows[::2])
+
+
+def test_a_call_of_refused_rows_alone_returns(engine: SteppedEngine) -> None:
+    assert [row.error is not None for row in engine.run([Request([], {})] * 3)] == [True] * 3
+    assert engine.run([]) == []
+
+
+def test_several_threads_at_once(engine: SteppedEngine) -> None:
+    def call(tokens: int) -> list[Completion]:
+        return engine.run([Request([9, tokens, i % 40 + 1], exact(tokens)) for i in range(60)])
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(call, range(1, 7)))
+    for tokens, rows in enumerate(answers, start=1):
+        assert [len(row.token_ids[0]) for row in rows] == [tokens] * 60
+    assert engine.stats()["in_flight"] == engine.stats()["waiting"] == 0
+
+
+def test_structured_choice(engine: SteppedEngine, tokenizer) -> None:
+    params = {"temperature": 0, "max_tokens": 24, "choice": CHOICES}
+    rows = engine.run([Request([5 + i, 6], dict(params)) for i in range(40)])
+    texts = tokenizer.batch_decode([row.token_ids[0] for row in rows], skip_special_tokens=True)
+    assert set(texts) <= set(CHOICES)
+    assert {row.finish_reason for row in rows} == {"stop"}
+
+
+def test_several_answers_a_row(engine: SteppedEngine) -> None:
+    params = {"n": 2, "temperature": 1.0, "max_tokens": 8, "ignore_eos": True, "seed": 3}
+    rows = engine.run([Request([5, 6, 7 + i], params) for i in range(20)])
+    assert all([len(ids) for ids in row.token_ids] == [8, 8] for row in rows)
+    assert any(row.token_ids[0] != row.token_ids[1] for row in rows)
+
+
+def test_stop_strings_need_texts(engine: SteppedEngine) -> None:
+    free = engine.run([Request([5, 6], {**exact(12), "detokenize": True})])[0]
+    assert free.texts is not None and free.finish_reason == "length"
+    stop = free.texts[0][3:5]
+    row = engine.run([Request([5, 6], {**exact(12), "stop": [stop]})])[0]
+    assert row.texts == [free.texts[0][: free.texts[0].index(stop)]]
+    assert row.finish_reason == "stop"
+
+
+def test_prefix_cache_is_counted(engine: SteppedEngine) -> None:
+    before = engine.stats()
+    prompt = [5, 6, 7, 8] * 31
+    engine.run([Request(prompt, exact(1))])
+    engine.run([Request([*prompt[:-1], 9], exact(1))])
+    after = engine.stats()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 248
+    assert after["rows"] - before["rows"] == 2
+    assert after["steps"] > before["steps"] and after["busy_s"] > before["busy_s"]
+
+
+def test_what_vllm_refuses_at_start_is_raised() -> None:
+    with pytest.raises(Exception, match="no-such-model"):
+        SteppedEngine({"model": "/no-such-model"})
+
+
+def test_in_process_engine(in_process: subprocess.Popen) -> None:
+    wait_ready(in_process)
+    assert in_process.stdout is not None
+    answers, death, again, closed = in_process.stdout.read().splitlines()
+    assert (answers, again, closed) == ("3 3 3", "1", "CLOSED")
+    assert death.startswith("DIED") and "as the test wants" in death
+    assert in_process.wait(START_S) == 0
+
+
+def test_the_doctor_sees_the_engine_answer(examined: Future[list[Finding]]) -> None:
+    (finding,) = examined.result(START_S)
+    assert (finding.check, finding.mark) == ("engine", "pass"), finding
+
+
+def called(log: Path) -> dict[int, set[str]]:
+    """Functions of our vLLM plugin that ran, by process."""
+    found: dict[int, set[str]] = {}
+    for line in log.read_text().splitlines():
+        process, function = line.split()
+        found.setdefault(int(process), set()).add(function)
+    return found
+
+
+def test_amx_is_asked_for_in_every_process_of_an_engine(
+    in_process: subprocess.Popen, victim: subprocess.Popen, plugin_logs: Path
+) -> None:
+    assert in_process.wait(START_S) == 0
+    both = {"register", "ask_for_amx"}
+    assert called(plugin_logs / "in_process")[in_process.pid] == both
+
+    def found() -> dict[int, set[str]]:
+        below = {pid: command(pid) for pid in engine_processes(victim.pid)}
+        if not all(any(kind in c for c in below.values()) for kind in ("EngineCore", "Worker")):
+            return {}  # not started yet
+        log = called(plugin_logs / "victim")
+        return {pid: log.get(pid, set()) for pid in (victim.pid, *below)}
+
+    assert wait_until(lambda: bool(found()), START_S)
+    assert list(found().values()) == [both] * 3
+
+
+def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.Popen) -> None:
+    others = descendants(victim.pid)
+    processes = [pid for pid in engine_processes(os.getpid()) if pid not in others]
+    core = next(pid for pid in processes if "EngineCore" in command(pid))
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            engine.run([Request([5, 6, 7], exact(100)) for _ in range(3000)])
+        except EngineDied as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert wait_until(lambda: engine.stats()["in_flight"] > 0, 10)
+    os.kill(core, signal.SIGKILL)
+    killed = time.monotonic()
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - killed < 15
+    assert len(errors) == 3 and str(core) in str(errors[0])
+    assert "exit code -9 (SIGKILL: " in str(errors[0])
+    with pytest.raises(EngineDied, match=str(core)):
+        engine.run([Request([5], {})])
+    # All of it goes without close(): who gets EngineDied has nothing left to clean up.
+    assert wait_until(lambda: not any("VLLM::" in command(pid) for pid in processes), 20)
+    assert wait_until(
+        lambda: not any(t.name.startswith("SteppedEngine") for t in threading.enumerate()), 20
+    )
+    engine.close()
+    engine.close()
+
+
+def test_reaper_ends_engine_of_a_killed_process(victim: subprocess.Popen) -> None:
+    wait_ready(victim)
+    processes = engine_processes(victim.pid)
+    assert processes
+    time.sleep(1)  # the helper looks twice a second
+    victim.kill()
+    victim.wait()
+    assert wait_until(lambda: not any("VLLM::" in command(pid) for pid in processes), 30)
+
+
+REAPED = """
+import subprocess, sys, time
+from prefect_raybatch.stages.vllm.reaper import watch_children
+assert watch_children() and watch_children()
+sleep = "import time; time.sleep(120)"
+engine = subprocess.Popen([sys.executable, "-c", sleep, "VLLM::EngineCore"])
+other = subprocess.Popen([sys.executable, "-c", sleep, "some other program"])
+print(engine.pid, other.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("ending", ["killed", "normal"])
+def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
+    sleep = "60" if ending == "killed" else "1.5"
+    process = subprocess.Popen(
+        [sys.executable, "-c", REAPED, sleep],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    child, other = map(int, process.stdout.readline().split())
+
+    def helpers() -> list[str]:
+        mark = f"reaper.py\0{process.pid}\0"
+        return [
+            p.name
+            for p in Path("/proc").iterdir()
+            if p.name.isdigit() and mark in command(int(p.name))
+        ]
+
+    try:
+        assert len(helpers()) == 1
+        assert int(helpers()[0]) not in descendants(process.pid)
+        time.sleep(1)
+        if ending == "killed":
+            process.kill()
+        process.wait(30)
+        assert wait_until(lambda: "VLLM::" not in command(child), 10)
+        assert wait_until(lambda: not helpers(), 10)
+        assert "some other program" in command(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        process.kill()
+        process.wait()
