@@ -27,7 +27,7 @@ from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
 from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
+from prefect_raybatch.stages.load import FIGURES, Node, Sampler, figures_of
 from prefect_raybatch.stages.vllm import stepper
 
 
@@ -161,14 +161,14 @@ def test_each_shard_of_a_bundle_has_the_figures_once(tmp_path):
     shuffled = block.take([3, 9, 0, 7, 1, 5, 2, 8, 4, 6])
     made = receipts(run.finish()(sampled(running=6).tell(both.take([1, 5, 0]), 999.0)))
     assert [r.stats["running"] for r in made] == [6, 6]
-    assert told(shuffled)[0]["running"] == 6
+    assert figures_of(shuffled)[0]["running"] == 6
 
 
 def test_a_block_without_figures_has_a_receipt_as_before(tmp_path):
     run = small_run(tmp_path)
     block = run.block(run.whole(0))
     assert FIGURES not in block.column_names
-    assert told(block) == ({}, {})
+    assert figures_of(block) == ({}, {})
     assert "samples" not in run.receipt(run.whole(0)).stats
 
 
@@ -374,7 +374,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
         ERROR: pa.array([None, None], stage.ERROR_TYPE),
     }.items():
         rows = rows.append_column(name, column)
-    stats, where = told(made(rows))
+    stats, where = figures_of(made(rows))
     assert (stats["running"], stats["waiting"]) == (3, 1) and "node_cpu" in stats
     assert where["engine"].rpartition(":")[2].isdigit()
 

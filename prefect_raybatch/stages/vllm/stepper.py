@@ -289,8 +289,7 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
-                # Callers start the next engine as soon as they are told, and this process has room
-                # for one only.
+                # Callers start the next engine when they are told; this process has room for one.
                 self._shutdown()
             self._fail(self._cause(error))
         finally:
