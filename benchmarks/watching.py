@@ -17,7 +17,8 @@ from prefect_raybatch.driver.heartbeat import Counts, Listener
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.flow import events, page
 from prefect_raybatch.flow.page import Page
-from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Commit, InputFile
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.resolved import Resolved

@@ -51,7 +51,7 @@ ENDS = {*PREFECT_SIDE, "cli.commands", "remote.__main__"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "cluster.window"},
+    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "stages.ray_internals"},
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -60,7 +60,7 @@ AT_MODULE_LEVEL = {
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
-    "vllm": {"stages.engine", "stages.vllm.stepper"},
+    "vllm": {"stages.vllm.internals"},
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
@@ -279,7 +279,13 @@ except SystemExit:
 
 
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
-    heavy = {"cluster.pipeline", "stages.read", "cluster.window", *ENDS}
+    heavy = {
+        "cluster.pipeline",
+        "cluster.ray_llm",
+        "stages.read",
+        "stages.ray_internals",
+        *ENDS,
+    }
     light = [module for module in MODULES if module and not within(module, heavy)] + [
         "cli.commands"
     ]

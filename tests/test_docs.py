@@ -129,7 +129,7 @@ def test_the_engine_arguments_that_may_change_are_all_named() -> None:
 
 
 def test_what_the_command_line_sets_is_told_as_it_is() -> None:
-    source = (PACKAGE / "cli/commands.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "cli/drive.py").read_text(encoding="utf-8")
     pairs = re.findall(r'os\.environ\.setdefault\("(\w+)", "(\w+)"\)', source)
     _, _, rest = text_of("job.md").partition("sets these for its own process")
     assert pairs and sorted(re.findall(r"`(\w+)=(\w+)`", rest)) == sorted(pairs)

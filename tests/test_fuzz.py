@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.job.batch_job import BatchJob, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder

@@ -73,10 +73,12 @@ class _Ray:
         if address:
             check_reachable(address)
         import ray
-        import ray.data  # sets the levels of its loggers, so that ours must come after it
+
+        # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
+        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG
 
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
-        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
@@ -279,9 +281,9 @@ def _measured() -> int:
 
 def dashboard() -> str:
     """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
-    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+    from prefect_raybatch.stages.ray_internals import dashboard_address
 
-    url = str(worker.get_dashboard_url() or "")
+    url = dashboard_address()
     return url if not url or "://" in url else f"http://{url}"
 
 
@@ -306,14 +308,14 @@ def actor_states(kind: str) -> dict[str, int]:
     """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
     (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""
     import ray
-    from ray._private import state  # its public cover needs the dashboard
+
+    from prefect_raybatch.stages.ray_internals import actors_of_this_job
 
     if not ray.is_initialized():
         return {}
-    found = state.actors(job_id=ray.JobID.from_hex(ray.get_runtime_context().get_job_id()))
     names = (
         actor["State"]
-        for actor in found.values()
+        for actor in actors_of_this_job()
         if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
     )
     return dict(Counter(name for name in names if name != "DEAD"))

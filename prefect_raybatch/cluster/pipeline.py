@@ -16,11 +16,9 @@ from typing import Any, cast
 
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
-from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster.window import limit_in_flight
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
 from prefect_raybatch.ledger.ledger import Ledger
@@ -33,17 +31,22 @@ from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.ray_internals import (
+    EXECUTOR_LOG,
+    RAY_LLM_ACTOR,
+    limit_in_flight,
+    map_actors,
+    stop_pass,
+)
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
-RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of ray.data.llm's engine actors
 NODE_LOST = "NodeLost: a node of the cluster was lost, with what it was working on or had kept"
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
-EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
 
 @dataclass
@@ -144,18 +147,15 @@ class Pipeline:
         if self.job.engine.stage == "ray.data.llm":
             rows = max(unit.rows for unit in units)
             return self._ray_llm(prepared, spec, isolated, rows, finish)
-        return (
-            prepared
-            # Not map_batches: with num_gpus it refuses to leave blocks as they are, and with a
-            # batch size it would wait until blocks of that many rows are there.
-            .map_batches_internal(
-                self.engine,
-                fn_constructor_args=[spec],
-                compute=self._pool(isolated),
-                **_batches(),
-                **self._engine_resources(),
-            ).map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
+        answered = map_actors(
+            prepared,
+            self.engine,
+            fn_constructor_args=[spec],
+            compute=self._pool(isolated),
+            **_batches(),
+            **self._engine_resources(),
         )
+        return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
 
     def _ray_llm(
         self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
@@ -177,14 +177,10 @@ class Pipeline:
         return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else self.engine.__name__})")
 
     def stop(self) -> None:
-        """Ends a pass from another thread than the one that iterates over it.
-
-        Until its first block is there, Ray's executor is known to nobody but by its thread.
-        """
-        name = f"StreamingExecutor-{self._running.get_dataset_id()}" if self._running else None
-        for thread in threading.enumerate():
-            if thread.name == name and isinstance(thread, StreamingExecutor):
-                thread.shutdown(force=True)
+        """Ends a pass from another thread than the one that iterates over it."""
+        running = self._running
+        if running is not None:
+            stop_pass(running)
 
     def quarantine(self, unit: Unit, reason: str) -> Receipt:
         """The receipt of a single row that keeps killing its engine, with its piece written."""
@@ -320,5 +316,5 @@ def _resources(stage: Stage) -> dict[str, Any]:
     return _given(num_cpus=stage.num_cpus, memory=stage.memory)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}

@@ -30,6 +30,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.engine import EngineSpec, answered, fields_of
 from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.ray_internals import RAY_LLM_ERROR, RAY_LLM_STAGE
 from prefect_raybatch.stages.vllm.plugin import allow
 from prefect_raybatch.stages.vllm.stepper import Completion, plain_fields
 from prefect_raybatch.words import counted
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 BLOCK, WHOLE, ROW = "block", "whole", "row"  # a block's id, the block as bytes, position in it
-RAY_ERROR = "__inference_error__"
 PASSES_BY = "nothing to infer"
 # The two row-wise steps around the engine; with the retries of our own stages, since Ray makes one
 # task of two steps only where their settings are the same.
@@ -88,7 +88,7 @@ def through(
     )
     # As for our own stage: a task that died is for the driver, which runs its rows alone. In place,
     # since an assignment would work out the GPUs anew, without the bundle.
-    processor.get_stage_by_name("vLLMEngineStage").map_batches_kwargs.update(
+    processor.get_stage_by_name(RAY_LLM_STAGE).map_batches_kwargs.update(
         max_restarts=resources["max_restarts"], max_task_retries=resources["max_task_retries"]
     )
     return processor(dataset)
@@ -112,7 +112,7 @@ def _place(resources: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(row: dict[str, Any]) -> dict[str, Any]:
-    if row[RAY_ERROR]:
+    if row[RAY_LLM_ERROR]:
         return {}
     return {"sampling_params": json.loads(row["sampling"])}
 
@@ -140,7 +140,7 @@ class Spread:
         if not passes_by(table):
             table, found = self._rows(table)
         if not found:
-            found = [{ROW: -1, "tokenized_prompt": [], "sampling": "", RAY_ERROR: PASSES_BY}]
+            found = [{ROW: -1, "tokenized_prompt": [], "sampling": "", RAY_LLM_ERROR: PASSES_BY}]
         name = uuid.uuid4().hex
         for row in found:
             row |= {BLOCK: name, WHOLE: None}
@@ -170,7 +170,7 @@ class Spread:
                     ROW: i,
                     "tokenized_prompt": prompts[i],
                     "sampling": json.dumps(fields),
-                    RAY_ERROR: "",
+                    RAY_LLM_ERROR: "",
                 }
             )
         column = table.column_names.index(ERROR)
@@ -184,7 +184,7 @@ SCHEMA = pa.schema(
         (ROW, pa.int32()),
         ("tokenized_prompt", pa.list_(pa.int32())),
         ("sampling", pa.string()),
-        (RAY_ERROR, pa.string()),
+        (RAY_LLM_ERROR, pa.string()),
     ]
 )
 
@@ -210,7 +210,7 @@ class Gather:
         table = _from_bytes(next(row[WHOLE] for row in rows if row[WHOLE] is not None))
         if passes_by(table):
             return table
-        done = {row[ROW]: row for row in rows if row[RAY_ERROR] != PASSES_BY}
+        done = {row[ROW]: row for row in rows if row[RAY_LLM_ERROR] != PASSES_BY}
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
         if set(done) != set(well):
             missing = len(set(well) - set(done))
@@ -222,8 +222,8 @@ class Gather:
         return timed(answered(table, answers, began), "engine", began)
 
     def _completion(self, row: dict[str, Any], own: str | None) -> Completion:
-        if row[RAY_ERROR]:
-            kind, _, message = row[RAY_ERROR].partition(": ")
+        if row[RAY_LLM_ERROR]:
+            kind, _, message = row[RAY_LLM_ERROR].partition(": ")
             return Completion([], error=(kind, message))
         fields = plain_fields(fields_of(self.sampling, own))
         most = fields.get("max_tokens")
@@ -235,7 +235,7 @@ class Gather:
         return Completion([ids], texts, "length" if cut else "stop", prompt)
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> Any:
     if isinstance(value, dict):
         return tuple(sorted((name, _shape(inner)) for name, inner in value.items()))
     return type(value).__name__ if value is None else True

@@ -38,6 +38,8 @@ def check_reachable(address: str) -> None:
 def silent(address: str) -> str:
     """Why nobody answers at the address; "" where somebody does, or where it is of another form
     (which Ray itself refuses)."""
+    if address == "auto":  # before the clock runs: Ray takes seconds to import
+        from prefect_raybatch.stages import ray_internals  # noqa: F401
     try:
         return within(WHOLE, lambda: _trouble(address))
     except TimeoutError as error:
@@ -45,7 +47,7 @@ def silent(address: str) -> str:
 
 
 def _trouble(address: str) -> str:
-    place = _found_here() if address == "auto" else address
+    place = _running_cluster() if address == "auto" else address
     if not place:
         return "none was started on this machine"
     host, _, port = place.rpartition(":")
@@ -96,11 +98,7 @@ def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
     return len(body).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + body
 
 
-def _found_here() -> str | None:
-    """The address that `auto` means, as Ray finds it; None when there is none."""
-    from ray._private import services
+def _running_cluster() -> str | None:
+    from prefect_raybatch.stages.ray_internals import running_cluster
 
-    try:
-        return services.canonicalize_bootstrap_address("auto")
-    except (ConnectionError, ValueError):
-        return None
+    return running_cluster()

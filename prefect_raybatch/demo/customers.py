@@ -117,7 +117,8 @@ def _hash(seed: int, rows: np.ndarray, field: int) -> np.ndarray:
 def _pick(seed: int, rows: np.ndarray, field: int, size: int | np.ndarray) -> list[int]:
     """Pick an index below ``size`` (one for all, or shape (n,)) for each of ``rows``."""
     high = _hash(seed, rows, field) >> np.uint64(32)
-    return (high % np.asarray(size, dtype=np.uint64)).tolist()
+    picked: list[int] = (high % np.asarray(size, dtype=np.uint64)).tolist()
+    return picked
 
 
 def is_heldout(stem: str, word: str) -> bool:

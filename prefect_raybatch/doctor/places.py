@@ -13,7 +13,8 @@ from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan import plan as planning
-from prefect_raybatch.storage import is_remote, normalize, open_store
+from prefect_raybatch.storage import is_remote, open_store
+from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
 
 PATIENCE = 10.0  # seconds a store may leave a call unanswered

@@ -21,7 +21,7 @@ from prefect_raybatch.cluster.reach import silent
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.sizing.sizes import pool_for
+from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
@@ -134,7 +134,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         # Ray's own text names both versions when they differ.
         yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
         return
-    have = cluster.Capacity(**found["have"])
+    have = Capacity(**found["have"])
     kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
     text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
@@ -158,7 +158,7 @@ def _local(job: BatchJob | None) -> Finding:
 
 
 def _cpus_needed(job: BatchJob) -> float:
-    have = cluster.Capacity(0, 0, 1, "this machine")
+    have = Capacity(0, 0, 1, "this machine")
     return cluster.needs(job, pool_for(job, have)).cpus
 
 

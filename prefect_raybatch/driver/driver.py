@@ -27,7 +27,7 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards

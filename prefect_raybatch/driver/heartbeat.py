@@ -162,7 +162,7 @@ def alive(engines: Mapping[str, int]) -> int:
     return engines.get("ALIVE", 0)
 
 
-def _is_number(value: Any, name: str) -> bool:
+def _is_number(value: object, name: str) -> bool:
     if value is None:
         return name in ("seconds_left", "last_commit")
     return isinstance(value, (int, float)) and not isinstance(value, bool)

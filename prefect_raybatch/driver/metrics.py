@@ -90,7 +90,7 @@ def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(Exporter(job, run_key, state))  # type: ignore[arg-type]
+    registry.register(Exporter(job, run_key, state))
     host = os.environ.get(HOST, "0.0.0.0")
     try:
         server, thread = start_http_server(number, host, registry)

@@ -24,7 +24,7 @@ from prefect_raybatch.driver.heartbeat import (
 )
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.errors import EngineFailure, StoreError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.ledger import COMMITS
 from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan

@@ -12,7 +12,7 @@ from typing import Any
 from prefect_raybatch.driver.driver import RunPass
 from prefect_raybatch.driver.heartbeat import Counts
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 
 LEAST = 60.0  # seconds: shorter pauses are nobody's business
@@ -103,7 +103,7 @@ def interruptible(
         receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
         over = threading.Event()
 
-        def give(item: Any) -> bool:
+        def give(item: object) -> bool:
             while not over.is_set():
                 try:
                     receipts.put(item, timeout=LOOK)

@@ -34,7 +34,7 @@ class RunEvents:
             "raybatch.job": job,
         }
 
-    def emit(self, name: str, **payload: Any) -> None:
+    def emit(self, name: str, **payload: object) -> None:
         emit_event(event=f"raybatch.{name}", resource=self.resource, payload=payload)
 
     def completed(self, report: RunReport) -> None:

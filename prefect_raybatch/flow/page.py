@@ -163,7 +163,7 @@ class Page(Listener):
             )
         return Beat.of(counts, time.time(), **more)
 
-    def _is_due(self, what: str, every: float, now: float, value: Any) -> bool:
+    def _is_due(self, what: str, every: float, now: float, value: object) -> bool:
         early = now < self._due.get(what, float("-inf")) and not self._closing
         if early or self._shown.get(what) == value:
             return False

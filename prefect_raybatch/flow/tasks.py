@@ -22,7 +22,8 @@ from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.page import OBSERVERS, Page
-from prefect_raybatch.job.batch_job import BatchJob, seconds_of
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots

@@ -24,7 +24,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
             f"{field}: module {module_name!r} cannot be imported ({error}); install it where the "
             "driver and the workers run"
         ) from None
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {attribute!r}")
     return function

@@ -49,7 +49,7 @@ ARGUMENT = re.compile(
 USERINFO = re.compile(r"://[^/@\s\"']*@")
 
 
-def hide_options(value: Any, name: str = "") -> Any:
+def hide_options(value: object, name: str = "") -> Any:
     """Store options with everything masked that `OPTIONS` does not name."""
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
@@ -63,7 +63,7 @@ def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
     return {k: hide_users(v) if safe_variable(k) else MASK for k, v in value.items()}
 
 
-def hide_argument(value: Any, name: str) -> Any:
+def hide_argument(value: object, name: str) -> Any:
     """An engine argument, its texts masked where its name says that they are keys, or the name of a
     mapping that they are in."""
     if isinstance(value, Mapping):
@@ -74,7 +74,7 @@ def hide_argument(value: Any, name: str) -> Any:
     return MASK if isinstance(value, str) and value and ARGUMENT.search(name) else hide_users(value)
 
 
-def hide_users(value: Any) -> Any:
+def hide_users(value: object) -> Any:
     """A text with user and password taken out of the URLs in it; anything else as it is."""
     return USERINFO.sub(f"://{MASK}@", value) if isinstance(value, str) else value
 
@@ -88,7 +88,7 @@ def safe_variable(name: str) -> bool:
     return known or _named(name)
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Whether a masked text stands anywhere in it."""
     if isinstance(value, Mapping):
         return any(is_masked(inner) for inner in value.values())
@@ -97,7 +97,7 @@ def is_masked(value: Any) -> bool:
     return isinstance(value, str) and MASK in value
 
 
-def masked(shown: Any, where: str) -> Iterator[str]:
+def masked(shown: object, where: str) -> Iterator[str]:
     """Dotted names of what is masked in `shown`, which stands at `where`."""
     if isinstance(shown, Mapping):
         for name, inner in shown.items():
@@ -106,7 +106,7 @@ def masked(shown: Any, where: str) -> Iterator[str]:
         yield where
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(value: object) -> bool:
     """What cannot hold a key, whatever its name: nothing, yes or no."""
     return value is None or isinstance(value, bool) or value == ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.job.batch_job import check_run_key
+from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import no_run
 from prefect_raybatch.ledger.records import Plan

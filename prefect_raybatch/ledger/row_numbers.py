@@ -51,7 +51,8 @@ def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     if not len(table):
         return np.zeros(len(numbers), bool)
     at = np.searchsorted(table, numbers)
-    return table[np.minimum(at, len(table) - 1)] == numbers
+    there: np.ndarray = table[np.minimum(at, len(table) - 1)] == numbers
+    return there
 
 
 def name_rows(numbers: np.ndarray) -> str:

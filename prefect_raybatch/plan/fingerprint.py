@@ -89,7 +89,7 @@ def fingerprint(
     job: BatchJob,
     model: Mapping[str, Any] | None = None,
     retry: Mapping[str, Any] | None = None,
-) -> tuple[str, dict]:
+) -> tuple[str, dict[str, Any]]:
     """(SHA-256, what went into it) of whatever in the job changes an answer.
 
     The identity of a model in a local or s3:// folder counts; a Hugging Face name counts as it is

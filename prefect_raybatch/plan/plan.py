@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.job.batch_job import RESERVED, UNWRITTEN, BatchJob, template_fields
+from prefect_raybatch.job.batch_job import UNWRITTEN, BatchJob
+from prefect_raybatch.job.checks import RESERVED, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.batch_job import BatchJob, template_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store

@@ -19,7 +19,6 @@ rows twice.
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import os
@@ -348,9 +347,8 @@ def error_of(outcome: Outcome) -> Exception:
     if isinstance(kind, type) and issubclass(kind, RayBatchError):
         return kind(outcome.message)
     text = f"{outcome.error}: {outcome.message}"
-    if outcome.error in ("TypeError", "ValueError", "NotImplementedError"):
-        return getattr(builtins, outcome.error)(text)
-    return JobLost(text)
+    hopeless = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
+    return hopeless.get(str(outcome.error), JobLost)(text)
 
 
 def _by_us(record: Record) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from prefect_raybatch.job.batch_job import BatchJob, seconds_of
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted

@@ -35,7 +35,8 @@ def row_sums(table: pa.Table) -> np.ndarray:
         column = table[name].combine_chunks()
         seed = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
         total = (total ^ (_column(column) + seed)) * _PRIME
-    return (total ^ (total >> np.uint64(32))).astype(np.uint32)
+    sums: np.ndarray = (total ^ (total >> np.uint64(32))).astype(np.uint32)
+    return sums
 
 
 def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
@@ -98,15 +99,15 @@ def _flat(array: pa.Array) -> np.ndarray:
     """The values as something pandas hashes the same way wherever it runs; nulls are anything."""
     kind = array.type
     if pa.types.is_boolean(kind):
-        return array.fill_null(False).to_numpy(zero_copy_only=False).astype(np.int64)
+        return _numpy(array.fill_null(False)).astype(np.int64)
     if pa.types.is_integer(kind):
-        return array.fill_null(0).to_numpy(zero_copy_only=False)
+        return _numpy(array.fill_null(0))
     if pa.types.is_floating(kind):
-        values = array.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
+        values = _numpy(array.cast(pa.float64()).fill_null(0.0))
         return np.where(np.isnan(values), np.nan, values)  # one kind of NaN
     if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
         whole = array.cast(pa.int32()) if kind.bit_width == 32 else array
-        return whole.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+        return _numpy(whole.cast(pa.int64()).fill_null(0))
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         array, kind = array.cast(pa.large_binary()), pa.large_binary()  # text may be no UTF-8
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
@@ -143,3 +144,8 @@ def _objects(values: Any) -> np.ndarray:
     made = np.empty(len(values), object)
     made[:] = values
     return made
+
+
+def _numpy(array: pa.Array) -> np.ndarray:
+    values: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return values

@@ -59,7 +59,7 @@ def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.n
     ):
         fault(f"{part.path}: has no whole column {row_number}")
         return None
-    rows = table[row_number].to_numpy().astype(np.int64)
+    rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
         _compare(store, part, table.drop_columns([row_number]), rows, fault)
     _check_order(part.path, rows, fault)

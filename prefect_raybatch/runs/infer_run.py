@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan

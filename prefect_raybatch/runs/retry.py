@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.job.batch_job import BatchJob, with_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import NAME, BatchJob, Output, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan

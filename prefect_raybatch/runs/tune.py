@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, with_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import settled

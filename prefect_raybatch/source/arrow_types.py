@@ -79,7 +79,7 @@ def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataT
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _common_struct(a: pa.StructType, b: pa.StructType, union: bool) -> pa.DataType | None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.batch_job import RESERVED
+from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source.arrow_types import common_type, plain_type
 from prefect_raybatch.source.text_types import text_type
 

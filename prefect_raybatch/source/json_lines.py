@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job.batch_job import RESERVED
+from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import common_type, map_type
 from prefect_raybatch.source.columns import check_columns
@@ -139,6 +138,6 @@ def _explain_json(file: File, block: bytes, line: int, error: Exception) -> str:
     return f"{file.uri}, from line {line}: cannot be read as JSON Lines ({one_line(error)})"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")

@@ -152,6 +152,6 @@ def _least_bytes(kind: pa.DataType) -> float:
     if pa.types.is_struct(kind):
         return sum(_least_bytes(field.type) for field in kind)
     try:
-        return kind.bit_width / 8
+        return float(kind.bit_width / 8)
     except ValueError:
         return 4.0  # an offset

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import KeysView, ValuesView
+from collections.abc import KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -108,7 +108,7 @@ def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)
     try:
-        return part.to_pylist()
+        return list(part.to_pylist())
     except (ValueError, OverflowError, pa.ArrowException):
         return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
 
@@ -120,7 +120,7 @@ def _row(one: pa.Table) -> Any:
         return Failure.of("prepare", error)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """A copy of what a user function returned, as deep as containers go that Arrow takes.
 
     A function may return one object for every row and change it from row to row.
@@ -136,19 +136,41 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
+Messages = list[dict[str, Any]]  # of a chat: role, content, and what a template may want
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer of transformers."""
+
+    chat_template: str | None
+    is_fast: bool
+    model_max_length: int
+
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = ...
+    ) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Messages], *, tokenize: bool, add_generation_prompt: bool
+    ) -> list[str]: ...
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
+
+
 @lru_cache(maxsize=4)
-def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Tokenizer:
     """The model's tokenizer, once a worker process."""
     if _tokenizer_class(path) == "PreTrainedTokenizerFast":
         # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(path))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
+    made = AutoTokenizer.from_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code
     )
+    return cast(Tokenizer, made)
 
 
 def _tokenizer_class(path: str) -> str | None:
@@ -156,7 +178,8 @@ def _tokenizer_class(path: str) -> str | None:
         config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return config.get("tokenizer_class")
+    name: str | None = config.get("tokenizer_class")
+    return name
 
 
 def units_of(table: pa.Table) -> list[Unit]:

@@ -44,10 +44,10 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
-from prefect_raybatch.stages.vllm import canary, note
+from prefect_raybatch.stages.vllm import canary, internals, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import Completion
+    from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -137,7 +137,7 @@ class EngineStage:
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
-        self._engine: Any = None
+        self._engine: SteppedEngine | None = None
         self._refused: str | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
@@ -147,7 +147,7 @@ class EngineStage:
         # still being read.
         self._ready()
 
-    def _ready(self) -> Any:
+    def _ready(self) -> SteppedEngine | None:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
             if self._engine is None and self._refused is None:
@@ -231,9 +231,7 @@ class EngineStage:
     def _share(self) -> dict[str, Any]:
         """Of the GPU that is here: as it was resolved, unless the GPU is smaller than was thought
         or nobody knew it."""
-        from vllm.platforms import current_platform
-
-        there = current_platform.get_device_total_memory()
+        there = internals.gpu_bytes()
         if self.spec.share and there >= SAME * self.spec.gpu_bytes:
             return self.spec.share
         config, stored = models.read_config(self.spec.model)
@@ -275,7 +273,8 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _load(self) -> dict[str, float]:
-        return getattr(self._engine, "load", dict)()  # {} while there is no engine
+        engine = self._engine
+        return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
         """The block, or none of its rows when another driver committed its shard meanwhile.
@@ -292,7 +291,7 @@ class EngineStage:
         return table
 
 
-def answered_any(engine: Any) -> bool:
+def answered_any(engine: SteppedEngine) -> bool:
     """Whether any request of an engine was answered, also of a call that it then died in."""
     stats = engine.stats()
     return bool(stats["rows"] > stats["refused"])

@@ -349,7 +349,7 @@ def _infer_type(values: list[Any]) -> pa.DataType:
         return kinds.most_common(1)[0][0] if kinds else pa.string()
 
 
-def _type_of(value: Any) -> pa.DataType | None:
+def _type_of(value: object) -> pa.DataType | None:
     try:
         return None if value is None else pa.infer_type([value])
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -382,7 +382,7 @@ def _post(
         return Failure.of("postprocess", error)
 
 
-def _cut_off(text: Any, tokens: int) -> Failure:
+def _cut_off(text: object, tokens: int) -> Failure:
     # Equal in the 120 characters by which failures are counted, whatever the answer is.
     text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     return Failure(
@@ -394,7 +394,7 @@ def _cut_off(text: Any, tokens: int) -> Failure:
     )
 
 
-def _cast_failure(value: Any, column: pa.Field) -> Failure | None:
+def _cast_failure(value: object, column: pa.Field) -> Failure | None:
     try:
         pa.array([value], column.type)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of
 EVERY = 2.0  # seconds between samples
 KEPT = 3600  # samples: two hours
 GIB = 2**30
-NVML = ("pynvml", "ray._private.thirdparty.pynvml")  # Ray brings a copy of its own
 
 
 class Sampler:
@@ -177,11 +177,12 @@ def gpus() -> tuple[Any, list[Any]]:
 
 
 def _nvml() -> Any:
-    for name in NVML:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
+    with suppress(ImportError):
+        return importlib.import_module("pynvml")
+    with suppress(ImportError):
+        from prefect_raybatch.stages.ray_internals import nvml
+
+        return nvml()
     return None
 
 

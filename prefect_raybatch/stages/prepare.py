@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import string
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import is_transient
-from prefect_raybatch.job.batch_job import Prompt, template_fields
+from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     ERROR,
@@ -25,6 +26,8 @@ from prefect_raybatch.stages.block import (
     TOKENS,
     TRUNCATED,
     Failure,
+    Messages,
+    Tokenizer,
     copied,
     input_columns,
     load_tokenizer,
@@ -37,6 +40,9 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 
+Tokens = list[int]
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 
 
@@ -94,19 +100,23 @@ class Prepare:
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
-    def prompts(self, table: pa.Table) -> tuple[list[Request | Failure], list[Any]]:
+    def prompts(self, table: pa.Table) -> tuple[list[Request | Failure], list[Tokens | Failure]]:
         """Request and prompt tokens of each row of a block of input rows, of any length; a
         `Failure` in either place for a row that has none."""
         tokenizer = self._tokenizer()
         requests = self._requests(table)
         return requests, encode(tokenizer, render(tokenizer, requests))
 
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
 
-    def _fitted(self, request: Any, tokens: Any, limit: int | None) -> Any:
+    def _fitted(
+        self, request: Request | Failure, tokens: Tokens | Failure, limit: int | None
+    ) -> Tokens | Failure:
         """Tokens that leave room in `limit`, cut where the job says so, or the row's failure."""
-        if isinstance(tokens, Failure) or not limit or self.prompt.on_too_long == "quarantine":
+        if isinstance(tokens, Failure) or isinstance(request, Failure):
+            return tokens
+        if not limit or self.prompt.on_too_long == "quarantine":
             return _fitting(tokens, limit)
         room = limit - request.answer(self.max_tokens)
         room = room if room > 0 else limit - 1
@@ -136,7 +146,7 @@ class Prepare:
 class Request:
     """Chat messages of one row and the sampling fields it overrides."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     sampling: dict[str, Any] | None = None
 
     def under(self, system: str) -> Request:
@@ -224,7 +234,7 @@ def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
         return Failure.of("prepare", error)
 
 
-def render(tokenizer: Any, requests: list[Any]) -> list[Any]:
+def render(tokenizer: Tokenizer, requests: Sequence[Request | Failure]) -> list[str | Failure]:
     """Requests to prompt texts through the chat template; failures stay where they are."""
     if not getattr(tokenizer, "chat_template", None):
         return [
@@ -232,26 +242,30 @@ def render(tokenizer: Any, requests: list[Any]) -> list[Any]:
             for r in requests
         ]
 
-    def apply(conversations: Any) -> Any:
+    def texts_of(conversations: list[Messages]) -> list[str]:
         return tokenizer.apply_chat_template(
             conversations, tokenize=False, add_generation_prompt=True
         )
 
     good = [r.messages for r in requests if isinstance(r, Request)]
+    texts: Iterator[str | Failure]
     try:
-        texts = iter(apply(good) if good else ())
+        texts = iter(texts_of(good) if good else ())
     except Exception:  # one of them: find out which, row by row
-        texts = iter([_try(apply, messages) for messages in good])
+        texts = iter([_try(lambda one: texts_of([one])[0], messages) for messages in good])
     return [r if isinstance(r, Failure) else next(texts) for r in requests]
 
 
-def encode(tokenizer: Any, texts: list[Any]) -> list[Any]:
+def encode(tokenizer: Tokenizer, texts: Sequence[str | Failure]) -> list[Tokens | Failure]:
     """Prompt texts to token lists; failures stay where they are."""
     good = [t for t in texts if not isinstance(t, Failure)]
 
-    def tokens(batch: list[str]) -> list[list[int]]:
-        return tokenizer(batch, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    def tokens(batch: list[str]) -> list[Tokens]:
+        special = not tokenizer.chat_template
+        batch_ids: list[Tokens] = tokenizer(batch, add_special_tokens=special)["input_ids"]
+        return batch_ids
 
+    ids: Iterator[Tokens | Failure]
     try:
         ids = iter(tokens(good) if good else ())
     except Exception:
@@ -260,7 +274,7 @@ def encode(tokenizer: Any, texts: list[Any]) -> list[Any]:
 
 
 def shortened(
-    tokenizer: Any, request: Request, size: int, room: int, left: bool
+    tokenizer: Tokenizer, request: Request, size: int, room: int, left: bool
 ) -> list[int] | None:
     """Prompt tokens of a request of `size` tokens, at most `room`, with the beginning (`left`) or
     the end of its last user message cut off; None where that message is not long enough.
@@ -290,7 +304,7 @@ def shortened(
     return None
 
 
-def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     """Where each token of a text begins and ends in it, in characters."""
     if tokenizer.is_fast:
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -299,9 +313,7 @@ def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     return [(i * len(text) // count, (i + 1) * len(text) // count) for i in range(count)]
 
 
-def _fitting(tokens: Any, limit: int | None) -> Any:
-    if isinstance(tokens, Failure):
-        return tokens
+def _fitting(tokens: Tokens, limit: int | None) -> Tokens | Failure:
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if limit and len(tokens) >= limit:
@@ -314,7 +326,7 @@ def _fitting(tokens: Any, limit: int | None) -> Any:
     return tokens
 
 
-def _try(make: Callable[[Any], Any], value: Any) -> Any:
+def _try(make: Callable[[Given], Made], value: Given) -> Made | Failure:
     try:
         return make(value)
     except Exception as error:

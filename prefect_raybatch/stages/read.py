@@ -21,23 +21,14 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ray.data import Dataset, Datasource, read_datasource
-from ray.data._internal.execution.operators.map_operator import MapOperator
-from ray.data._internal.execution.operators.map_transformer import (
-    BatchMapTransformFn,
-    BlockMapTransformFn,
-)
-from ray.data._internal.logical.interfaces import Rule
-from ray.data._internal.logical.operators import Read
-from ray.data._internal.logical.optimizers import get_physical_ruleset
-from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRule
-from ray.data._internal.output_buffer import OutputBlockSizeOption
+from ray.data import Dataset, read_datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from prefect_raybatch.errors import RayBatchError, is_transient
 from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.stages import block as blocks
+from prefect_raybatch.stages.ray_internals import KeptBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
@@ -475,12 +466,11 @@ def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | N
 # --- Ray Data ---------------------------------------------------------------------------------
 
 
-class ShardDatasource(Datasource):
+class ShardDatasource(KeptBlocks):
     """One Ray read task for each `Task`, one block for each unit. Shown as "ReadShards"."""
 
     def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:
         super().__init__()
-        keep_blocks()
         self._read_tasks = [ReadTask(reader.bind(task), _metadata()) for task in tasks]
 
     def get_name(self) -> str:
@@ -503,7 +493,7 @@ class ShardDatasource(Datasource):
             for task in self._read_tasks
         ]
 
-    def dataset(self, **options: Any) -> Dataset:
+    def dataset(self, **options: object) -> Dataset:
         """The dataset of all blocks; `options` are `ray.data.read_datasource`'s.
 
         `DataContext.target_max_block_size` must be None when this is called (Ray copies the
@@ -518,64 +508,3 @@ class ShardDatasource(Datasource):
 def _metadata() -> BlockMetadata:
     # No row count: a unit found done gives no block, and Ray would answer count() from this.
     return BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-
-
-class KeepBlocks(Rule):
-    """Makes Ray hand on each block that a shard read yields, in place of one for a whole task.
-
-    With `target_max_block_size=None` Ray 2.60 joins all that a task yields into one block at its
-    end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a task
-    until the last is read, multiply the memory, and mix `lost` blocks with rows. The same goes
-    for map operators after the read that take whole blocks (batch_size=None): for these one
-    block in gives one block out, fused with the read or not. Other datasets are left alone.
-    """
-
-    @classmethod
-    def dependencies(cls) -> list[type[Rule]]:
-        return [SetReadParallelismRule]
-
-    @classmethod
-    def dependents(cls) -> list[type[Rule]]:
-        return [FuseOperators]
-
-    def apply(self, plan: Any) -> Any:
-        """`plan` (a PhysicalPlan), its operators changed in place."""
-        operators = list(_below(plan.dag))
-        logical = [plan.op_map.get(operator) for operator in operators]
-        if not any(_is_ours(op) for op in logical):
-            return plan
-        for operator, op in zip(operators, logical, strict=True):
-            if not isinstance(operator, MapOperator):
-                continue
-            if _is_ours(op):
-                operator._additional_split_factor = None  # set for more blocks than tasks asked
-            for function in operator.get_map_transformer().get_transform_fns():
-                if _takes_blocks(function):
-                    function._output_block_size_option = OutputBlockSizeOption.of(
-                        disable_block_shaping=True
-                    )
-        return plan
-
-
-def _below(operator: Any) -> Iterator[Any]:
-    yield operator
-    for above in operator.input_dependencies:
-        yield from _below(above)
-
-
-def _is_ours(op: Any) -> bool:
-    return isinstance(op, Read) and isinstance(op.datasource, ShardDatasource)
-
-
-def _takes_blocks(function: Any) -> bool:
-    if isinstance(function, BatchMapTransformFn):
-        return function._batch_size is None
-    option = getattr(function, "_output_block_size_option", None)
-    return isinstance(function, BlockMapTransformFn) and option is None
-
-
-def keep_blocks() -> None:
-    """Register `KeepBlocks` in this process, once."""
-    rules = get_physical_ruleset()
-    if KeepBlocks not in list(rules):
-        rules.add(KeepBlocks)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import NOT_WRITTEN, UNWRITTEN, Sampling, refuse_unknown
+from prefect_raybatch.job.batch_job import NOT_WRITTEN, UNWRITTEN, Sampling
+from prefect_raybatch.job.checks import refuse_unknown
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value
@@ -89,5 +90,5 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         )
 
 
-def _or_true(value: Any) -> Any:
+def _or_true(value: object) -> Any:
     return True if value is None else value

@@ -230,7 +230,7 @@ class S3Store(Store):
         max_bytes: int | None = None,
         accept: int | None = None,
         check: Check = lambda found: None,
-        **arguments: Any,
+        **arguments: object,
     ) -> Any:
         """One client operation, repeated until answered: its response, `Body` read.
 

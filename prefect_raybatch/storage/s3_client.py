@@ -51,7 +51,7 @@ class Connection:
         pid = os.getpid()
         return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
 
-    def renew(self, old: Any) -> None:
+    def renew(self, old: object) -> None:
         """Replace `old` so that credentials are looked up again; calls in flight keep it."""
         pid = os.getpid()
         if self._by_process.get(pid) is old:
@@ -89,7 +89,7 @@ class Connection:
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
 
-    def endpoint(self, fs: Any) -> str:
+    def endpoint(self, fs: object) -> str:
         """scheme://host:port that `fs` asks, as far as it is known before the first answer."""
         client = self.options.get("client_kwargs") or {}
         url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)

@@ -49,7 +49,7 @@ class Silence:
         """`send`, with a warning while it waits for the first answer that there ever was: a host
         that drops packets keeps a call for half a minute. Later calls may be long and well."""
 
-        async def sent(fs: Any) -> Any:
+        async def sent(fs: object) -> Any:
             if self.answered:
                 return await send(fs)
             task = asyncio.ensure_future(send(fs))

@@ -26,7 +26,8 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, Limits
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
@@ -511,7 +512,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
         raise AssertionError("nothing may start")
 
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", never)
-    monkeypatch.setattr(cli, "_run_flow", never)
+    monkeypatch.setattr("prefect_raybatch.cli.drive._run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")

@@ -11,7 +11,7 @@ import pytest
 from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.cluster.ray_llm import (
-    RAY_ERROR,
+    RAY_LLM_ERROR,
     ROW,
     Gather,
     Spread,
@@ -67,17 +67,17 @@ def rays(tables: list[pa.Table], fails: Any = ()) -> pa.Table:
     for table in tables:
         for row in table.to_pylist():
             data = {**row, **_asked(row)}
-            if data[RAY_ERROR]:
+            if data[RAY_LLM_ERROR]:
                 rows.append(data)
                 continue
             params = data.pop("sampling_params")
             assert list(data.pop("tokenized_prompt")) == [7, 8] and not params["temperature"]
             if data[ROW] in fails:
-                rows.append({**data, RAY_ERROR: "ValueError: no: such token"})
+                rows.append({**data, RAY_LLM_ERROR: "ValueError: no: such token"})
                 continue
             out = {"generated_tokens": [1] * (data[ROW] % 3 + 1), "generated_text": "t" * 3}
             out |= {"num_input_tokens": 2, "time_taken_llm": 1.5}
-            rows.append({**_answer({**data, **out}), RAY_ERROR: ""})
+            rows.append({**_answer({**data, **out}), RAY_LLM_ERROR: ""})
     return pa.Table.from_pylist([{**dict.fromkeys(set().union(*rows)), **row} for row in rows])
 
 
@@ -127,7 +127,7 @@ def test_an_answer_of_all_the_tokens_it_may_have_is_cut_off(gather: Gather) -> N
 
 def test_a_block_without_a_well_row_goes_round_the_engine(gather: Gather) -> None:
     table = Spread(SAMPLING)(prepared(Unit(0, 0, 2), failed={0, 1}))
-    assert table.num_rows == 1 and table[RAY_ERROR][0].as_py()
+    assert table.num_rows == 1 and table[RAY_LLM_ERROR][0].as_py()
     assert found(gather, rays([table]))[0].failed == ((0, 2),)
 
 

@@ -124,7 +124,9 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "_run_flow", lambda *_: pytest.fail("a flow was started"))
+    monkeypatch.setattr(
+        "prefect_raybatch.cli.drive._run_flow", lambda *_: pytest.fail("a flow was started")
+    )
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
     address = closed_address()
     job = job_dict(

@@ -23,7 +23,7 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.ledger import commit_path
 from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit

@@ -28,7 +28,7 @@ from prefect_raybatch.driver.heartbeat import (
 )
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.runs.status import status
 

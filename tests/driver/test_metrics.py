@@ -20,7 +20,7 @@ from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, LABELS
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 
 ROOT = Path(__file__).parents[2]
 EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES)

@@ -20,7 +20,9 @@ from prefect_raybatch.driver.heartbeat import WAITING
 from prefect_raybatch.driver.monitor import Monitor, probe
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
 from prefect_raybatch.errors import EngineFailure, StoreUnavailable
-from prefect_raybatch.job.batch_job import BatchJob, Limits, with_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run

@@ -26,7 +26,7 @@ from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 
-from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat, path_of
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
@@ -389,7 +389,7 @@ def test_what_was_tuned_has_a_key_that_no_run_has(kind):
 
 
 def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
-    show = cli._Show(quiet=False)
+    show = TerminalProgress(quiet=False)
     monkeypatch.setattr(page, "OBSERVERS", [show, lambda progress: None])
     shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False))
     shown.hear(Beat(0.0, phase=INFERRING))

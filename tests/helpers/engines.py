@@ -89,6 +89,9 @@ class Stepped:
     def stats(self) -> dict[str, int]:
         return {"rows": self.rows, "refused": self.refused}
 
+    def load(self) -> dict[str, float]:
+        return {}
+
 
 class Factory:
     """Takes `SteppedEngine`'s place: each construction does the next thing of `plan`, an error to

@@ -14,7 +14,9 @@ from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import BatchJob, Limits, check_run_key, template_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import check_run_key, template_fields
+from prefect_raybatch.job.limits import Limits
 
 
 def put(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from helpers.small import Passes, SmallRun, small_run
 
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.checkpoints import CHECKPOINTS, Folder
 from prefect_raybatch.ledger.ledger import COMMITS, Ledger, commit_path

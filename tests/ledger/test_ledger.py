@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.ledger import Coverage, Ledger, commit_path
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges

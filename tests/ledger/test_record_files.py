@@ -13,7 +13,7 @@ from helpers.small import Passes, SmallRun, small_run, success_of
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.driver.heartbeat import path_of
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Limits
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints, record_files
 from prefect_raybatch.ledger.checkpoints import CHECKPOINTS
 from prefect_raybatch.ledger.ledger import (

@@ -13,7 +13,7 @@ import pytest
 from helpers.small import SmallRun, small_run
 
 from prefect_raybatch.errors import ConfigError, NoSuchRun
-from prefect_raybatch.job.batch_job import seconds_of
+from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.ledger import Ledger, commit_path
 from prefect_raybatch.result.reap import Reaped, reap
 from prefect_raybatch.result.verify import verify

@@ -25,7 +25,8 @@ from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.flow.blocks.fields import field
 from prefect_raybatch.flow.blocks.store import ObjectStore, reference
-from prefect_raybatch.job.batch_job import BatchJob, check_run_key
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.storage import is_remote
 

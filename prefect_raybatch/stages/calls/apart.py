@@ -60,7 +60,8 @@ class _Late(Exception):
 
 def raised(kind: str, text: str) -> Exception:
     """An exception that reads like one of class `kind`, which may not be had here."""
-    return type(kind, (Exception,), {})(text)
+    made: Exception = type(kind, (Exception,), {})(text)
+    return made
 
 
 class Apart:
@@ -87,7 +88,7 @@ class Apart:
             children[self.name, self.field] = child
         return child
 
-    def __call__(self, row: Any) -> Any:
+    def __call__(self, row: object) -> Any:
         data = pickle.dumps(row)
         ended = ""
         for _ in range(self.deaths):

@@ -49,7 +49,7 @@ HERE = Calls()
 
 
 def _guarded(function: Function, alarm: _Alarm) -> Function:
-    def call(row: Any) -> Any:
+    def call(row: object) -> Any:
         alarm.set()
         try:
             return function(row)

@@ -96,10 +96,10 @@ def _exactly(wire: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _send(wire: socket.socket, *message: Any) -> None:
+def _send(wire: socket.socket, *message: object) -> None:
     wire.sendall(_frame(*message))
 
 
-def _frame(*message: Any) -> bytes:
+def _frame(*message: object) -> bytes:
     data = pickle.dumps(message)
     return HEADER.pack(len(data)) + data

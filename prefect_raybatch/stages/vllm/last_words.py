@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import cast
 
 from prefect_raybatch.exits import signal_text
+from prefect_raybatch.stages.vllm.internals import DUMPS
 
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
 MOST = 500  # characters of an error that are kept
-DUMPS = "vllm.logging_utils"  # logs what a failing step was given
 EXIT = re.compile(r"exit code: (-?\d+)")
 NO_CODE = "exit code: None"  # of a worker that was still ending when vLLM looked
 WAIT = 2.0  # seconds that its end is waited for

@@ -11,7 +11,6 @@ one (environment variable VLLM_ENABLE_V1_MULTIPROCESSING=0).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import signal
@@ -20,12 +19,17 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exits import exit_text
+from prefect_raybatch.stages.vllm import internals
 from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
+from prefect_raybatch.stages.vllm.internals import LLMEngine, Output, Params
 from prefect_raybatch.stages.vllm.last_words import LastWords, named
 from prefect_raybatch.stages.vllm.plugin import allow, register
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
@@ -86,7 +90,7 @@ class _Call:
 
     __slots__ = ("answers", "cursor", "died", "done", "missing", "params", "prompts")
 
-    def __init__(self, prompts: list[list[int]], params: list[Any]) -> None:
+    def __init__(self, prompts: list[list[int]], params: list[Params | Exception]) -> None:
         self.prompts = prompts
         self.params = params
         self.answers: list[Completion | None] = [None] * len(prompts)
@@ -117,12 +121,12 @@ class SteppedEngine:
         watch_children()
         self._wake = threading.Condition()  # guards everything below
         self._waiting: deque[_Call] = deque()  # calls with requests that vLLM has not got yet
-        self._in_flight: dict[str, tuple[_Call, int]] = {}  # vLLM's request id -> call, position
+        self._in_flight: dict[str, tuple[_Call, int, Params]] = {}  # by vLLM's request id
         self._sequences = 0  # requests in flight, each counted as often as it has answers
         self._closing = False
         self._died: str | None = None
         self._cleaned = False
-        self._params: OrderedDict[str, Any] = OrderedDict()
+        self._params: OrderedDict[str, Params | Exception] = OrderedDict()
         self._count = 0
         self._stats = dict.fromkeys(
             ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
@@ -130,9 +134,9 @@ class SteppedEngine:
         self._busy_s = self._feed_s = 0.0
         self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
         self._hang = HangWatch(hang_seconds)
-        self._engine: Any = None
+        self._engine: LLMEngine | None = None
         self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
-        self._processes: list[Any] = []
+        self._processes: list[BaseProcess] = []
         self._words = LastWords()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -224,15 +228,10 @@ class SteppedEngine:
             outside = sum(len(call.prompts) - call.cursor for call in self._waiting)
         most = self._window // WINDOW
         running = min(held, most)
-        found = {"steps": steps, "sequences": most}
-        core = getattr(engine.engine_core, "engine_core", None)
-        scheduler = getattr(core, "scheduler", None)
-        if scheduler is not None:
-            running = len(scheduler.running)
-            found["kv_cache"] = scheduler.kv_cache_manager.usage
-        elif self._scheduler_stats is not None:
-            running = self._scheduler_stats.num_running_reqs
-            found["kv_cache"] = self._scheduler_stats.kv_cache_usage
+        found: dict[str, float] = {"steps": steps, "sequences": most}
+        told = internals.running(engine, self._scheduler_stats)
+        if told is not None:
+            running, found["kv_cache"] = told
         return {**found, "running": running, "waiting": max(0, held - running) + outside}
 
     def __enter__(self) -> SteppedEngine:
@@ -243,12 +242,12 @@ class SteppedEngine:
 
     # Sampling parameters --------------------------------------------------------------------------
 
-    def _prepare_params(self, requests: Sequence[Request]) -> list[Any]:
+    def _prepare_params(self, requests: Sequence[Request]) -> list[Params | Exception]:
         """A SamplingParams for each request (shape: as `requests`), or the exception it raised.
 
         Equal dicts share one object; one and the same dict is looked at once a call.
         """
-        by_identity: dict[int, Any] = {}
+        by_identity: dict[int, Params | Exception] = {}
         result = []
         for request in requests:
             found = by_identity.get(id(request.params))
@@ -257,7 +256,7 @@ class SteppedEngine:
             result.append(found)
         return result
 
-    def _lookup_params(self, params: dict[str, Any]) -> Any:
+    def _lookup_params(self, params: dict[str, Any]) -> Params | Exception:
         try:
             key = json.dumps(params, sort_keys=True)
         except (TypeError, ValueError):  # holds an object: no key, so nothing to share
@@ -298,7 +297,7 @@ class SteppedEngine:
 
     def _cause(self, error: BaseException) -> str:
         """What the engine died of, when this is what vLLM raised here."""
-        if _is_death(error):
+        if internals.is_death(error):
             for process in self._processes:
                 process.join(2)
                 if process.exitcode is not None:
@@ -306,7 +305,7 @@ class SteppedEngine:
             return self._words.read() or _describe(error)
         return _describe(error)
 
-    def _told(self, process: Any) -> str:
+    def _told(self, process: BaseProcess) -> str:
         """How an engine process ended: by a signal of its own, or of the error that it logged."""
         end = _end_of(process)
         # vLLM ends what is left of an engine that has failed by these two.
@@ -328,47 +327,31 @@ class SteppedEngine:
         import multiprocessing
 
         allow(os.environ)  # for the processes that vLLM starts
-        from vllm import LLMEngine
-        from vllm.engine.arg_utils import EngineArgs
-
         no_stats = engine_kwargs.pop("disable_log_stats", None)
         with START_LOCK, self._words.heard():
             register()  # in this process, whatever became of the plugins here
-            arguments = EngineArgs(**engine_kwargs, disable_log_stats=bool(no_stats))
             before = {process.pid for process in multiprocessing.active_children()}
-            self._engine = LLMEngine.from_engine_args(arguments)
+            engine = self._engine = internals.start(
+                {**engine_kwargs, "disable_log_stats": bool(no_stats)}
+            )
             self._processes = [
                 process
                 for process in multiprocessing.active_children()
                 if process.pid not in before
             ]
-        self._window = WINDOW * self._engine.vllm_config.scheduler_config.max_num_seqs
+        self._window = WINDOW * internals.most_sequences(engine)
         if not no_stats:
-            self._keep_scheduler_stats(front=no_stats is not None)
+            front = no_stats is not None  # vLLM's own figures in this process were asked for
+            internals.keep_scheduler_stats(engine, self._keep_stats, front)
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
-    def _keep_scheduler_stats(self, front: bool) -> None:
-        """Keep what vLLM's scheduler counts; unless `front`, nothing is counted in this process."""
-        engine = self._engine
-        processor: Any = getattr(engine, "output_processor", None)
-        if processor is not None and not front:
-            engine.log_stats = processor.log_stats = False
-            engine.logger_manager = None
-        update = getattr(processor, "update_scheduler_stats", None)  # called in each step
-        if update is None:
-            return  # by another name in this vLLM: the figures are missing, no more
-
-        def keep(stats: Any) -> None:
-            if stats is not None:
-                self._scheduler_stats = stats
-            update(stats)
-
-        processor.update_scheduler_stats = keep
+    def _keep_stats(self, stats: object) -> None:
+        self._scheduler_stats = stats
 
     def _loop(self) -> None:
         engine, wake = self._engine, self._wake
-        while True:
+        while engine is not None:
             with wake:
                 while not (self._waiting or self._in_flight or self._closing or self._died):
                     self._inside = 0.0
@@ -377,7 +360,7 @@ class SteppedEngine:
                     self._inside = 0.0
                     return
             start = self._inside = time.perf_counter()
-            self._feed()
+            self._feed(engine)
             fed = self._inside = time.perf_counter()
             outputs = engine.step() if self._in_flight else ()
             finished: list[_Call] = []
@@ -391,9 +374,8 @@ class SteppedEngine:
             for call in finished:
                 call.done.set()
 
-    def _feed(self) -> None:
+    def _feed(self, engine: LLMEngine) -> None:
         """Hand requests to vLLM, oldest call first, until the window is full."""
-        engine = self._engine
         while self._waiting and self._sequences < self._window:
             call = self._waiting[0]
             position = call.cursor
@@ -407,7 +389,7 @@ class SteppedEngine:
                 continue
             request_id = str(self._count)
             self._count += 1
-            self._in_flight[request_id] = (call, position)
+            self._in_flight[request_id] = (call, position, params)
             self._sequences += params.n
             try:
                 engine.add_request(
@@ -416,28 +398,23 @@ class SteppedEngine:
                     params,
                 )
             except Exception as error:
-                if _is_death(error):
+                if internals.is_death(error):
                     raise
                 self._in_flight.pop(request_id, None)
                 self._sequences -= params.n
                 self._refuse(call, position, error)
                 continue
-            if "verify" not in params.__dict__:
-                # Accepted once, accepted always: this object is never changed and belongs to this
-                # engine. Checking anew means parsing the grammar or JSON schema for every row
-                # (16 us for nine choices, more than the rest of add_request for a large schema).
-                params.verify = _accept
+            internals.accept_always(params)
 
-    def _take(self, output: Any, finished: list[_Call]) -> None:
+    def _take(self, output: Output, finished: list[_Call]) -> None:
         """Turn a finished vLLM output into the Completion of its caller."""
         entry = self._in_flight.pop(output.request_id, None)
         if entry is None:  # of a call that was given up
             return
-        call, position = entry
+        call, position, params = entry
         answers = output.outputs
-        params = call.params[position]
         self._sequences -= params.n
-        reason = "stop"
+        reason: str | None = "stop"
         for answer in answers:
             if answer.finish_reason != "stop":
                 reason = answer.finish_reason
@@ -527,7 +504,7 @@ class SteppedEngine:
             end_process(cause)
         with self._wake:
             self._died = cause  # before what vLLM says when its core is gone
-        kill_all([process.pid for process in self._processes])
+        kill_all([process.pid for process in self._processes if process.pid is not None])
         self._shutdown()
         self._thread.join(5)
         if self._thread.is_alive():  # these were workers, and the core is in this process
@@ -540,7 +517,7 @@ class SteppedEngine:
             if self._died is None:
                 self._died = cause
             calls = {id(call): call for call in self._waiting}
-            calls.update((id(call), call) for call, _ in self._in_flight.values())
+            calls.update((id(call), call) for call, *_ in self._in_flight.values())
             self._waiting.clear()
             self._wake.notify_all()
         for call in calls.values():
@@ -549,16 +526,11 @@ class SteppedEngine:
                 call.done.set()
 
     def _shutdown(self) -> None:
-        """End the engine core and its processes; what vLLM raises while dying is of no interest."""
+        """End the engine core and its processes."""
         with self._wake:
             engine, self._engine = self._engine, None
         if engine is not None:
-            core = engine.engine_core
-            with contextlib.suppress(Exception):
-                core.shutdown()
-            queue = getattr(core, "outputs_queue", None)
-            if queue is not None and self._thread is not threading.current_thread():
-                queue.put_nowait(RuntimeError("closed"))  # frees a thread that waits in step()
+            internals.shut_down(engine, self._thread is not threading.current_thread())
         for process in self._processes:
             process.join(5)
             if process.is_alive():
@@ -567,17 +539,8 @@ class SteppedEngine:
         self._words.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
-            engine = core = queue = None  # or its memory is still held
-            _free_process()
-
-
-def _free_process() -> None:
-    """Makes room for the next engine in this process: vLLM keeps its process groups in globals,
-    and after an out-of-memory error a new engine would stumble over them (tried, 0.29)."""
-    with contextlib.suppress(Exception):
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
+            engine = None  # or its memory is still held
+            internals.free_process()
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
@@ -587,10 +550,10 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
 
 
-def _guarded_params(params: dict[str, Any]) -> Any:
+def _guarded_params(params: dict[str, Any]) -> Params | Exception:
     """`SamplingParams` for a dict, or the exception that building it raised."""
     try:
-        return _build_params(params)
+        return internals.sampling_params(plain_fields(params))
     except Exception as error:
         return error
 
@@ -608,28 +571,7 @@ def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _build_params(params: dict[str, Any]) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-    fields = plain_fields(params)
-    if isinstance(structured := fields.get("structured_outputs"), dict):
-        fields["structured_outputs"] = StructuredOutputsParams(**structured)
-    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
-    fields["skip_clone"] = True
-    return SamplingParams(**fields)
-
-
-def _accept(*_: Any) -> None:
-    """Stands in for `SamplingParams.verify` once vLLM has accepted the parameters."""
-
-
-def _is_death(error: BaseException) -> bool:
-    """Whether an error of add_request means the engine is gone, and not the request refused."""
-    kind = type(error)
-    return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
-
-
-def _end_of(process: Any) -> str:
+def _end_of(process: BaseProcess) -> str:
     # vLLM's own monitor waits for the same process: who comes second has the code a little later.
     until = time.monotonic() + 1
     while process.exitcode is None and time.monotonic() < until:

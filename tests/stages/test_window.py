@@ -10,7 +10,7 @@ import pyarrow as pa
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 
-from prefect_raybatch.cluster.window import limit_in_flight
+from prefect_raybatch.stages.ray_internals import limit_in_flight
 
 BLOCKS, LIMIT = 20, 3
 

@@ -1,0 +1,110 @@
+"""A job driven from the command line: as a Prefect flow or without Prefect, its progress shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.plan.resolved import resolve
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
+from prefect_raybatch.runs.run import Run, default_run_key, run_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.runs.retry import Nothing, Request
+
+RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
+
+
+def run_job(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple[RunReport, bool]:
+    """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
+    from prefect_raybatch.ledger.ledger import Ledger
+
+    known = with_keys(job)
+    check_places(known.source, known.output)
+    resolved = resolve(known)
+    key = key or default_run_key(resolved)
+    store = run_store(known.output, key)
+    if Ledger(store).finished() is not None:
+        done = plan_run(resolved, key)
+        return finalize_run(known, done), False
+    resolved = precheck(resolved, store)
+    with _progress(quiet) as show:
+        if prefect:
+            show.begin(store.uri)
+            return _run_flow("batch_inference", (job, key), show), True
+        return _run_here(job, known, plan_run(resolved, key), show), True
+
+
+def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgress) -> RunReport:
+    """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
+    from prefect_raybatch.remote import follower as jobs
+
+    show.begin(planned.uri)
+    progress = jobs.infer(job, known, planned, show)
+    show.close()
+    return finalize_run(known, planned, progress)
+
+
+def retry_rows(
+    asked: Request, arguments: RetryArguments, prefect: bool, quiet: bool
+) -> RunReport | Nothing:
+    """The report of the run that retries, or `Nothing` when no row was free."""
+    from prefect_raybatch.runs import retry
+
+    with _progress(quiet) as show:
+        if prefect:
+            report = _run_flow("retry_failed", arguments, show)
+            none = "other runs have retried all rows asked for; none is left that failed"
+            return report or retry.Nothing(arguments[0], none)
+        made = retry.begin(asked)
+        if isinstance(made, retry.Nothing):
+            return made
+        return _run_here(made.job, with_keys(made.job), made.run, show)
+
+
+def with_keys(job: BatchJob) -> BatchJob:
+    """The job with keys from its credentials blocks. The flow gets the job without them and loads
+    them itself, since Prefect keeps a flow's parameters in clear."""
+    if not (job.source.credentials_block or job.output.credentials_block):
+        return job
+    from prefect_raybatch.doctor.services import check_api
+    from prefect_raybatch.flow.tasks import with_blocks
+
+    check_api()
+    return with_blocks(job)
+
+
+def _run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> Any:
+    # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
+    show.say("starting Prefect")
+    from prefect_raybatch.doctor.services import check_api
+    from prefect_raybatch.flow import flows as flow
+    from prefect_raybatch.flow import tasks
+
+    check_api()
+
+    tasks.OBSERVERS.append(show)
+    try:
+        return getattr(flow, name)(*arguments)
+    finally:
+        tasks.OBSERVERS.remove(show)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[TerminalProgress]:
+    """Progress in the terminal while a run is driven."""
+    show = TerminalProgress(quiet)
+    try:
+        yield show
+    finally:
+        show.close()

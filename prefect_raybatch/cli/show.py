@@ -1,0 +1,386 @@
+"""What the command line prints: progress, tables, findings and reports, in words and colours."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.report.report import duration, failure_table, stage_table
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from prefect_raybatch.doctor.finding import Finding
+    from prefect_raybatch.driver.driver import Progress
+    from prefect_raybatch.flow.reconcile import Action
+    from prefect_raybatch.plan.prompt_lengths import Tokens
+    from prefect_raybatch.result.reap import Reaped
+    from prefect_raybatch.result.verify import Verdict
+    from prefect_raybatch.result.verify_chain import ChainVerdict
+    from prefect_raybatch.runs.dry_run import DryRun
+    from prefect_raybatch.runs.status import Status
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(highlight=False, soft_wrap=True, stderr=True)
+LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
+
+
+class TerminalProgress(Listener):
+    """Progress in the terminal: a bar there, a line every few seconds elsewhere."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+        self.bar: Bar | None = None
+        self.printed = 0.0
+        self.phase = STARTING
+        self.progress: Progress | None = None
+        self._lock = threading.RLock()  # beats come from a thread of their own
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            err.print(text, markup=False)
+
+    def begin(self, uri: str) -> None:
+        self.say(f"run {uri}")
+
+    def hear(self, beat: Beat) -> None:
+        with self._lock:
+            fresh, self.phase = beat.phase != self.phase, beat.phase
+            progress = self.progress
+            if fresh and progress is not None and not progress.recent and self.phase != ENDED:
+                self.printed = 0.0
+                self(progress)
+
+    def __call__(self, progress: Progress) -> None:
+        if self.quiet:
+            return
+        with self._lock:
+            self.progress = progress
+            if err.is_terminal:
+                self._bar(progress)
+            elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
+                self.printed = time.time()
+                self.say(_progress_line(progress, self.phase))
+
+    def _bar(self, progress: Progress) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        if self.bar is None:
+            self.bar = Bar(
+                TextColumn("{task.fields[note]}"),
+                BarColumn(),
+                TextColumn("{task.percentage:.0f}%"),
+                console=err,
+            )
+            self.bar.add_task("rows", total=progress.rows, note="")
+            self.bar.start()
+        note = _progress_line(progress, self.phase)
+        self.bar.update(self.bar.task_ids[0], completed=progress.done, note=note)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def _progress_line(progress: Progress, phase: str) -> str:
+    if not progress.recent:
+        done = f"{progress.done:,} of {counted(progress.rows, 'row')} done before; "
+        return f"{done if progress.done else ''}{phase}"
+    failed = progress.tally.failed + progress.held_back
+    return (
+        f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s, "
+        f"{duration(progress.seconds_left)} left, {failed:,} failed"
+    )
+
+
+def show_findings(found: Sequence[Finding]) -> None:
+    table = _grid()
+    colours = {"pass": "green", "warn": "yellow", "fail": "red"}
+    for finding in found:
+        mark = f"[{colours[finding.mark]}]{finding.mark}[/]"
+        table.add_row(mark, escape(finding.check), escape(finding.found))
+        if finding.remedy:
+            table.add_row("", "", f"[bold]->[/] {escape(finding.remedy)}")
+    out.print(table)
+    counts = {mark: sum(finding.mark == mark for finding in found) for mark in colours}
+    out.print(", ".join(f"{number} {mark}" for mark, number in counts.items()))
+
+
+def show_plan(found: DryRun) -> None:
+    size, have = found.sizing, found.have
+    table = _grid()
+    files = counted(found.files, f"{found.format} file")
+    table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
+    table.add_row("columns", escape(", ".join(found.columns)))
+    model = f"{found.model['source']} {found.model.get('revision') or ''}"
+    table.add_row("model", escape(model))
+    table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
+    engines = counted(size.pool.engines, "engine")
+    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({engines})")
+    table.add_row(
+        "saturation",
+        f"{counted(size.rows_per_shard, 'row')} * {size.concurrent} at once "
+        f"{'>=' if size.saturated else '<'} {counted(size.max_num_seqs, 'sequence')}",
+    )
+    needs = (counted(found.needs[f"{kind.lower()}s"], kind) for kind in ("CPU", "GPU"))
+    table.add_row("needs", ", ".join(needs))
+    kinds = " and ".join(have["accelerators"]) or "of unknown kind"
+    gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
+    asked = "assumed, as it cannot be asked" if have["assumed"] else f"at {have['address']}"
+    cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
+    table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
+    table.add_row("run directory", escape(found.run))
+    out.print(table)
+    sizes = Table(box=None, pad_edge=False)
+    for name in ("size", "value", "why"):
+        sizes.add_column(name, overflow="fold")
+    for figure in found.figures:
+        sizes.add_row(figure.name, escape(figure.value), escape(figure.why))
+    out.print(sizes)
+    for warning in size.warnings:
+        out.print(f"[yellow]warning[/]: {escape(warning)}")
+    if found.tokens is not None:
+        _show_prompts(found.tokens)
+    for problem in found.problems:
+        out.print(f"[red]problem[/]: {escape(problem)}")
+
+
+def _show_prompts(tokens: Tokens) -> None:
+    table = _grid()
+    failed = f", {tokens.failed:,} made none" if tokens.failed else ""
+    table.add_row("prompts", f"{tokens.rows:,} sampled in {tokens.seconds:.1f} s{failed}")
+    table.add_row(
+        "prompt tokens",
+        f"min {tokens.least:,}  median {tokens.median:,}  P90 {tokens.p90:,}  "
+        f"P99 {tokens.p99:,}  max {tokens.most:,}",
+    )
+    longest = f"{tokens.longest['file']}, row {tokens.longest['row']:,}"
+    table.add_row("longest", escape(longest))
+    table.add_row("shared prefixes", f"{tokens.shared:.0%} of prompt tokens, within the sample")
+    table.add_row("same requests", f"{tokens.repeated:.1%} of rows, within the sample")
+    table.add_row("max_model_len auto", f"{tokens.max_model_len:,} ({tokens.why})")
+    table.add_row("too long for it", f"{tokens.over:.1%} of rows")
+    out.print(table)
+    most = max(rows for _, _, rows in tokens.histogram)
+    wide = len(f"{tokens.most:,}")
+    for low, high, rows in tokens.histogram:
+        bar = "#" * math.ceil(40 * rows / most)
+        out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
+    for note in tokens.notes:
+        out.print(f"  {note}", markup=False)
+
+
+def show_report(report: RunReport, fresh: bool) -> None:
+    if not fresh:
+        out.print(f"run {report.run_key} is finished already; nothing was started.")
+    out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
+    table = _grid()
+    table.add_row(
+        "rows",
+        f"{report.rows:,} = {report.good:,} answered + {report.failed:,} in "
+        f"quarantine + {report.skipped:,} left out",
+    )
+    table.add_row("working time", duration(report.seconds))
+    table.add_row(
+        "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
+    )
+    table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
+    table.add_row("result", escape(f"{report.run}/data/"))
+    if report.failed:
+        table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
+    table.add_row("report", escape(f"{report.run}/_raybatch/report.html"))
+    out.print(table)
+    show_rows(stage_table(report))
+    _print_failures(report.failures)
+    for one in report.advice:
+        out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
+        out.print(f"        [bold]->[/] {escape(one.change)}")
+    _print_page()
+
+
+def _print_page() -> None:
+    url = os.environ.get("PREFECT_API_URL")
+    if url:
+        out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
+    else:
+        command = Path(sys.argv[0]).with_name("prefect")
+        out.print(f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs")
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table; its first column is text, the others are figures."""
+    table = Table(box=None, pad_edge=False)
+    for at, name in enumerate(rows[0] if rows else ()):
+        table.add_column(name, justify="right" if at else "left")
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    out.print(table)
+
+
+def show_sample(report: RunReport, columns: list[str]) -> None:
+    from prefect_raybatch.result.finalize import sample
+    from prefect_raybatch.storage import open_store
+
+    files = [part.path for part in report.parts if part.path.startswith("data/")]
+    rows = sample(open_store(report.run), files, 10)
+    if rows is None:
+        return
+    table = Table(title="First rows", title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name)
+    for row in rows.select(columns).to_pylist():
+        table.add_row(*(escape(str(row[name])) for name in columns))
+    out.print(table)
+
+
+def _print_strays(strays: Sequence[str]) -> None:
+    if strays:
+        out.print("files among the commits that are none, and count for nothing, such as")
+        for name in strays[:3]:
+            out.print(f"  {name}", markup=False)
+
+
+def _print_failures(failures: Mapping[str, int]) -> None:
+    for row in failure_table(failures)[:5]:
+        out.print(
+            f"  {row['rows']} {'row' if row['rows'] == '1' else 'rows'} failed in {row['stage']}: "
+            f"{row['error']}: {row['message']}",
+            markup=False,
+        )
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def print_json(value: object) -> None:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    print(json.dumps(value, default=str))
+
+
+def _heard(beat: dict[str, Any]) -> str:
+    from prefect_raybatch.driver.heartbeat import SILENT, alive
+
+    place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
+    if beat["age"] > SILENT:
+        return f"{place}, silent since; it may be dead"
+    engines = counted(alive(beat["engines"]), "engine")
+    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {engines}"
+    return f"{text}; {beat['about']}" if beat["about"] else text
+
+
+def show_chain(found: ChainVerdict) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run")
+    for name in ("rows", "data", "quarantine", "left out", "retried"):
+        table.add_column(name, justify="right")
+    for link in found.runs:
+        counts = (link.rows, link.data, link.quarantined, link.skipped, link.retried)
+        table.add_row(escape(link.run_key), *(f"{count:,}" for count in counts))
+    out.print(table)
+    if found.ok:
+        out.print(
+            f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
+            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine/ + "
+            f"{found.skipped:,} left out, each once"
+        )
+        return
+    out.print(f"[red]not proved[/]: {escape(found.run)}")
+    for fault in found.faults:
+        out.print(f"  {fault}", markup=False)
+
+
+def show_store_warnings() -> None:
+    """Shows the store's warnings, whatever Prefect does with log lines: nobody waits blindly."""
+    logger = logging.getLogger("prefect_raybatch.storage")
+    if not any(isinstance(handler, _StoreWarnings) for handler in logger.handlers):
+        logger.addHandler(_StoreWarnings(logging.WARNING))
+
+
+class _StoreWarnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"warning: {record.getMessage()}", markup=False)
+
+
+def show_status(found: Status) -> None:
+    out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({escape(found.run)})")
+    table = _grid()
+    table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
+    table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")
+    table.add_row("in quarantine", f"{found.quarantined:,}")
+    table.add_row("rate", f"{found.rate:,.0f} rows/s")
+    if found.pending:
+        table.add_row("time left", duration(found.seconds_left))
+    table.add_row("attempts", f"{len(found.attempts)}")
+    for beat in found.beats:
+        table.add_row("heard of", escape(_heard(beat)))
+    out.print(table)
+    _print_strays(found.strays)
+    _print_failures(found.failures)
+    if found.stopped is not None:
+        out.print("[red]stopped[/]: ", end="")
+        out.print(found.stopped.line(), markup=False)
+        for line in found.stopped.lines():
+            out.print(f"  {line}", markup=False)
+
+
+def show_verdict(found: Verdict, run_dir: str) -> None:
+    if found.ok:
+        out.print(
+            f"[green]proved[/]: {found.rows:,} planned rows = {found.data:,} in data/ + "
+            f"{found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+        )
+    else:
+        out.print(f"[red]not proved[/]: {escape(run_dir)}")
+        for fault in found.faults:
+            out.print(f"  {fault}", markup=False)
+    _print_strays(found.strays)
+    if found.orphans:
+        size = found.orphan_bytes / 2**20
+        pieces = counted(found.orphans, "piece")
+        out.print(f"{pieces} that no commit names ({size:,.1f} MiB), such as")
+        for name in found.orphan_names[:3]:
+            out.print(f"  {name}", markup=False)
+        out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
+
+
+def show_reaped(found: Reaped, older_than: str, dry_run: bool) -> None:
+    from prefect_raybatch.result.reap import KINDS
+
+    for kind, files in found.files.items():
+        size = found.bytes[kind] / 2**20
+        verb = "would remove" if dry_run else "removed"
+        out.print(f"{verb} {files:,} {KINDS[kind]} ({size:,.1f} MiB)")
+    if not found.files:
+        out.print(f"nothing older than {older_than} to remove")
+    if found.kept:
+        out.print(f"kept {counted(found.kept, 'piece')} that a live driver may still commit")
+
+
+def show_actions(actions: Sequence[Action]) -> None:
+    for action in actions:
+        out.print(f"{action.what}  {action.job}  {action.why}", markup=False)
+    if not actions:
+        out.print("nothing to reconcile: no jobs of ours are live and no flow run waits for one")

@@ -1,0 +1,128 @@
+"""Checks of what a job says that need neither the input nor a cluster."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.secrets import USERINFO
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+# No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
+SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
+SCHEMES = ("", "file", "s3")
+RESERVED = "__rb_"  # columns of ours that travel with a row
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of `90s`, `15m`, `2h`, `3d`; `ConfigError` for anything else."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def without_user(uri: str) -> str:
+    """`uri` itself; ValueError, which does not quote it, where it holds a user or a password."""
+    if USERINFO.search(uri):
+        raise ValueError(
+            "holds a user or a key before an @; write s3://bucket/key, and keys into the options, "
+            "a credentials_block or the environment"
+        )
+    return uri
+
+
+def check_uri(uri: str) -> str:
+    """A local path, file:// or s3://bucket/key; ValueError says what is wrong otherwise."""
+    if not uri or not uri.strip() or "\x00" in uri:
+        raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
+    without_user(uri)
+    scheme = uri.split("://", 1)[0].lower() if "://" in uri else ""
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"{uri!r} has scheme {scheme!r}; local paths, file:// and s3:// are supported"
+        )
+    if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
+        raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
+    return uri
+
+
+def check_function(name: str) -> str:
+    """`package.module:function`; ValueError otherwise. Nothing is imported here."""
+    if not FUNCTION.match(name):
+        raise ValueError(f"{name!r} is not of the form package.module:function")
+    return name
+
+
+def template_fields(template: str) -> tuple[str, ...]:
+    """Column names a template uses, in order of first use.
+
+    Only plain `{Column}` fields are allowed ({{ and }} are literal braces): attribute or index
+    access, conversions and format specs are refused, since a job file is untrusted input.
+    """
+    names: list[str] = []
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"is no valid template: {error}; write {{{{ for a literal {{") from None
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        if not name or spec or conversion or any(c in name for c in ".[]"):
+            raise ValueError(
+                f"field {{{name}{'!' + conversion if conversion else ''}"
+                f"{':' + spec if spec else ''}}} is not a plain {{Column}}; use "
+                "prompt.function for anything more than column values"
+            )
+        if name not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def refuse_unknown(
+    given: Mapping[str, Any], known: frozenset[str] | None, ours: set[str], where: str = ""
+) -> None:
+    """ValueError naming the first field that neither we nor the installed vLLM know."""
+    for name in given:
+        if known is not None and name not in known and name not in ours:
+            raise ValueError(f"{where}unknown field {name!r}{nearest(name, known | ours)}")
+
+
+def nearest(name: str, known: set[str] | frozenset[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; remove it"
+
+
+def check_count(value: object, most: int, auto: bool = True) -> Any:
+    """A whole number from 1 to `most`, or auto; ValueError otherwise. A form sends text."""
+    if auto and value == "auto":
+        return value
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        if not (isinstance(value, float) and value.is_integer()):
+            raise ValueError(f"is no whole number{' and not auto' if auto else ''}")
+        value = int(value)
+    if value < 1:
+        raise ValueError("should be greater than 0")
+    if value > most:
+        raise ValueError(f"should be at most {most}")
+    return value
+
+
+def check_run_key(key: str) -> str:
+    """A run key is one path segment; `ConfigError` for anything that could leave the root."""
+    if not NAME.match(key) or ".." in key:
+        raise ConfigError(
+            f"run key {key!r} may only hold letters, digits and ._- (a letter or digit first, "
+            "no '..', at most 128 characters)"
+        )
+    return key

@@ -1,0 +1,45 @@
+"""How the fields of a job show in the form of the Prefect page: their order, titles and types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+
+def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
+    """A described field; `position` keeps the order in the Prefect form, which else is A to Z."""
+    return Field(
+        default,
+        title=title,
+        description=text,
+        json_schema_extra={"position": position},
+        **kwargs,
+    )
+
+
+TABS = {
+    **{"string": "One", "array": "Several", "integer": "Number", "number": "Number"},
+    **{"null": "By default", "object": "Fields", "boolean": "Yes or no"},
+}
+
+
+def show_plainly(field: dict[str, Any]) -> None:
+    """Makes of a field that may be left out a plain one without a default, for which Prefect's
+    server takes null as well, and of int | float a number. Prefect's form shows a union as tabs
+    named after Python's types, and to fill in a field one must find the right tab first; what
+    remains of unions gets tabs with names for people."""
+    if "ge" in field:  # pydantic leaves the bound of a union as it is
+        field["minimum"] = field.pop("ge")
+    kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]
+    types = [kind.get("type") for kind in kinds]
+    if types == ["integer", "number"]:
+        del kinds[0]
+    if len(kinds) == 1:
+        del field["anyOf"]
+        field.update(kinds[0])
+        if field.get("default", ...) is None:
+            del field["default"]
+        show_plainly(field)
+    for kind in field.get("anyOf", ()):
+        kind["title"] = kind.get("const") or TABS[kind["type"]]

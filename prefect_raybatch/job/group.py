@@ -1,0 +1,75 @@
+"""What all groups of a job's fields share: unknown fields are refused, keys are hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from prefect_raybatch.job.form import show_plainly
+from prefect_raybatch.job.secrets import hide_argument, hide_env, hide_options, is_masked
+
+
+class Group(BaseModel):
+    """Fields that belong together; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        for name in value if isinstance(value, Mapping) else ():
+            if cls._may_hold_keys(name) and is_masked(value[name]):
+                raise ValueError(
+                    f"{name} holds a key that was hidden on its way through Prefect's parameters; "
+                    "name a credentials_block instead, or set the key in the environment where "
+                    "the flow runs"
+                )
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema, with each field as the form in the Prefect page shows it best."""
+        schema = handler(core_schema)
+        for shown in handler.resolve_ref_schema(schema)["properties"].values():
+            show_plainly(shown)
+        return schema
+
+    @model_serializer(mode="wrap")
+    def _hidden(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        """As JSON, keys are hidden unless the context asks for them (`to_dict` does)."""
+        value: dict[str, Any] = handler(self)
+        if info.mode != "json" or (info.context or {}).get("clear"):
+            return value
+        return {name: self._shown(name, item) for name, item in value.items()}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, item in super().__repr_args__():
+            yield name, self._shown(name or "", item)
+
+    @classmethod
+    def _may_hold_keys(cls, name: str) -> bool:
+        """Mappings whose names anybody may choose."""
+        return name in ("options", "env")
+
+    def _shown(self, name: str, value: Any) -> Any:
+        if not value or not self._may_hold_keys(name):
+            return value
+        if name in ("options", "env"):
+            return hide_options(value) if name == "options" else hide_env(value)
+        return hide_argument(value, name)

@@ -1,0 +1,211 @@
+"""All that this package uses of Ray beyond its documented interface, in one file.
+
+A new version of Ray may move any of it: `tests/stages/test_ray_internals.py` looks for each name in
+the installed Ray and says which one is gone. `pyproject.toml` allows one minor version for this
+reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from ray.data import DataContext, Dataset, Datasource
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES,
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    BackpressurePolicy,
+)
+from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
+from ray.data._internal.execution.operators.map_operator import MapOperator
+from ray.data._internal.execution.operators.map_transformer import (
+    BatchMapTransformFn,
+    BlockMapTransformFn,
+)
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.data._internal.logical.interfaces import Rule
+from ray.data._internal.logical.operators import Read
+from ray.data._internal.logical.optimizers import get_physical_ruleset
+from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRule
+from ray.data._internal.output_buffer import OutputBlockSizeOption
+
+# Loggers of Ray Data: the bars of a pass, and the tracebacks of tasks that are lost.
+PROGRESS_LOG = logging.getLogger("ray.data._internal.progress")
+EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
+RAY_LLM_STAGE = "vLLMEngineStage"  # the stage of ray.data.llm that holds the engines
+RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of its actors
+RAY_LLM_ERROR = "__inference_error__"  # its column; rows where it is set pass by its stages
+
+
+# --- one block a shard --------------------------------------------------------------------------
+
+
+class KeptBlocks(Datasource):
+    """A data source each of whose blocks Ray hands on as it is; see `KeepBlocks`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        rules = get_physical_ruleset()
+        if KeepBlocks not in list(rules):
+            rules.add(KeepBlocks)
+
+
+class KeepBlocks(Rule):
+    """Makes Ray hand on each block that a shard read yields, in place of one for a whole task.
+
+    With `target_max_block_size=None` Ray 2.60 joins all that a task yields into one block at its
+    end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a task
+    until the last is read, multiply the memory, and mix `lost` blocks with rows. The same goes
+    for map operators after the read that take whole blocks (batch_size=None): for these one
+    block in gives one block out, fused with the read or not. Other datasets are left alone.
+    """
+
+    @classmethod
+    def dependencies(cls) -> list[type[Rule]]:
+        return [SetReadParallelismRule]
+
+    @classmethod
+    def dependents(cls) -> list[type[Rule]]:
+        return [FuseOperators]
+
+    def apply(self, plan: Any) -> Any:
+        """`plan` (a PhysicalPlan), its operators changed in place."""
+        operators = list(_with_inputs(plan.dag))
+        logical = [plan.op_map.get(operator) for operator in operators]
+        if not any(_is_ours(op) for op in logical):
+            return plan
+        for operator, op in zip(operators, logical, strict=True):
+            if not isinstance(operator, MapOperator):
+                continue
+            if _is_ours(op):
+                operator._additional_split_factor = None  # set for more blocks than tasks asked
+            for function in operator.get_map_transformer().get_transform_fns():
+                if _takes_blocks(function):
+                    function._output_block_size_option = OutputBlockSizeOption.of(
+                        disable_block_shaping=True
+                    )
+        return plan
+
+
+def _with_inputs(operator: Any) -> Iterator[Any]:
+    """The operator and all that its input comes from."""
+    yield operator
+    for before in operator.input_dependencies:
+        yield from _with_inputs(before)
+
+
+def _is_ours(op: Any) -> bool:
+    return isinstance(op, Read) and isinstance(op.datasource, KeptBlocks)
+
+
+def _takes_blocks(function: Any) -> bool:
+    if isinstance(function, BatchMapTransformFn):
+        return function._batch_size is None
+    option = getattr(function, "_output_block_size_option", None)
+    return isinstance(function, BlockMapTransformFn) and option is None
+
+
+def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
+    """`Dataset.map_batches` for a class in a pool of actors, blocks as they are.
+
+    The public `map_batches` refuses that with `num_gpus`, and with a batch size it would wait until
+    blocks of that many rows are there.
+    """
+    return dataset.map_batches_internal(stage, **options)
+
+
+# --- how far engines may run ahead of the commits ------------------------------------------------
+
+
+def limit_in_flight(context: DataContext, blocks: int) -> None:
+    """Lets at most `blocks` shards be between an engine's door and the driver, in `context`.
+
+    What an engine has answered and nobody has committed is inferred again after a crash. Ray itself
+    bounds that in bytes only, which is nothing for short rows: while the first finish worker
+    starts, engines could answer the whole input (tried: 1,000 of 1,200 rows were lost to one kill).
+    """
+    context.set_config(Window.BLOCKS, blocks)
+    context.set_config(
+        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, Window]
+    )
+
+
+class Window(BackpressurePolicy):
+    """Gives engines no new block while too many are in them or behind them.
+
+    Counts what is there now, never what came in less what went out: a block that was lost with its
+    engine would be counted for ever.
+    """
+
+    BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
+
+    def can_add_input(self, op: Any) -> bool:
+        if not isinstance(op, ActorPoolMapOperator):
+            return True
+        behind = sum(self._held(stage) for stage in _after(op))
+        held = op.num_active_tasks() + self._topology[op].total_enqueued_output_blocks() + behind
+        return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))
+
+    def _held(self, op: Any) -> int:
+        """Blocks in a stage after the engine; what waits before it is its predecessor's output."""
+        inside = getattr(op, "internal_input_queue_num_blocks", lambda: 0)()
+        waiting = self._topology[op].total_enqueued_output_blocks()
+        return int(inside + op.num_active_tasks() + waiting)
+
+
+def _after(op: Any) -> list[Any]:
+    """The operators after `op`, which form a line."""
+    operators = []
+    while op.output_dependencies:
+        op = op.output_dependencies[0]
+        operators.append(op)
+    return operators
+
+
+def stop_pass(dataset: Dataset) -> None:
+    """Ends the execution of a dataset from another thread than the one that iterates over it.
+
+    Until its first block is there, Ray's executor is known to nobody but by its thread.
+    """
+    name = f"StreamingExecutor-{dataset.get_dataset_id()}"
+    for thread in threading.enumerate():
+        if thread.name == name and isinstance(thread, StreamingExecutor):
+            thread.shutdown(force=True)
+
+
+# --- the cluster --------------------------------------------------------------------------------
+
+
+def dashboard_address() -> str:
+    """Where the dashboard of the connected cluster listens; "" where there is none."""
+    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+
+    return str(worker.get_dashboard_url() or "")
+
+
+def actors_of_this_job() -> list[dict[str, Any]]:
+    """Ray's table of this driver's actors; its public form needs the dashboard."""
+    import ray
+    from ray._private import state
+
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return list(state.actors(job_id=job).values())
+
+
+def running_cluster() -> str | None:
+    """The address that `auto` means, as Ray finds it; None when there is none."""
+    from ray._private import services
+
+    try:
+        return services.canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError):
+        return None
+
+
+def nvml() -> Any:
+    """Ray's copy of NVIDIA's library; ImportError where there is none."""
+    from ray._private.thirdparty import pynvml
+
+    return pynvml

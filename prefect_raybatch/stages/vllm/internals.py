@@ -1,0 +1,154 @@
+"""All that this package uses of vLLM beyond its documented interface, in one file.
+
+A new version of vLLM may move any of it: `tests/stages/test_vllm_internals.py` looks for each name
+in the installed vLLM and says which one is gone. vLLM is imported where it is needed, since that
+takes over ten seconds. Works with vLLM 0.26 to 0.29.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
+
+
+class Params(Protocol):
+    """What is used of vLLM's `SamplingParams`."""
+
+    n: int
+    detokenize: bool
+
+
+class Answer(Protocol):
+    """What is used of vLLM's `CompletionOutput`."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None
+
+
+class Output(Protocol):
+    """What is used of vLLM's `RequestOutput`."""
+
+    request_id: str
+    finished: bool
+    outputs: Sequence[Answer]
+    num_cached_tokens: int | None
+
+
+class LLMEngine(Protocol):
+    """What is used of vLLM's `LLMEngine`, here and by the stepper."""
+
+    vllm_config: Any
+    engine_core: Any
+
+    def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Params) -> object: ...
+
+    def step(self) -> Sequence[Output]: ...
+
+
+def start(arguments: Mapping[str, Any]) -> LLMEngine:
+    """A vLLM engine with these fields of `EngineArgs`."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**arguments)))
+
+
+def most_sequences(engine: LLMEngine) -> int:
+    """The sequences that may run at once."""
+    return int(engine.vllm_config.scheduler_config.max_num_seqs)
+
+
+def sampling_params(fields: Mapping[str, Any]) -> Params:
+    """vLLM's `SamplingParams`, for a final answer only."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    fields = dict(fields)
+    if isinstance(structured := fields.get("structured_outputs"), dict):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+    fields["skip_clone"] = True
+    return cast(Params, SamplingParams(**fields))
+
+
+def accept_always(params: Params) -> None:
+    """Spares parameters that vLLM has accepted the same check for each row.
+
+    The object is never changed and belongs to one engine. Checking anew means parsing the grammar
+    or JSON schema for every row (16 us for nine choices, more than the rest of add_request for a
+    large schema).
+    """
+    accepted: Any = params
+    if "verify" not in accepted.__dict__:
+        accepted.verify = _accept
+
+
+def _accept(*_: Any) -> None:
+    """Stands in for `SamplingParams.verify`."""
+
+
+def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) -> None:
+    """Calls `keep` with what vLLM's scheduler counts in each step; unless `front`, nothing is
+    counted in this process."""
+    processor: Any = getattr(engine, "output_processor", None)
+    if processor is not None and not front:
+        engine.log_stats = processor.log_stats = False
+        engine.logger_manager = None
+    update = getattr(processor, "update_scheduler_stats", None)  # called in each step
+    if update is None:
+        return  # by another name in this vLLM: the figures are missing, no more
+
+    def kept(stats: Any) -> None:
+        if stats is not None:
+            keep(stats)
+        update(stats)
+
+    processor.update_scheduler_stats = kept
+
+
+def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
+    """(sequences that run, share of the KV cache in use), from the scheduler where the core is in
+    this process, else from its latest `stats`; None where there is neither."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    scheduler = getattr(core, "scheduler", None)
+    if scheduler is not None:
+        return len(scheduler.running), scheduler.kv_cache_manager.usage
+    if stats is not None:
+        return stats.num_running_reqs, stats.kv_cache_usage
+    return None
+
+
+def shut_down(engine: LLMEngine, waiting: bool) -> None:
+    """Ends the engine's core; what vLLM raises while it dies is of no interest. `waiting` frees a
+    thread that waits in step()."""
+    core = engine.engine_core
+    with contextlib.suppress(Exception):
+        core.shutdown()
+    queue = getattr(core, "outputs_queue", None)
+    if queue is not None and waiting:
+        queue.put_nowait(RuntimeError("closed"))
+
+
+def free_process() -> None:
+    """Makes room for the next engine in this process: vLLM keeps its process groups in globals,
+    and after an out-of-memory error a new engine would stumble over them (tried, 0.29)."""
+    with contextlib.suppress(Exception):
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an error of add_request means the engine is gone, and not the request refused."""
+    kind = type(error)
+    return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
+
+
+def gpu_bytes() -> int:
+    """The memory of the GPU that this process sees."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())

