@@ -35,6 +35,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.status import report_of
@@ -267,8 +268,10 @@ def retry_failed(
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
     asked = retry.request(*wanted, keys=with_keys)
-    made: Any = asked
-    if isinstance(asked, retry.Request):
+    made: RunReport | retry.Nothing
+    if isinstance(asked, retry.Nothing):
+        made = asked
+    else:
         made = retry_rows(asked, wanted, prefect, as_json)
     if as_json:
         print_json(made)

@@ -80,11 +80,11 @@ def check_packages(patient: Patient) -> Iterator[Finding]:
     try:
         found = installed.broken(found, IMPORT)
     except subprocess.TimeoutExpired:
-        text = f"{installed.told(found)}; importing that takes more than {IMPORT:g} s"
+        text = f"{installed.in_words(found)}; importing that takes more than {IMPORT:g} s"
         yield warned("packages", text, installed.remedy(found))
         return
     if found:
-        yield failed("packages", installed.told(found), installed.remedy(found))
+        yield failed("packages", installed.in_words(found), installed.remedy(found))
     else:
         yield passed("packages", "fit each other")
 

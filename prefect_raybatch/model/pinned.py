@@ -27,7 +27,7 @@ HUB = 3.0  # seconds for an answer of Hugging Face
 SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
-def resolve(engine: Engine) -> dict[str, Any]:
+def pin(engine: Engine) -> dict[str, Any]:
     """{source, revision, identity}: what the plan pins.
 
     A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face

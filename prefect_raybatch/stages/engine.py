@@ -194,7 +194,7 @@ class EngineStage:
                 log.error("the engine died of a prompt that is always the same: %s", death)
                 self._engine = None
                 if attempt == canary.TRIES or canary.same(cause, str(death)):
-                    self._refused = canary.verdict(str(death))
+                    self._refused = canary.refusal(str(death))
                     return
                 cause = str(death)
                 self._start()
@@ -213,7 +213,7 @@ class EngineStage:
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
                 self._refused = f"{type(error).__name__}: {error}"
-                if unfit := installed.line():  # what vLLM says of it names no package
+                if unfit := installed.misfits_line():  # what vLLM says of it names no package
                     self._refused += f"; {unfit}"
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.

@@ -123,7 +123,7 @@ MEAN = {
 PEAK = {"kv_cache": "kv_cache_peak", "memory": "node_memory_peak", "gpu_memory": "gpu_memory_peak"}
 
 
-def told(table: pa.Table) -> tuple[dict[str, float], dict[str, str]]:
+def figures_of(table: pa.Table) -> tuple[dict[str, float], dict[str, str]]:
     """(stats, where) that a block, or the rows of one shard in it, brought from the engine."""
     if FIGURES not in table.column_names:
         return {}, {}

@@ -403,7 +403,7 @@ def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
     beat = Beat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
-    assert page.line(beat).endswith("8 (7 of them not committed) failed")
+    assert page.progress_line(beat).endswith("8 (7 of them not committed) failed")
     assert {"": "failed", "now": "8 (7 of them not committed)"} in page.live_rows(beat)
     # Also of a driver elsewhere, whose commits are all that is seen from here.
     shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)

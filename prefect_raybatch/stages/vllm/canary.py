@@ -43,13 +43,13 @@ def judged(left: Left) -> str | None:
     told = left.cause != note.SILENT
     again = told and same(left.before, left.cause)
     if left.doing == note.PROMPT and (again or left.times >= TRIES):
-        return verdict(left.cause)
+        return refusal(left.cause)
     if left.doing == note.START and told and left.times >= STARTS:
         return f"{left.cause}, {left.times} times while the engine started"
     return None
 
 
-def verdict(cause: str) -> str:
+def refusal(cause: str) -> str:
     """Why the run ends, by the error that the engine died of."""
     return (
         f"EngineDied: {cause} (engines died of this before any row was through, a new one on a "
