@@ -443,8 +443,12 @@ def main() -> int:
 
 
 def device(gpus: int) -> str:
-    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    name = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    from prefect_raybatch.nvml import gpus_here
+
+    cards, trouble = gpus_here()
+    if not cards:
+        raise SystemExit(f"no GPU here {trouble}")
+    name = cards[0].name
     return f"{f'{gpus} ' if gpus > 1 else ''}{name}, {os.cpu_count()} CPUs"
 
 

@@ -65,7 +65,7 @@ def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
     return [misfit for misfit in found if misfit.proved or misfit.package in fails]
 
 
-def told(found: Sequence[Misfit]) -> str:
+def in_words(found: Sequence[Misfit]) -> str:
     """Each package with its version and what it wants, in one line."""
     return ", ".join(misfit.found for misfit in found)
 
@@ -84,11 +84,11 @@ def remedy(found: Sequence[Misfit]) -> str:
     return " and ".join(parts)
 
 
-def line() -> str:
+def misfits_line() -> str:
     """What does not fit here, proved or not, with its remedy; empty for nothing. For where
     something has failed already."""
     found = misfits()
-    return f"packages that do not fit: {told(found)}; {remedy(found)}" if found else ""
+    return f"packages that do not fit: {in_words(found)}; {remedy(found)}" if found else ""
 
 
 def extra() -> str:

@@ -22,6 +22,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     "errors",
     "words exits bounded installed",
+    "nvml",
     "demo",
     "job",
     "storage",
@@ -56,6 +57,9 @@ AT_MODULE_LEVEL = {
     "torch": set(),
     "transformers": set(),
     "huggingface_hub": set(),
+    "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
+    "pynvml": set(),
     "s3fs": {"storage"},
     "prefect": PREFECT_SIDE,
 }
@@ -64,6 +68,9 @@ ANYWHERE = {
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
+    "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
+    "pynvml": {"nvml"},
     "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
@@ -248,6 +255,7 @@ def test_the_public_names_are_these_and_each_is_there():
 
 
 HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs"]
+HEAVY += ["matplotlib", "jinja2", "pynvml"]
 LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 
 
@@ -284,6 +292,8 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
         "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",
+        "report.drawing",
+        "report.html",
         *ENDS,
     }
     light = [module for module in MODULES if module and not within(module, heavy)] + [

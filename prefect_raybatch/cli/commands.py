@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -40,9 +40,6 @@ from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",

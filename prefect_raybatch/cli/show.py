@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.doctor.finding import Finding
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.flow.reconcile import Action
-    from prefect_raybatch.plan.prompt_lengths import Tokens
+    from prefect_raybatch.plan.prompt_lengths import PromptLengths
     from prefect_raybatch.result.reap import Reaped
     from prefect_raybatch.result.verify import Verdict
     from prefect_raybatch.result.verify_chain import ChainVerdict
@@ -164,7 +164,7 @@ def show_plan(found: DryRun) -> None:
         out.print(f"[red]problem[/]: {escape(problem)}")
 
 
-def _show_prompts(tokens: Tokens) -> None:
+def _show_prompts(tokens: PromptLengths) -> None:
     table = _grid()
     failed = f", {tokens.failed:,} made none" if tokens.failed else ""
     table.add_row("prompts", f"{tokens.rows:,} sampled in {tokens.seconds:.1f} s{failed}")
@@ -237,11 +237,11 @@ def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_sample(report: RunReport, columns: list[str]) -> None:
-    from prefect_raybatch.result.finalize import sample
+    from prefect_raybatch.result.finalize import first_rows
     from prefect_raybatch.storage import open_store
 
     files = [part.path for part in report.parts if part.path.startswith("data/")]
-    rows = sample(open_store(report.run), files, 10)
+    rows = first_rows(open_store(report.run), files, 10)
     if rows is None:
         return
     table = Table(title="First rows", title_justify="left", box=None, pad_edge=False)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +18,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch import nvml
 from prefect_raybatch.cluster.reach import check_reachable
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
@@ -41,17 +40,6 @@ class Needs:
     cpus: float
     gpus: float
     device: str
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU of this machine: its product name, MiB of memory in all and in use."""
-
-    index: int
-    name: str
-    mib: float
-    used_mib: float
-    driver: str
 
 
 def address_of(cluster: Cluster) -> str | None:
@@ -230,7 +218,7 @@ def glance(job: BatchJob) -> Capacity | None:
             return capacity()
     if address_of(job.cluster):
         return None
-    cards, _ = gpus_here()
+    cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         cards = cards[: len([name for name in visible.split(",") if name.strip()])]
@@ -247,36 +235,9 @@ def glance(job: BatchJob) -> Capacity | None:
     )
 
 
-def gpus_here() -> tuple[list[Gpu], str]:
-    """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return [], ""
-    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
-    try:
-        done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=8,
-        )
-    except subprocess.TimeoutExpired:
-        return [], "nvidia-smi does not answer within 8 s"
-    if done.returncode:
-        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
-    cards = []
-    for line in done.stdout.splitlines():
-        index, name, total, used, driver = (part.strip() for part in line.split(","))
-        try:
-            cards.append(Gpu(int(index), name, float(total), float(used), driver))
-        except ValueError:  # [N/A] or [Not Supported]: a GPU that was cut into parts
-            return [], f"nvidia-smi says of GPU {index}: {total} MiB, {used} used"
-    return cards, "" if cards else "nvidia-smi shows no GPU"
-
-
 def _measured() -> int:
     """Bytes of the smallest GPU of this machine; 0 where none is shown."""
-    return int(min((gpu.mib for gpu in gpus_here()[0]), default=0)) << 20
+    return int(min((gpu.mib for gpu in nvml.gpus_here()[0]), default=0)) << 20
 
 
 def dashboard() -> str:

@@ -199,7 +199,7 @@ class Pipeline:
     def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver goes in order; a later one, which may meet a live one, does not.
         starts, seed = self._starts(units), self.shuffle
-        if isolated:  # nobody beside a unit in any stage
+        if isolated:  # a task of its own for each unit, so that no stage holds two
             return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
         return self.reader.tasks(starts, shuffle_seed=seed)
 

@@ -29,7 +29,7 @@ LEAST = 1e-6  # resources are sums of fractions
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
-class Cluster(Protocol):
+class Connection(Protocol):
     """What is asked of Ray."""
 
     def joined(self) -> bool:
@@ -70,7 +70,7 @@ class Shared:
 
     def __init__(
         self,
-        ray: Cluster,
+        ray: Connection,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
@@ -209,7 +209,7 @@ class Shared:
             try:
                 self.ray.start(address, cpus)
             except BaseException:
-                if self.ray.joined():  # a signal that came late: nobody else would end it
+                if self.ray.joined():  # a signal arrived after Ray had started: end it here
                     self.ray.end()
                 raise
         self._ours, self._address, self._cpus, self._worked = True, address, cpus, False

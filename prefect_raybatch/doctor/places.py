@@ -80,7 +80,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
     if patient.job is None:
         return
     engine = patient.job.engine
-    found = models.resolve(engine)  # raises ConfigError with what to do
+    found = models.pin(engine)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:
         yield passed("model", f"{source} at {found['revision']}")

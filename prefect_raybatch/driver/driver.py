@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from prefect_raybatch.driver.stops import Stop, sample
+from prefect_raybatch.driver.stops import Stop, failed_rows
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -256,7 +256,7 @@ class Driver:
         shard = receipts[0].shard
         pieces = [piece for receipt in receipts for piece in receipt.pieces]
         numbers = partial(self.ledger.numbers, self.plan)
-        found = sample(self.ledger.store, pieces, self.shards[shard].start, numbers)
+        found = failed_rows(self.ledger.store, pieces, self.shards[shard].start, numbers)
         stop = replace(stop, shard=shard, sample=found)
         self.progress.held_back = stop.held_back
         self.observe(self.progress)

@@ -81,7 +81,7 @@ class Stop:
         ]
 
 
-def sample(
+def failed_rows(
     store: Store, pieces: Iterable[Piece], start: int, numbers: Callable[[], RowNumbers]
 ) -> tuple[Sample, ...]:
     """Failed rows of the quarantine's `pieces` of one shard, the first ones; `start` is where it

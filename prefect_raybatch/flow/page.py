@@ -98,7 +98,7 @@ class Page(Listener):
         drawn = (beat.committed, alive(beat.engines))
         told = (beat.done, beat.phase, beat.held_back)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
-            ("line", LOG_EVERY, told, lambda: self.log.info(line(beat))),
+            ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
@@ -197,7 +197,7 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
-def line(beat: Beat) -> str:
+def progress_line(beat: Beat) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = beat.phase

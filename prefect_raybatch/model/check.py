@@ -37,7 +37,7 @@ def check(engine: Engine, sampling: Sampling, model: Mapping[str, Any], files: b
     """Raises `ConfigError` for a model that does not generate text, lacks weights or tokenizer,
     has files that were cut off, or whose context has no room for the answer.
 
-    `model` is what `model.resolve` gives. Of a Hugging Face name config.json alone is looked at;
+    `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
     so of any model without `files`, as for a cluster that is only imagined.
     """
     source = str(model["source"])

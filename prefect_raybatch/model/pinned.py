@@ -27,7 +27,7 @@ HUB = 3.0  # seconds for an answer of Hugging Face
 SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
-def resolve(engine: Engine) -> dict[str, Any]:
+def pin(engine: Engine) -> dict[str, Any]:
     """{source, revision, identity}: what the plan pins.
 
     A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face
@@ -64,16 +64,6 @@ def store_of(model: Mapping[str, Any]) -> Store:
     """The files of a model that lies in a folder, local or s3://; nothing is fetched."""
     source = str(model["source"])
     return open_store(demo.demo_model_path() if source == DEMO else source)
-
-
-def local_folder(model: dict[str, Any]) -> Path:
-    """The model's files on this node, fetched once where they are not here yet."""
-    path = Path(local_path(model))
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(path), revision=model.get("revision")))
 
 
 def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:

@@ -35,7 +35,7 @@ Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, ro
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PromptLengths:
     """Prompt tokens of `rows` sampled rows; `failed` more made no prompt.
 
     `shared`: share of the tokens that a prompt has in common, from its start and in whole blocks
@@ -74,14 +74,14 @@ def of_files(
     found: Inventory,
     store: Store | None = None,
     sample: int = SAMPLE,
-) -> Tokens:
+) -> PromptLengths:
     """Of Parquet files, spread over all their rows. `store` is the run's where they are its
     snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
     prompt."""
     return measure(job, model, _spread(job, found, store, sample), sample)
 
 
-def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> Tokens:
+def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> PromptLengths:
     """Of CSV or JSON Lines without copying them: of the first block of up to 16 files."""
     from prefect_raybatch import source
 
@@ -148,7 +148,7 @@ def measure(
     blocks: Iterable[Block],
     sample: int = SAMPLE,
     seconds: float = SECONDS,
-) -> Tokens:
+) -> PromptLengths:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.prepare import Prepare
@@ -199,13 +199,15 @@ def _look(seen: _Seen, prepare: Any, longest: int, uri: str, start: int, table: 
         seen.requests.add((key, repr(request.sampling)))
 
 
-def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) -> Tokens:
+def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:
     import numpy as np
 
     sizes = np.array(seen.sizes)
     median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     most = int(sizes.max())
-    length, why = choose(job.engine.max_model_len_percentile, seen.needs, _models_own(model))
+    length, why = choose_max_model_len(
+        job.engine.max_model_len_percentile, seen.needs, _models_own(model)
+    )
     over = float((sizes >= length).mean())
     notes = []
     if most > FAR * p99:
@@ -215,7 +217,7 @@ def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) 
             f"{'quarantined' if job.prompt.on_too_long == 'quarantine' else 'cut'} "
             "(prompt.on_too_long)"
         )
-    return Tokens(
+    return PromptLengths(
         rows=len(sizes),
         failed=len(seen.failures),
         seconds=round(seconds, 2),
@@ -235,7 +237,7 @@ def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) 
     )
 
 
-def choose(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
+def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
     """(context length for that share of rows that need `needs` tokens with their answers, why);
     `own` is the model's length, which it never exceeds."""
     import numpy as np

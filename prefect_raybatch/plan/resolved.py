@@ -55,7 +55,7 @@ class Resolved:
         """With the commit that a Hugging Face name means now."""
         if self.known is not None:
             return self
-        return replace(self, known=models.resolve(self.job.engine))
+        return replace(self, known=models.pin(self.job.engine))
 
     def retrying(self, retry: Mapping[str, Any] | None) -> Resolved:
         """With these failed rows as its input."""
@@ -77,4 +77,4 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) ->
 def _folder_model(engine: Engine) -> dict[str, Any] | None:
     """The model with its identity where it lies in a folder; None for a Hugging Face name."""
     known = engine.model == models.DEMO or is_remote(engine.model) or os.path.exists(engine.model)
-    return models.resolve(engine) if known else None
+    return models.pin(engine) if known else None

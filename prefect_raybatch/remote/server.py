@@ -119,7 +119,7 @@ class JobServer:
         """All the job has printed so far; None when they cannot be had right now."""
         try:
             return str(self._client().get_job_logs(id))
-        except Exception as error:  # logs are a service: whether the job lives is told elsewhere
+        except Exception as error:  # without logs the job is still followed, by its state
             log.debug("no logs of %s: %s", id, _brief(error))
             return None
 

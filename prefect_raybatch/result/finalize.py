@@ -176,7 +176,7 @@ def to_ranges_or_none(positions: np.ndarray) -> Any:
         return None
 
 
-def sample(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
+def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
     """The first rows of a result, for people; None when there is none."""
     for name in files:
         with store.open(name) as stream:

@@ -29,7 +29,7 @@ BATCH_BYTES = 32 << 20
 Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; numbers (int64)
 
 
-def rows_of(member: Member) -> Iterator[Rows]:
+def rows_of_member(member: Member) -> Iterator[Rows]:
     """The numbers of all rows of a run, by the file that holds them.
 
     Of each file only the row numbers are read; checksums are for `verify`. Rows left out by

@@ -15,7 +15,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.family import Family, Member, load_family
 from prefect_raybatch.ledger.row_numbers import among, name_rows
-from prefect_raybatch.result.rows import rows_of
+from prefect_raybatch.result.rows import rows_of_member
 from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
 from prefect_raybatch.storage import Store
 
@@ -153,7 +153,7 @@ def _member(
     every = np.unique(np.concatenate([np.zeros(0, np.int64), *(taken[key] for key in children)]))
     failed = [np.zeros(0, np.int64)]
     try:
-        for kind, path, numbers in rows_of(member):
+        for kind, path, numbers in rows_of_member(member):
             if kind == "quarantine":
                 failed.append(numbers)
                 numbers = numbers[~among(every, numbers)]

@@ -11,7 +11,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
-from prefect_raybatch.plan.prompt_lengths import Tokens
+from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
@@ -36,7 +36,7 @@ class DryRun:
     have: dict[str, Any]
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
-    tokens: Tokens | None = None
+    tokens: PromptLengths | None = None
 
 
 def dry_run(

@@ -104,6 +104,8 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
     also a run in another one, in which it is not raised."""
     from prefect_raybatch.driver.stall import interruptible
 
+    # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
+    # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
     if limits.fail_on_stall or threading.current_thread() is not threading.main_thread():
         return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, user.halted)
     return pipeline

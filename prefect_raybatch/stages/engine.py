@@ -195,7 +195,7 @@ class EngineStage:
                 log.error("the engine died of a prompt that is always the same: %s", death)
                 self._engine = None
                 if attempt == canary.TRIES or canary.same(cause, str(death)):
-                    self._refused = canary.verdict(str(death))
+                    self._refused = canary.refusal(str(death))
                     return
                 cause = str(death)
                 self._start()
@@ -214,7 +214,7 @@ class EngineStage:
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
                 said = str(error)
-                if unfit := installed.line():  # what vLLM says of it names no package
+                if unfit := installed.misfits_line():  # what vLLM says of it names no package
                     said += f"; {unfit}"
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine

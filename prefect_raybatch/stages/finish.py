@@ -54,7 +54,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
-from prefect_raybatch.stages.load import told
+from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
 
@@ -127,7 +127,7 @@ class Finish:
                 self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
             )
         skipped = [i for i, o in enumerate(outcome) if o is None]
-        load, engine = told(table)
+        load, engine = figures_of(table)
         return Receipt(
             shard=shard,
             attempt=self.attempt,

@@ -40,7 +40,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 
-Tokens = list[int]
+TokenIds = list[int]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
@@ -85,7 +85,7 @@ class Prepare:
             table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
         errors = [t.to_dict() if isinstance(t, Failure) else None for t in tokens]
         params = [
-            json.dumps(r.sampling) if isinstance(r, Request) and r.sampling else None
+            json.dumps(r.sampling) if isinstance(r, ChatRequest) and r.sampling else None
             for r in requests
         ]
         table = table.append_column(
@@ -94,25 +94,27 @@ class Prepare:
         )
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
         if self.prompt.function or has_form(self.sampling):
-            own = [r.sampling if isinstance(r, Request) else None for r in requests]
+            own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling, given) for given in own]
             table = table.append_column(FORMED, pa.array(form, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
-    def prompts(self, table: pa.Table) -> tuple[list[Request | Failure], list[Tokens | Failure]]:
+    def prompts(
+        self, table: pa.Table
+    ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
         """Request and prompt tokens of each row of a block of input rows, of any length; a
         `Failure` in either place for a row that has none."""
         tokenizer = self._tokenizer()
         requests = self._requests(table)
-        return requests, encode(tokenizer, render(tokenizer, requests))
+        return requests, tokenize(tokenizer, render(tokenizer, requests))
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
 
     def _fitted(
-        self, request: Request | Failure, tokens: Tokens | Failure, limit: int | None
-    ) -> Tokens | Failure:
+        self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
+    ) -> TokenIds | Failure:
         """Tokens that leave room in `limit`, cut where the job says so, or the row's failure."""
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
@@ -129,7 +131,7 @@ class Prepare:
             return Failure.of("prepare", error)
         return _fitting(tokens, limit) if cut is None else cut
 
-    def _requests(self, table: pa.Table) -> list[Request | Failure]:
+    def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
@@ -143,17 +145,17 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Request:
+class ChatRequest:
     """Chat messages of one row and the sampling fields it overrides."""
 
     messages: Messages
     sampling: dict[str, Any] | None = None
 
-    def under(self, system: str) -> Request:
+    def under(self, system: str) -> ChatRequest:
         """The same with a system message in front, unless it brings its own."""
         if self.messages[0]["role"] == "system":
             return self
-        return Request([{"role": "system", "content": system}, *self.messages], self.sampling)
+        return ChatRequest([{"role": "system", "content": system}, *self.messages], self.sampling)
 
     def answer(self, most: int) -> int:
         """Most tokens out: its own max_tokens, or the job's."""
@@ -169,7 +171,7 @@ class _Filler:
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.empty = prompt.on_null == "empty"
 
-    def __call__(self, row: dict[str, Any]) -> Request:
+    def __call__(self, row: dict[str, Any]) -> ChatRequest:
         text = []
         for literal, name in self.parts:
             text.append(literal)
@@ -180,21 +182,21 @@ class _Filler:
                         f"column {name} is null; clean the input or set prompt.on_null: empty"
                     )
                 text.append("" if value is None else str(value))
-        return Request([*self.system, {"role": "user", "content": "".join(text)}])
+        return ChatRequest([*self.system, {"role": "user", "content": "".join(text)}])
 
 
 def _from_function(
     function: Callable[[dict[str, Any]], Any], sampling: dict[str, Any], row: dict[str, Any]
-) -> Request:
+) -> ChatRequest:
     made = function(row)
     if isinstance(made, str):
-        return Request([{"role": "user", "content": made}])
+        return ChatRequest([{"role": "user", "content": made}])
     if isinstance(made, dict) and "messages" in made:
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return Request(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
-    return Request(_messages(made))
+        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
+    return ChatRequest(_messages(made))
 
 
 def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
@@ -223,7 +225,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return [copied(m) for m in value]
 
 
-def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
+def _guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:
     if isinstance(args[-1], Failure):
         return args[-1]
     try:
@@ -234,7 +236,7 @@ def _guarded(make: Callable[..., Request], *args: Any) -> Request | Failure:
         return Failure.of("prepare", error)
 
 
-def render(tokenizer: Tokenizer, requests: Sequence[Request | Failure]) -> list[str | Failure]:
+def render(tokenizer: Tokenizer, requests: Sequence[ChatRequest | Failure]) -> list[str | Failure]:
     """Requests to prompt texts through the chat template; failures stay where they are."""
     if not getattr(tokenizer, "chat_template", None):
         return [
@@ -247,7 +249,7 @@ def render(tokenizer: Tokenizer, requests: Sequence[Request | Failure]) -> list[
             conversations, tokenize=False, add_generation_prompt=True
         )
 
-    good = [r.messages for r in requests if isinstance(r, Request)]
+    good = [r.messages for r in requests if isinstance(r, ChatRequest)]
     texts: Iterator[str | Failure]
     try:
         texts = iter(texts_of(good) if good else ())
@@ -256,16 +258,16 @@ def render(tokenizer: Tokenizer, requests: Sequence[Request | Failure]) -> list[
     return [r if isinstance(r, Failure) else next(texts) for r in requests]
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str | Failure]) -> list[Tokens | Failure]:
+def tokenize(tokenizer: Tokenizer, texts: Sequence[str | Failure]) -> list[TokenIds | Failure]:
     """Prompt texts to token lists; failures stay where they are."""
     good = [t for t in texts if not isinstance(t, Failure)]
 
-    def tokens(batch: list[str]) -> list[Tokens]:
+    def tokens(batch: list[str]) -> list[TokenIds]:
         special = not tokenizer.chat_template
-        batch_ids: list[Tokens] = tokenizer(batch, add_special_tokens=special)["input_ids"]
+        batch_ids: list[TokenIds] = tokenizer(batch, add_special_tokens=special)["input_ids"]
         return batch_ids
 
-    ids: Iterator[Tokens | Failure]
+    ids: Iterator[TokenIds | Failure]
     try:
         ids = iter(tokens(good) if good else ())
     except Exception:
@@ -274,7 +276,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str | Failure]) -> list[Tokens 
 
 
 def shortened(
-    tokenizer: Tokenizer, request: Request, size: int, room: int, left: bool
+    tokenizer: Tokenizer, request: ChatRequest, size: int, room: int, left: bool
 ) -> list[int] | None:
     """Prompt tokens of a request of `size` tokens, at most `room`, with the beginning (`left`) or
     the end of its last user message cut off; None where that message is not long enough.
@@ -294,8 +296,8 @@ def shortened(
         if keep < 1:
             return None
         text = content[spans[-keep][0] :] if left else content[: spans[keep - 1][1]]
-        asked = Request([*before, {**message, "content": text}, *after], request.sampling)
-        (tokens,) = encode(tokenizer, render(tokenizer, [asked]))
+        asked = ChatRequest([*before, {**message, "content": text}, *after], request.sampling)
+        (tokens,) = tokenize(tokenizer, render(tokenizer, [asked]))
         if isinstance(tokens, Failure):
             return None
         if len(tokens) <= room:
@@ -313,7 +315,7 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     return [(i * len(text) // count, (i + 1) * len(text) // count) for i in range(count)]
 
 
-def _fitting(tokens: Tokens, limit: int | None) -> Tokens | Failure:
+def _fitting(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if limit and len(tokens) >= limit:

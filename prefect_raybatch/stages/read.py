@@ -46,7 +46,7 @@ Done = Callable[[int], bool]  # shard id -> whether its commit exists; must pick
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRows:
     """Rows [start, start + rows) of file number `file` of the task."""
 
     file: int
@@ -59,7 +59,7 @@ class Task:
     """What one read task reads: units in input order, the parts of each, and the files of these."""
 
     units: tuple[Unit, ...]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[FileRows, ...], ...]
     files: tuple[InputFile, ...]
 
 
@@ -123,7 +123,7 @@ class ShardReader:
         files = tuple(self.files[number] for number in numbers)
         return Task(tuple(unit for unit, _ in units), tuple(parts), files)
 
-    def _parts(self, unit: Unit, start: int) -> Iterator[Part]:
+    def _parts(self, unit: Unit, start: int) -> Iterator[FileRows]:
         stop = start + unit.rows
         if start < 0 or unit.rows < 1 or stop > self.rows:
             raise ValueError(f"{unit}: rows {start} to {stop} of an input of {self.rows} rows")
@@ -132,7 +132,7 @@ class ShardReader:
             end = min(stop, int(self._stops[number]))
             if end > start:  # files without rows
                 first = int(self._stops[number]) - self.files[number].rows
-                yield Part(number, start - first, end - start)
+                yield FileRows(number, start - first, end - start)
                 start = end
             number += 1
 
@@ -175,7 +175,7 @@ def _is_done(done: Done, shard: int) -> bool:
         return False
 
 
-def _read_unit(unit: Unit, parts: Sequence[Part], files: _Files, schema: pa.Schema) -> pa.Table:
+def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files, schema: pa.Schema) -> pa.Table:
     tables: list[pa.Table] = []
     for part in parts:
         try:
@@ -212,7 +212,8 @@ class _Files:
         self._open: tuple[int, _Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
-        # Touched since the plan, and found the same: change time and inode then.
+        # Files touched since the plan whose footers are the same: change time and inode when that
+        # was seen, so that they are not compared again.
         self._same: dict[int, tuple[int | None, int | None]] = {}
 
     def __enter__(self) -> _Files:
@@ -223,7 +224,7 @@ class _Files:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def take(self, part: Part) -> list[pa.Table]:
+    def take(self, part: FileRows) -> list[pa.Table]:
         """The rows of `part`, cast. Raises what reading raises, and _Changed."""
         if self._open is None or self._open[0] != part.file:
             self._close()
@@ -283,7 +284,7 @@ class _Files:
             self._close()
         self._ahead.pop(number, None)
 
-    def explain(self, part: Part, error: Exception) -> Loss:
+    def explain(self, part: FileRows, error: Exception) -> Loss:
         """Why a part could not be read, and whether that ends the run."""
         uri = self._task.files[part.file].uri
         if self._store is not None:

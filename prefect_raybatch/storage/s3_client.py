@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.storage.s3_silence import Silence, named
+from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
 
@@ -100,7 +100,7 @@ class Connection:
             os.environ.get("AWS_ENDPOINT_URL_S3"),
             os.environ.get("AWS_ENDPOINT_URL"),
         )
-        return next((named(str(one)) for one in given if one), "AWS")
+        return next((without_keys(str(one)) for one in given if one), "AWS")
 
     def credentials(self) -> str:
         """Where the credentials come from, in words without any of them."""

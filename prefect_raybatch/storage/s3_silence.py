@@ -64,7 +64,7 @@ class Silence:
         return sent
 
 
-def named(url: str) -> str:
+def without_keys(url: str) -> str:
     """scheme://host:port of an endpoint, without the keys that may stand in it."""
     try:
         found = urlsplit(url)

@@ -36,7 +36,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 
 def test_the_environment_of_the_tests_fits() -> None:
-    assert installed.misfits() == [] and installed.line() == ""
+    assert installed.misfits() == [] and installed.misfits_line() == ""
     assert one(machine.check_packages).mark == "pass"
 
 

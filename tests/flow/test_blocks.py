@@ -342,7 +342,7 @@ def test_secrets_reach_the_process_by_its_environment_only(
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
     """A job whose run `key` is done: running it again returns its report and starts no engine."""
-    monkeypatch.setattr("helpers.small.MODEL", models.resolve(make_job().engine))
+    monkeypatch.setattr("helpers.small.MODEL", models.pin(make_job().engine))
     run = small_run(tmp_path / "out" / "key", output={"uri": str(tmp_path / "out")})
     run.commit_all()
     made = Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)

@@ -16,7 +16,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.trust import check_trust, check_types
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
-from prefect_raybatch.result.finalize import finalize, sample
+from prefect_raybatch.result.finalize import finalize, first_rows
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run, precheck
@@ -131,7 +131,7 @@ def test_pickled_objects_are_refused_wherever_a_file_is_read(tmp_path, known):
     result = finalize(run.ledger, run.plan, run.shards, "_row", 1 << 20)
     pq.write_table(table, tmp_path / "run" / result.parts[0].path)
     with pytest.raises(CorruptRun, match="extension type"):
-        sample(run.store, [result.parts[0].path], 10)
+        first_rows(run.store, [result.parts[0].path], 10)
     assert not mark.exists()
 
 

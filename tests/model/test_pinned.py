@@ -168,7 +168,7 @@ from prefect_raybatch.job.batch_job import Engine
 logging.basicConfig(format="%(message)s")
 began = time.monotonic()
 try:
-    found = models.resolve(Engine(model="owner/name"))
+    found = models.pin(Engine(model="owner/name"))
     print(found["revision"])
     print(models.read_config(found)[0]["model_type"])
 except ConfigError as error:

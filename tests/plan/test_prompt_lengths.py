@@ -47,7 +47,7 @@ def sizes_of(job: BatchJob, texts: list[str]) -> list[int]:
     return [len(ids) for ids in made]
 
 
-def measured(job: BatchJob, **named: Any) -> tokens.Tokens:
+def measured(job: BatchJob, **named: Any) -> tokens.PromptLengths:
     return tokens.of_files(job, MODEL, source.inventory(job.source), **named)
 
 
@@ -135,10 +135,10 @@ def auto(**engine: Any) -> BatchJob:
 
 def test_auto_fits_the_percentile_in_steps_and_never_more_than_the_model():
     needs = [100] * 98 + [500, 2000]
-    assert tokens.choose(0.99, needs, None)[0] == 512
-    assert tokens.choose(0.5, needs, None)[0] == 128
-    assert tokens.choose(1.0, needs, None)[0] == 2240
-    length, why = tokens.choose(1.0, needs, 1024)
+    assert tokens.choose_max_model_len(0.99, needs, None)[0] == 512
+    assert tokens.choose_max_model_len(0.5, needs, None)[0] == 128
+    assert tokens.choose_max_model_len(1.0, needs, None)[0] == 2240
+    length, why = tokens.choose_max_model_len(1.0, needs, 1024)
     assert length == 1024 and why.startswith("the model's own")
 
 

@@ -57,7 +57,7 @@ class Page(HTMLParser):
 def test_the_result_comes_first_and_all_parts_are_there():
     text = html(full(notes=("a note",), failures={"engine|ValueError|refused": 3}))
     order = ["<h1>", verdict(full()), "Plots", "Commonest failures", "Stages", "Engines", "Nodes"]
-    places = [text.index(words.replace("'", "&#x27;")) for words in [*order, "Notes", "a note"]]
+    places = [text.index(words.replace("'", "&#39;")) for words in [*order, "Notes", "a note"]]
     assert places == sorted(places)
     page = Page(text)
     assert sum(tag == "svg" for tag, _ in page.tags) == 4

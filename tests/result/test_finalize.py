@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
-from prefect_raybatch.result.finalize import Result, check_commit, finalize, sample
+from prefect_raybatch.result.finalize import Result, check_commit, finalize, first_rows
 from prefect_raybatch.result.reap import orphans
 
 
@@ -300,6 +300,6 @@ def test_a_sample_is_the_first_rows(tmp_path):
     run = small_run(tmp_path)
     run.commit_all()
     result = finish(run)
-    table = sample(run.store, [part.path for part in result.parts], 3)
+    table = first_rows(run.store, [part.path for part in result.parts], 3)
     assert table["id"].to_pylist() == [0, 1, 2]
-    assert sample(run.store, [], 3) is None
+    assert first_rows(run.store, [], 3) is None

@@ -100,9 +100,9 @@ def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
 
 def test_an_import_that_does_not_end_ends_the_process() -> None:
     code = (
-        "from prefect_raybatch.stages import calls\n"
-        "calls.START = 0.2\n"
-        "with calls.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
+        "from prefect_raybatch.stages.calls import apart, calling\n"
+        "apart.START = 0.2\n"
+        "with calling.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pynvml
 import pytest
 from helpers import fake_vllm
 from helpers.engines import Factory, FakeEngine, completion, with_answers
+from helpers.nvidia import Card, show
 from helpers.reports import timed_commit
 from helpers.small import MODEL, SmallRun, input_rows, receipts, small_run
 
@@ -27,7 +29,7 @@ from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
 from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.load import FIGURES, Node, Sampler, told
+from prefect_raybatch.stages.load import FIGURES, Node, Sampler, figures_of
 from prefect_raybatch.stages.vllm import stepper
 
 
@@ -124,53 +126,13 @@ def test_a_node_without_gpus_says_nothing_of_them(monkeypatch):
     assert found["memory"] > 0
 
 
-class Nvml:
-    """NVML with two GPUs."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self) -> None:
-        self.lost = False
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
-        return number
-
-    def nvmlDeviceGetHandleByUUID(self, name: bytes) -> int:
-        return {b"GPU-a": 0, b"GPU-b": 1}[name]
-
-    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
-        if self.lost:
-            raise self.NVMLError("GPU is lost")
-        return SimpleNamespace(gpu=[80, 40][gpu])
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
-        return SimpleNamespace(used=[10, 30][gpu] * 2**30)
-
-
-@pytest.mark.parametrize(
-    ("shown", "use", "memory"),
-    [(None, 0.6, 30), ("0", 0.8, 10), ("0,1", 0.6, 30), ("GPU-b", 0.4, 30)],
-)
-def test_the_gpus_of_this_process_are_looked_at(monkeypatch, shown, use, memory):
-    nvml = Nvml()
-    monkeypatch.setattr(figures, "_nvml", lambda: nvml)
-    if shown is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+def test_a_node_whose_gpu_is_lost_still_says_the_rest(monkeypatch):
+    driver = show(monkeypatch, Card(load=80))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     node = Node()
-    assert node()["gpu"] == pytest.approx(use)
-    assert node()["gpu_memory"] == memory
-    nvml.lost = True
-    assert "gpu" not in node()  # no longer known, and the rest goes on
-    assert "cpu" in node()
+    assert node()["gpu"] == 0.8
+    driver.error = pynvml.NVML_ERROR_GPU_IS_LOST
+    assert node().keys() == {"cpu", "memory"}
 
 
 # --- the way to the commit ----------------------------------------------------------------------
@@ -201,14 +163,14 @@ def test_each_shard_of_a_bundle_has_the_figures_once(tmp_path):
     shuffled = block.take([3, 9, 0, 7, 1, 5, 2, 8, 4, 6])
     made = receipts(run.finish()(sampled(running=6).tell(both.take([1, 5, 0]), 999.0)))
     assert [r.stats.running for r in made] == [6, 6]
-    assert told(shuffled)[0].running == 6
+    assert figures_of(shuffled)[0].running == 6
 
 
 def test_a_block_without_figures_has_a_receipt_as_before(tmp_path):
     run = small_run(tmp_path)
     block = run.block(run.whole(0))
     assert FIGURES not in block.column_names
-    assert told(block) == (ShardStats(), {})
+    assert figures_of(block) == (ShardStats(), {})
     assert run.receipt(run.whole(0)).stats.samples is None
 
 
@@ -414,7 +376,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
         ERROR: pa.array([None, None], stage.ERROR_TYPE),
     }.items():
         rows = rows.append_column(name, column)
-    stats, where = told(made(rows))
+    stats, where = figures_of(made(rows))
     assert (stats.running, stats.waiting) == (3, 1) and stats.node_cpu is not None
     assert where["engine"].rpartition(":")[2].isdigit()
 

@@ -10,7 +10,7 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.job.batch_job import BatchJob
 
 CLIENT_REFUSED = (
@@ -48,21 +48,21 @@ class RayCluster(CredentialsBlock):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    address: str | None = field(
+    address: str | None = block_field(
         None,
         title="Address",
         text="host:6379 (the GCS) or auto for a running cluster; empty starts a local one.",
     )
-    job_server: str | None = field(
+    job_server: str | None = block_field(
         None,
         title="Job server",
         text="http(s)://host:8265 of a running cluster; runs are submitted there as Ray jobs and "
         "outlive the flow's process.",
     )
-    headers: SecretDict | None = field(
+    headers: SecretDict | None = block_field(
         None, title="Headers", text="HTTP headers for the job server, kept as a secret."
     )
-    token: SecretStr | None = field(
+    token: SecretStr | None = block_field(
         None, title="Token", text="Sent to the job server as a bearer token."
     )
 

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, HttpUrl, model_validator
 
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
@@ -69,18 +69,18 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    job: BatchJob | None = field(
+    job: BatchJob | None = block_field(
         None, title="Job", text="What to read, what to ask and where to write."
     )
-    job_file: str | None = field(
+    job_file: str | None = block_field(
         None,
         title="Job file",
         text="Path of a job file in YAML, in place of the job; read at each trigger.",
     )
-    cluster: RayCluster | None = field(
+    cluster: RayCluster | None = block_field(
         None, title="Ray cluster", text="Where Ray is, in place of what the job says."
     )
-    store: ObjectStore | None = field(
+    store: ObjectStore | None = block_field(
         None,
         title="Object store",
         text="Keys for s3:// input and output where the job itself names no credentials block.",

@@ -9,7 +9,7 @@ from prefect.blocks.core import Block
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.blocks.fields import field
+from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.storage import Store, open_store
 
 # s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
@@ -58,27 +58,27 @@ class ObjectStore(CredentialsBlock):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    credentials: str | None = field(
+    credentials: str | None = block_field(
         None,
         title="Credentials block",
         text="Saved AwsCredentials or MinIOCredentials block of prefect-aws, as type-slug/name.",
     )
-    access_key_id: SecretStr | None = field(
+    access_key_id: SecretStr | None = block_field(
         None, title="Access key", text="Access key id, in place of a credentials block."
     )
-    secret_access_key: SecretStr | None = field(
+    secret_access_key: SecretStr | None = block_field(
         None, title="Secret key", text="Secret of the access key."
     )
-    session_token: SecretStr | None = field(
+    session_token: SecretStr | None = block_field(
         None, title="Session token", text="Token that belongs to temporary keys."
     )
-    endpoint_url: str | None = field(
+    endpoint_url: str | None = block_field(
         None,
         title="Endpoint",
         text="http(s) URL of a store other than AWS, such as Ceph, MinIO or R2.",
     )
-    region: str | None = field(None, title="Region", text="Region of the bucket.")
-    anonymous: bool = field(
+    region: str | None = block_field(None, title="Region", text="Region of the bucket.")
+    anonymous: bool = block_field(
         False, title="Without keys", text="Send no keys: for public buckets only."
     )
 

@@ -25,8 +25,9 @@ from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
 START = 120.0  # seconds a child has at least to start and to import the function's module
 LOOK = 0.5  # seconds between looks whether the child lives
 STARTS = 3  # children in a row that may end before a row begins
-HUNG = 3  # rows one after the other that may hang: what they wait for may be away for all of them
-BOOT = (  # as this process finds its modules, so does the child
+# Rows in a row that may hang. More mean that a service they wait for is gone: no row is to blame.
+HUNG = 3
+BOOT = (  # the child gets this process's sys.path, so that it finds the same modules
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from prefect_raybatch.stages.calls.child import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])"
@@ -76,7 +77,7 @@ class Apart:
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
         self.name, self.field = name, field
         self.seconds, self.deaths = seconds, deaths
-        self._hung = 0  # of the last rows, one after the other
+        self._hung = 0  # how many of the latest rows hung without one between them that did not
         self._alive()
 
     def _alive(self) -> Child:
@@ -150,7 +151,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that what it starts can be killed with it
             )
-        # Also when nobody refers to it any more, and when this process ends.
+        # Kills the child when this object is collected, and when this process ends.
         self._close = weakref.finalize(self, _kill, self._process, self._wire)
         try:
             kind, *rest = self.hear(None if seconds is None else max(seconds, START))

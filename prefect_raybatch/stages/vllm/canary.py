@@ -44,13 +44,13 @@ def judged(left: Left) -> Loss | None:
     told = left.cause != note.SILENT
     again = told and same(left.before, left.cause)
     if left.doing == note.PROMPT and (again or left.times >= TRIES):
-        return verdict(left.cause)
+        return refusal(left.cause)
     if left.doing == note.START and told and left.times >= STARTS:
         return Loss("", f"{left.cause}, {left.times} times while the engine started", True)
     return None
 
 
-def verdict(cause: str) -> Loss:
+def refusal(cause: str) -> Loss:
     """Why the run ends, by the error that the engine died of."""
     return Loss(
         ENGINE_DIED,

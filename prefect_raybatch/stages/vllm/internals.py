@@ -21,7 +21,7 @@ class Params(Protocol):
     detokenize: bool
 
 
-class Answer(Protocol):
+class CompletionOutput(Protocol):
     """What is used of vLLM's `CompletionOutput`."""
 
     text: str
@@ -29,12 +29,12 @@ class Answer(Protocol):
     finish_reason: str | None
 
 
-class Output(Protocol):
+class RequestOutput(Protocol):
     """What is used of vLLM's `RequestOutput`."""
 
     request_id: str
     finished: bool
-    outputs: Sequence[Answer]
+    outputs: Sequence[CompletionOutput]
     num_cached_tokens: int | None
 
 
@@ -46,7 +46,7 @@ class LLMEngine(Protocol):
 
     def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Params) -> object: ...
 
-    def step(self) -> Sequence[Output]: ...
+    def step(self) -> Sequence[RequestOutput]: ...
 
 
 def start(arguments: Mapping[str, Any]) -> LLMEngine:
@@ -141,7 +141,7 @@ def free_process() -> None:
         cleanup_dist_env_and_memory()
 
 
-def is_death(error: BaseException) -> bool:
+def engine_is_gone(error: BaseException) -> bool:
     """Whether an error of add_request means the engine is gone, and not the request refused."""
     kind = type(error)
     return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"

@@ -95,13 +95,13 @@ class LastWords:
         if self._file.closed:
             return ""
         words = os.pread(self._file.fileno(), 4 * MOST, 0).partition(b"\n")[0]
-        return named(words.decode(errors="replace"))
+        return with_signal(words.decode(errors="replace"))
 
     def forget(self) -> None:
         self._file.close()
 
 
-def named(text: str) -> str:
+def with_signal(text: str) -> str:
     """A text of vLLM's with the signal named, where it has the exit code of one."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""

@@ -28,7 +28,7 @@ from typing import IO
 from prefect_raybatch.exits import signal_text
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor can be doing
-KEPT = 86400.0  # seconds that a note is kept which nobody takes
+KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
 FATAL = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,

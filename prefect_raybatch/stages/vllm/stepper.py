@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.stages.vllm import internals
 from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
-from prefect_raybatch.stages.vllm.internals import LLMEngine, Output, Params
-from prefect_raybatch.stages.vllm.last_words import LastWords, named
+from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
+from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
 
 if TYPE_CHECKING:
@@ -229,9 +229,9 @@ class SteppedEngine:
         most = self._window // WINDOW
         running = min(held, most)
         found: dict[str, float] = {"steps": steps, "sequences": most}
-        told = internals.running(engine, self._scheduler_stats)
-        if told is not None:
-            running, found["kv_cache"] = told
+        in_use = internals.running(engine, self._scheduler_stats)
+        if in_use is not None:
+            running, found["kv_cache"] = in_use
         return {**found, "running": running, "waiting": max(0, held - running) + outside}
 
     def __enter__(self) -> SteppedEngine:
@@ -289,7 +289,7 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
-                # Who hears of the death starts the next engine, and a process has room for one.
+                # Callers start the next engine when they are told; this process has room for one.
                 self._shutdown()
             self._fail(self._cause(error))
         finally:
@@ -297,15 +297,15 @@ class SteppedEngine:
 
     def _cause(self, error: BaseException) -> str:
         """What the engine died of, when this is what vLLM raised here."""
-        if internals.is_death(error):
+        if internals.engine_is_gone(error):
             for process in self._processes:
                 process.join(2)
                 if process.exitcode is not None:
-                    return self._told(process)
+                    return self._how_it_ended(process)
             return self._words.read() or _describe(error)
         return _describe(error)
 
-    def _told(self, process: BaseProcess) -> str:
+    def _how_it_ended(self, process: BaseProcess) -> str:
         """How an engine process ended: by a signal of its own, or of the error that it logged."""
         end = _end_of(process)
         # vLLM ends what is left of an engine that has failed by these two.
@@ -316,7 +316,7 @@ class SteppedEngine:
     def _explained(self, error: BaseException) -> BaseException:
         """What vLLM raised at the start; where it only points to its log, with what is there."""
         words = self._words.read()
-        text = named(f"{error}: {words}" if words else str(error))
+        text = with_signal(f"{error}: {words}" if words else str(error))
         if not isinstance(error, RuntimeError) or text == str(error):
             return error
         made = RuntimeError(text)
@@ -398,7 +398,7 @@ class SteppedEngine:
                     params,
                 )
             except Exception as error:
-                if internals.is_death(error):
+                if internals.engine_is_gone(error):
                     raise
                 self._in_flight.pop(request_id, None)
                 self._sequences -= params.n
@@ -406,7 +406,7 @@ class SteppedEngine:
                 continue
             internals.accept_always(params)
 
-    def _take(self, output: Output, finished: list[_Call]) -> None:
+    def _take(self, output: RequestOutput, finished: list[_Call]) -> None:
         """Turn a finished vLLM output into the Completion of its caller."""
         entry = self._in_flight.pop(output.request_id, None)
         if entry is None:  # of a call that was given up
@@ -485,7 +485,7 @@ class SteppedEngine:
                 answered = self._stats["rows"] > self._stats["refused"]
             if ended:
                 process = sentinels[ended[0]]  # type: ignore[index]
-                self._fail(self._told(process))
+                self._fail(self._how_it_ended(process))
                 self._thread.join(2)
                 if self._thread.is_alive():  # in a step that will never return
                     self._shutdown()
@@ -572,7 +572,8 @@ def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_of(process: BaseProcess) -> str:
-    # vLLM's own monitor waits for the same process: who comes second has the code a little later.
+    # vLLM's monitor waits for the same process. Only one of two waiting threads gets the exit code
+    # at once; the other sees it a moment later.
     until = time.monotonic() + 1
     while process.exitcode is None and time.monotonic() < until:
         time.sleep(0.02)
