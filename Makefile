@@ -9,7 +9,7 @@ export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 
 # Most tests use one core. Two processes fill two, and each has servers of its own to share.
 PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -q --durations=10 -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help demo test lint types room unit e2e chaos bench lock clean
 help: ## Show this list

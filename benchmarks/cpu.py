@@ -143,7 +143,9 @@ def peer_quiet(data: Path, rows: int) -> dict[str, float]:
     from contextlib import nullcontext
 
     from prefect_raybatch.driver import monitor
-    from prefect_raybatch.runs import runs
+    from prefect_raybatch.runs.finalize_run import finalize_run
+    from prefect_raybatch.runs.infer_run import infer_run
+    from prefect_raybatch.runs.plan_run import plan_run
 
     class Nobody(nullcontext):  # type: ignore[type-arg]
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""
@@ -154,13 +156,16 @@ def peer_quiet(data: Path, rows: int) -> dict[str, float]:
         def __call__(self, progress: Any) -> None:
             pass
 
+        def held(self, why: str) -> None:
+            pass
+
     monitor.Monitor = Nobody  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as out:
         batch = job(data, rows, out)
-        run = runs.plan_run(batch, "bench")
-        progress = runs.infer_run(batch, run)
+        run = plan_run(batch, "bench")
+        progress = infer_run(batch, run)
         first = min(end for _, end, _ in progress.tally.ends) - START
-        report = runs.finalize_run(batch, run, progress)
+        report = finalize_run(batch, run, progress)
         if report.good != rows:
             raise SystemExit(f"{report.good} of {rows} rows were answered")
     return {

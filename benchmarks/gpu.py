@@ -15,7 +15,7 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   vllm       the synchronous `LLM.chat` over the whole list
   raydata    `ray.data.llm` as its guides configure it: all its stages on, no checkpoint
   raydata3   the same with three engines on a GPU
-  ours       runs.plan_run, infer_run, finalize_run with commits on, one engine a GPU; `ours3`:
+  ours       plan_run, infer_run, finalize_run with commits on, one engine a GPU; `ours3`:
              three engines a GPU
   auto       the same with all sizes as the package chooses them
   nocommit   the same as `auto` with our stages alone: no pieces, no commits, no result
@@ -297,16 +297,18 @@ def job_of(
 def peer_ours(
     args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
 ) -> dict[str, float]:
-    from prefect_raybatch.runs import runs
+    from prefect_raybatch.runs.finalize_run import finalize_run
+    from prefect_raybatch.runs.infer_run import infer_run
+    from prefect_raybatch.runs.plan_run import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)
         _init_ray()
-        run = runs.plan_run(job, "bench")
-        progress = runs.infer_run(job, run)
+        run = plan_run(job, "bench")
+        progress = infer_run(job, run)
         first = min(end for _, end, _ in progress.tally.ends) - START
         began = time.time()
-        report = runs.finalize_run(job, run, progress)
+        report = finalize_run(job, run, progress)
         if report.good != args.rows:
             raise SystemExit(f"{report.good} of {args.rows} rows: {report.failures}")
         sums = progress.tally.sums
@@ -441,8 +443,12 @@ def main() -> int:
 
 
 def device(gpus: int) -> str:
-    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    name = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    from prefect_raybatch.nvml import gpus_here
+
+    cards, trouble = gpus_here()
+    if not cards:
+        raise SystemExit(f"no GPU here {trouble}")
+    name = cards[0].name
     return f"{f'{gpus} ' if gpus > 1 else ''}{name}, {os.cpu_count()} CPUs"
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prefect_raybatch.report import svg
+from prefect_raybatch.report import drawing
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- gpu_page.py: begin -->", "<!-- gpu_page.py: end -->"
@@ -38,6 +38,7 @@ BARS = {
 }
 LINEAR = 0.94  # of one GPU's rate, on each of several
 WIDTH, ROW, LEFT, RIGHT = 760, 22, 370, 100
+BESIDE: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
 
 
 def name_of(peer: str) -> str:
@@ -202,26 +203,38 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 def plot(records: list[dict[str, Any]]) -> str:
     """Bars of each group on a scale of its own."""
-    body, y = [], 34.0
+    shown = []
     for (work, size, gpus), group in groups(records):
-        rates = [r for r in group if "rows_s" in r]
-        if len(rates) < 2:
-            continue
-        title = f"{SIZE[size]}, {WORK[work].partition(':')[0]}" + (f", {gpus} GPUs" * (gpus > 1))
-        title += f", {rates[0]['rows']:,} rows"
-        body.append(svg.text(14, y, title, size=13))
-        scale = svg.linear(0, max(r["rows_s"] for r in rates), LEFT, WIDTH - RIGHT)
-        for record in sorted(rates, key=lambda r: r["rows_s"]):
-            y += ROW
-            mine = not record["peer"].startswith(tuple(PEERS))
-            colour = svg.BLUE if mine else svg.GREY
-            words = name_of(record["peer"]).replace("`", "")
-            body.append(svg.text(LEFT - 8, y + 4, words, "end", fill=svg.GREY))
-            body.append(svg.rect(LEFT, y - 8, scale(record["rows_s"]) - LEFT, 15, colour))
-            rate = f"{record['rows_s']:,.0f} rows/s"
-            body.append(svg.text(scale(record["rows_s"]) + 6, y + 4, rate, size=11))
-        y += 2 * ROW
-    return svg.document("Rows a second, peers and this package", WIDTH, y - ROW + 6, body)
+        rates = sorted((r for r in group if "rows_s" in r), key=lambda r: r["rows_s"])
+        if len(rates) > 1:
+            title = f"{SIZE[size]}, {WORK[work].partition(':')[0]}"
+            title += f", {gpus} GPUs" * (gpus > 1) + f", {rates[0]['rows']:,} rows"
+            shown.append((title, rates))
+    height = 18 + sum(ROW * (len(rates) + 2) for _, rates in shown)
+
+    def draw(card: drawing.Card) -> None:
+        y = 34.0
+        for title, rates in shown:
+            card.text(14, y, title, size=13, color=drawing.INK)
+            _bars(card, y, rates)
+            y += ROW * (len(rates) + 2)
+
+    return drawing.svg("Rows a second, peers and this package", [drawing.Plot(height, draw)])
+
+
+def _bars(card: drawing.Card, y: float, rates: list[dict[str, Any]]) -> None:
+    """Below the title at `y`, slowest first."""
+    axes = card.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
+    axes.set(xlim=(0, rates[-1]["rows_s"]), ylim=(len(rates) - 0.5, -0.5))
+    axes.axis("off")
+    rows = range(len(rates))
+    mine = [not r["peer"].startswith(tuple(PEERS)) for r in rates]
+    colours = [drawing.BLUE if ours else drawing.GREY for ours in mine]
+    axes.barh(rows, [r["rows_s"] for r in rates], 15 / ROW, color=colours, clip_on=False)
+    for row, record in enumerate(rates):
+        name, rate = name_of(record["peer"]).replace("`", ""), f"{record['rows_s']:,.0f} rows/s"
+        axes.annotate(name, (0, row), (-8, 0), ha="right", size=12, **BESIDE)
+        axes.annotate(rate, (record["rows_s"], row), (6, 0), color=drawing.INK, **BESIDE)
 
 
 def main(paths: list[str]) -> int:

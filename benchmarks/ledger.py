@@ -113,9 +113,9 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.plan_run import plan_run
     with steps.step("inventory, plan, write") as counts:
-        made = runs.plan_run(_job(args), RUN_KEY)
+        made = plan_run(_job(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
 
 
@@ -174,7 +174,7 @@ def _receipts() -> Callable[[int, int], Any]:
 
 
 def drive(args: argparse.Namespace, steps: Steps) -> None:
-    """What `runs.infer_run` does up to the cluster: the phases start and resume."""
+    """What `infer_run` does up to the cluster: the phases start and resume."""
     with steps.step("import"):
         import numpy as np
 
@@ -197,18 +197,18 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
             have = Capacity(16, 0, 1, "nowhere")
             size = resolve(job, plan.rows, 0, have, planned=plan.rows_per_shard)
             pipeline = Pipeline(job, plan, shards, store, "attempt", size, {}, shuffle="attempt")
-            datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units))
+            datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units, False))
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough
 
-    driver = Driver(plan, shards, ledger, job.limits, build, _no_quarantine)
+    driver = Driver(plan, shards, ledger, job.limits)
     with steps.step("fold the commits") as counts:
         progress = driver.resume()
         counts["committed"] = progress.resumed_shards
         if progress.resumed_shards != int(np.count_nonzero(driver.done)):
             raise SystemExit("the fold does not hold the commits that are there")
     try:
-        driver.run()
+        driver.run(build, _no_quarantine)
     except _Enough:
         return
     raise SystemExit("nothing was pending")
@@ -235,10 +235,11 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
 
 def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.finalize_run import finalize_run
+        from prefect_raybatch.runs.plan_run import plan_run
     job = _job(args)
     with steps.step("finalize"):
-        runs.finalize_run(job, runs.plan_run(job, RUN_KEY))
+        finalize_run(job, plan_run(job, RUN_KEY))
 
 
 def verify(args: argparse.Namespace, steps: Steps) -> None:

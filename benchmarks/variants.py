@@ -14,7 +14,9 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.storage import FileInfo, open_store
 from prefect_raybatch.storage.local import LocalStore
@@ -29,9 +31,9 @@ class Nowhere(LocalStore):
 
 def without_commits(job: BatchJob) -> list[Receipt]:
     """Receipts of all shards through our stages: no pieces, no commit records, no Prefect."""
-    run = runs.plan_run(job, "bench")
+    run = plan_run(job, "bench")
     ledger = Ledger(open_store(run.uri))
-    plan, shards = runs.load_run(ledger, run)
+    plan, shards = load_run(ledger, run)
     units = [Unit(i, 0, shards[i].rows) for i in range(plan.shards)]
     with cluster.connected(job) as have:
         size = sized.for_attempt(job, plan, ledger, have)
@@ -68,15 +70,15 @@ def resumed(job: BatchJob) -> dict[str, float]:
                 super().__init__(spec)
                 ready.write_text(repr(time.time()))
 
-        run = runs.plan_run(job, "bench")
+        run = plan_run(job, "bench")
         with contextlib.suppress(Enough):
-            runs.infer_run(job, run, stop)
+            infer_run(job, run, stop)
         ready.unlink(missing_ok=True)
         began = time.time()
-        runs.infer_run(job, run, engine=Timed)
+        infer_run(job, run, engine=Timed)
         at = float(ready.read_text())
     ledger = Ledger(open_store(run.uri))
-    plan, _ = runs.load_run(ledger, run)
+    plan, _ = load_run(ledger, run)
     new = [
         c.stats for c in ledger.commits(plan, ledger.listing(plan)) if c.stats["started"] > began
     ]

@@ -21,7 +21,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Commit, InputFile
 from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.plan.resolved import Resolved
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
 SHARDS, ROWS = 100_000, 100
@@ -56,7 +57,9 @@ def plan_of(job: BatchJob) -> Any:
 
     files = [InputFile("in.parquet", 1, None, 1, SHARDS * ROWS)]
     model = {"source": "demo", "revision": None, "identity": "0" * 64}
-    return make_plan(job, "k", files, pa.schema([("x", pa.string())]), 50.0, model, snapshot=False)
+    return make_plan(
+        Resolved.of(job, model), "k", files, pa.schema([("x", pa.string())]), 50.0, snapshot=False
+    )
 
 
 def counted(run: Run, job: BatchJob) -> Counter[str]:

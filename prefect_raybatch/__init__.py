@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.ledger.records import RunReport
-    from prefect_raybatch.runs.runs import Run
+    from prefect_raybatch.runs.run import Run
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _HOMES = {
     "ObjectStore": "flow.blocks",
     "RayBatchError": "errors",
     "RayCluster": "flow.blocks",
-    "Run": "runs.runs",
+    "Run": "runs.run",
     "RunReport": "ledger.records",
     "batch_inference": "flow.flows",
     "finalize_run": "flow.tasks",

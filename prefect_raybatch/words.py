@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers in sentences; text that pages can hold."""
 
 from __future__ import annotations
 
@@ -12,3 +12,12 @@ def counted(number: float, noun: str, plural: str | None = None) -> str:
 def are(number: float) -> str:
     """The verb behind so many."""
     return "is" if number == 1 else "are"
+
+
+def clean(words: str) -> str:
+    """Text without the characters that XML cannot hold: names of hosts and runs are anybody's."""
+    return "".join(c if _allowed(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in words)
+
+
+def _allowed(code: int) -> bool:
+    return code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF)

@@ -8,8 +8,11 @@ test about a server's own life starts one for itself.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import environ
@@ -17,6 +20,7 @@ from helpers.prefect_server import Prefect, prefect_server, settings_for
 from helpers.ray_head import ROOT, Head, start_head
 from hypothesis import HealthCheck, settings
 from s3server import S3Server, start_s3
+from xdist.scheduler import LoadScopeScheduling
 
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
@@ -35,24 +39,38 @@ settings.register_profile(  # make chaos: the same tests, for minutes
 )
 settings.load_profile("prefect_raybatch")
 
-# Files that use a shared server stay in one process where several run the tests (pytest -n), so
-# that there is one of it; these come first, being the longest. Other files go to whoever is free.
-SHARED = ("ray_head", "prefect_process", "s3_server")
+# Where several processes run the tests (pytest -n), the files that use a shared server stay in one
+# of them, so that there is one of it, and come first, being the longest; of two servers the first
+# here counts. Other files go to whoever is free.
+SHARED = {
+    "ray": re.compile(r"\b(ray_head|local_ray)\b"),
+    "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
+    "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
+}
+
+
+@cache
+def group(path: Path) -> str:
+    """The first server whose fixtures a file of tests names, else the file itself."""
+    text = path.read_text(encoding="utf-8")
+    return next((name for name, uses in SHARED.items() if uses.search(text)), str(path))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts each file as a whole into a group: that of the first server in `SHARED` that one of its
-    tests uses, or its own."""
-    groups: dict[Path, str] = {}
-    for server in reversed(SHARED):
-        for item in items:
-            if server in getattr(item, "fixturenames", ()):
-                groups[item.path] = server
-    for item in items:
-        group = groups.get(item.path, str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
-    order = {server: place for place, server in enumerate(SHARED)}
-    items.sort(key=lambda item: order.get(groups.get(item.path, ""), len(SHARED)))
+    order = {name: place for place, name in enumerate(SHARED)}
+    items.sort(key=lambda item: order.get(group(item.path), len(order)))
+
+
+class ByServer(LoadScopeScheduling):
+    """Hands on the tests of a group together. (pytest-xdist's own groups, by marks, are lost on
+    pytest 9.2, where the id of a test cannot be changed.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(self.config.rootpath / nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")

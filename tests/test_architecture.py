@@ -22,6 +22,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     "errors",
     "words exits bounded installed",
+    "nvml",
     "demo",
     "job",
     "storage",
@@ -56,6 +57,9 @@ AT_MODULE_LEVEL = {
     "torch": set(),
     "transformers": set(),
     "huggingface_hub": set(),
+    "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
+    "pynvml": set(),
     "s3fs": {"storage"},
     "prefect": PREFECT_SIDE,
 }
@@ -64,6 +68,9 @@ ANYWHERE = {
     "torch": set(),
     "s3fs": {"storage"},
     "botocore": {"storage"},
+    "matplotlib": {"report.drawing"},
+    "jinja2": {"report.html"},
+    "pynvml": {"nvml"},
     "prefect": {*PREFECT_SIDE, "doctor"},
 }
 
@@ -248,6 +255,7 @@ def test_the_public_names_are_these_and_each_is_there():
 
 
 HEAVY = ["ray", "vllm", "torch", "transformers", "prefect", "s3fs"]
+HEAVY += ["matplotlib", "jinja2", "pynvml"]
 LOADED = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 
 
@@ -284,6 +292,8 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
         "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",
+        "report.drawing",
+        "report.html",
         *ENDS,
     }
     light = [module for module in MODULES if module and not within(module, heavy)] + [
@@ -303,6 +313,24 @@ try:
     cli.main(["{command}", {str(tmp_path)!r}, "--json"])
 except SystemExit:
     pass
+"""
+    assert python(code + LOADED) == []
+
+
+def test_a_run_with_nothing_left_to_infer_loads_nothing_heavy(tmp_path):
+    run = small_run(tmp_path)
+    run.commit_all()
+    code = f"""
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.storage import open_store
+store = open_store({str(tmp_path)!r})
+ledger = Ledger(store)
+job = BatchJob.from_dict({run.job.to_dict()!r}, "here")
+if infer_run(job, run_of(store, ledger.load_plan(), ledger)).done != 20:
+    raise SystemExit("rows are missing")
 """
     assert python(code + LOADED) == []
 

@@ -17,7 +17,7 @@ from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.flow import flows
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.run import default_run_key
 
 FOLDER = ROOT / "deployments"
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def test_a_missed_night_gets_the_key_it_would_have_had(monkeypatch: pytest.Monke
     for arguments in ({}, {"scheduled_for": night}, {"scheduled_for": night.astimezone(UTC)}):
         with pytest.raises(Planned):
             batch_inference.fn(job, **arguments)
-    assert set(keys) == {"dev-20260301T010000Z"} == {runs.default_run_key(job, night)}
+    assert set(keys) == {"dev-20260301T010000Z"} == {default_run_key(job, night)}
     with pytest.raises(Planned):
         batch_inference.fn(job, "mine", scheduled_for=night)
     assert keys[-1] == "mine"

@@ -108,7 +108,7 @@ def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
 def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 
-    from prefect_raybatch.runs import runs
+    from prefect_raybatch.runs.dry_run import dry_run
 
     (block,) = re.findall(r"```yaml\n(name: .*?)```", (ROOT / "README.md").read_text(), re.S)
     job = BatchJob.from_dict(yaml.safe_load(block))
@@ -117,7 +117,7 @@ def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.Monke
         assert subprocess.run(tracked, cwd=ROOT, capture_output=True).returncode == 0
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(ROOT)
-    found = runs.dry_run(job)
+    found = dry_run(job)
     assert (found.problems, found.files) == ((), 1)
     assert found.rows > 0 and "Company" in found.columns  # rows are an estimate for a CSV
 

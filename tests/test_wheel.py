@@ -29,6 +29,7 @@ NEEDED = [
     "demo/model/model.safetensors",
     "demo/model/tokenizer.json",
     "py.typed",
+    "report/report.html.j2",
     "stages/vllm/reaper.py",
 ]
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,7 +35,14 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.runs import runs
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
+from prefect_raybatch.runs.finalize_run import html_page
+from prefect_raybatch.runs.status import report_of
+from prefect_raybatch.runs.status import status as status_of
+
+if TYPE_CHECKING:
+    pass
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",
@@ -145,7 +152,7 @@ def plan(
         from prefect_raybatch.sizing.sizes import imagined
 
         what_if = imagined(gpu, gpus, cpus)
-    found = runs.dry_run(with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
+    found = dry_run_of(with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
     if as_json:
         print_json({**asdict(found), "sizing": found.sizing.to_dict()})
     else:
@@ -203,9 +210,7 @@ def run(
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
-    report, fresh = run_job(
-        loaded, run_key or runs.default_run_key(with_keys(loaded)), prefect, quiet=as_json
-    )
+    report, fresh = run_job(loaded, run_key, prefect, quiet=as_json)
     if as_json:
         print_json(report)
     else:
@@ -215,7 +220,7 @@ def run(
 @app.command()
 def status(run_dir: RunDir, as_json: Json = False) -> None:
     """What a run has committed, also while it runs and from another machine."""
-    found = runs.status(run_dir)
+    found = status_of(run_dir)
     if as_json:
         print_json(found)
         return
@@ -233,10 +238,10 @@ def report(
     """The report of a run as Markdown, or as HTML with plots; also while it runs."""
     from prefect_raybatch.report import report as reports
 
-    found = runs.report_of(run_dir)
+    found = report_of(run_dir)
     if html is not None:
         try:
-            html.write_text(runs.html_page(found), encoding="utf-8")
+            html.write_text(html_page(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--html {html}: {error.strerror}; choose another file") from None
         err.print(f"wrote {html}", markup=False)
@@ -266,7 +271,11 @@ def retry_failed(
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
     asked = retry.request(*wanted, keys=with_keys)
-    made = asked if isinstance(asked, retry.Nothing) else retry_rows(wanted, prefect, as_json)
+    made: RunReport | retry.Nothing
+    if isinstance(asked, retry.Nothing):
+        made = asked
+    else:
+        made = retry_rows(asked, wanted, prefect, as_json)
     if as_json:
         print_json(made)
     elif isinstance(made, retry.Nothing):

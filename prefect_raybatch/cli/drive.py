@@ -10,45 +10,50 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import RunReport
-from prefect_raybatch.runs import runs
+from prefect_raybatch.plan.resolved import resolve
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
+from prefect_raybatch.runs.run import Run, default_run_key, run_store
 
 if TYPE_CHECKING:
-    from prefect_raybatch.runs.retry import Nothing
+    from prefect_raybatch.runs.retry import Nothing, Request
 
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
 
 
-def run_job(job: BatchJob, key: str, prefect: bool, quiet: bool) -> tuple[RunReport, bool]:
+def run_job(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple[RunReport, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = with_keys(job)
-    runs.check_places(known)
-    store = runs.run_store(known, key)
+    check_places(known.source, known.output)
+    resolved = resolve(known)
+    key = key or default_run_key(resolved)
+    store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
-        done = runs.plan_run(known, key)
-        return runs.finalize_run(known, done), False
-    runs.precheck(known, store)
+        done = plan_run(resolved, key)
+        return finalize_run(known, done), False
+    resolved = precheck(resolved, store)
     with _progress(quiet) as show:
         if prefect:
             show.begin(store.uri)
             return _run_flow("batch_inference", (job, key), show), True
-        return _run_here(job, known, runs.plan_run(known, key), show), True
+        return _run_here(job, known, plan_run(resolved, key), show), True
 
 
-def _run_here(
-    job: BatchJob, known: BatchJob, planned: runs.Run, show: TerminalProgress
-) -> RunReport:
+def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgress) -> RunReport:
     """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
     from prefect_raybatch.remote import follower as jobs
 
     show.begin(planned.uri)
     progress = jobs.infer(job, known, planned, show)
     show.close()
-    return runs.finalize_run(known, planned, progress)
+    return finalize_run(known, planned, progress)
 
 
-def retry_rows(arguments: RetryArguments, prefect: bool, quiet: bool) -> RunReport | Nothing:
+def retry_rows(
+    asked: Request, arguments: RetryArguments, prefect: bool, quiet: bool
+) -> RunReport | Nothing:
     """The report of the run that retries, or `Nothing` when no row was free."""
     from prefect_raybatch.runs import retry
 
@@ -57,7 +62,7 @@ def retry_rows(arguments: RetryArguments, prefect: bool, quiet: bool) -> RunRepo
             report = _run_flow("retry_failed", arguments, show)
             none = "other runs have retried all rows asked for; none is left that failed"
             return report or retry.Nothing(arguments[0], none)
-        made = retry.plan_retry(*arguments, keys=with_keys)
+        made = retry.begin(asked)
         if isinstance(made, retry.Nothing):
             return made
         return _run_here(made.job, with_keys(made.job), made.run, show)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from prefect_raybatch.result.reap import Reaped
     from prefect_raybatch.result.verify import Verdict
     from prefect_raybatch.result.verify_chain import ChainVerdict
-    from prefect_raybatch.runs.runs import DryRun, Status
+    from prefect_raybatch.runs.dry_run import DryRun
+    from prefect_raybatch.runs.status import Status
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)

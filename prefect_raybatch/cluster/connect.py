@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,12 +18,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch import nvml
 from prefect_raybatch.cluster.reach import check_reachable
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Cluster
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, choose_pool
+from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -43,20 +42,9 @@ class Needs:
     device: str
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU of this machine: its product name, MiB of memory in all and in use."""
-
-    index: int
-    name: str
-    mib: float
-    used_mib: float
-    driver: str
-
-
-def address_of(job: BatchJob) -> str | None:
+def address_of(cluster: Cluster) -> str | None:
     """The cluster a job would use; None when one is started here."""
-    return job.cluster.address or os.environ.get("RAY_ADDRESS") or None
+    return cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
 class _Ray:
@@ -140,7 +128,7 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
     Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
     of this process are in another cluster.
     """
-    with SHARED.joined(user or User(job.name), address_of(job), local_cpus(job)):
+    with SHARED.joined(user or User(job.name), address_of(job.cluster), local_cpus(job)):
         yield capacity()
 
 
@@ -151,7 +139,7 @@ def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> It
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
     if pool is not None:  # as many engines as it may come to, or they would starve the others
-        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job)
+        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job.cluster)
         takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
     with SHARED.admitted(user, takes, most):
         yield
@@ -196,7 +184,7 @@ def _quiet_start(local: bool) -> Iterator[None]:
 def local_cpus(job: BatchJob) -> int:
     """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
     since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
-    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job) + job.engine.num_cpus))
+    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job.cluster) + job.engine.num_cpus))
 
 
 def capacity() -> Capacity:
@@ -228,9 +216,9 @@ def glance(job: BatchJob) -> Capacity | None:
     with SHARED.visited() as there:
         if there:
             return capacity()
-    if address_of(job):
+    if address_of(job.cluster):
         return None
-    cards, _ = gpus_here()
+    cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         cards = cards[: len([name for name in visible.split(",") if name.strip()])]
@@ -247,36 +235,9 @@ def glance(job: BatchJob) -> Capacity | None:
     )
 
 
-def gpus_here() -> tuple[list[Gpu], str]:
-    """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return [], ""
-    query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
-    try:
-        done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=8,
-        )
-    except subprocess.TimeoutExpired:
-        return [], "nvidia-smi does not answer within 8 s"
-    if done.returncode:
-        return [], f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
-    cards = []
-    for line in done.stdout.splitlines():
-        index, name, total, used, driver = (part.strip() for part in line.split(","))
-        try:
-            cards.append(Gpu(int(index), name, float(total), float(used), driver))
-        except ValueError:  # [N/A] or [Not Supported]: a GPU that was cut into parts
-            return [], f"nvidia-smi says of GPU {index}: {total} MiB, {used} used"
-    return cards, "" if cards else "nvidia-smi shows no GPU"
-
-
 def _measured() -> int:
     """Bytes of the smallest GPU of this machine; 0 where none is shown."""
-    return int(min((gpu.mib for gpu in gpus_here()[0]), default=0)) << 20
+    return int(min((gpu.mib for gpu in nvml.gpus_here()[0]), default=0)) << 20
 
 
 def dashboard() -> str:
@@ -323,13 +284,8 @@ def actor_states(kind: str) -> dict[str, int]:
 
 def needs(job: BatchJob, pool: Pool) -> Needs:
     """What the job takes at least while it runs with that pool of engines."""
-    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job)
+    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job.cluster)
     return Needs(cpus, pool.gpus[0], pool.device)
-
-
-def pool_for(job: BatchJob, have: Capacity) -> Pool:
-    """The engines as far as they can be told without the model's sizes."""
-    return choose_pool(job, have, None, 0, {})
 
 
 def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
@@ -374,5 +330,5 @@ def _list(gpus: tuple[float, ...]) -> str:
     return ", ".join(f"{count:g}" for count in gpus) or "none"
 
 
-def _stage_cpus(job: BatchJob) -> float:
-    return job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus
+def _stage_cpus(cluster: Cluster) -> float:
+    return cluster.prepare.num_cpus + cluster.finish.num_cpus

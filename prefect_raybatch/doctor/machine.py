@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from prefect_raybatch import installed
-from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch import installed, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.words import counted
 
@@ -103,7 +102,7 @@ def _version(
 def check_gpus(patient: Patient) -> Iterator[Finding]:
     """GPUs that the driver shows; without any, whether the CPU can run the engine."""
     device = patient.job.engine.device if patient.job else "auto"
-    cards, trouble = cluster.gpus_here()
+    cards, trouble = nvml.gpus_here()
     if cards and device != "cpu":
         for gpu in cards:
             text = f"{gpu.name}, {gpu.mib / 1024:.0f} GiB, driver {gpu.driver}"

@@ -21,7 +21,7 @@ from prefect_raybatch.cluster.reach import silent
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
 ANSWER = 5.0  # seconds for one request
@@ -121,7 +121,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     if server:
         yield _job_server(server)
         return
-    address = cluster.address_of(job)
+    address = cluster.address_of(job.cluster)
     if address is None:
         yield _local(patient.job)
         return
@@ -159,7 +159,7 @@ def _local(job: BatchJob | None) -> Finding:
 
 def _cpus_needed(job: BatchJob) -> float:
     have = Capacity(0, 0, 1, "this machine")
-    return cluster.needs(job, cluster.pool_for(job, have)).cpus
+    return cluster.needs(job, pool_for(job, have)).cpus
 
 
 def _join(job: BatchJob) -> dict[str, Any]:
@@ -172,7 +172,8 @@ def _join(job: BatchJob) -> dict[str, Any]:
             timeout=25,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"{cluster.address_of(job)} listens but could not be joined within 25 s"}
+        address = cluster.address_of(job.cluster)
+        return {"error": f"{address} listens but could not be joined within 25 s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}

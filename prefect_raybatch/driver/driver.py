@@ -52,6 +52,9 @@ class RunPass(Protocol):
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
 
 
+Quarantine = Callable[[Unit, str], Receipt]
+
+
 @dataclass
 class Progress:
     """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second.
@@ -98,9 +101,8 @@ class Progress:
 class Driver:
     """Drives one attempt at a run to its end.
 
-    `quarantine(unit, reason)` writes the piece for a single row that kills its engine and returns
-    its receipt. `observe` is called after each commit, and once more when the error budget is
-    crossed, of which `on_stop` is told. `suspects`: units that engines can have in flight together.
+    `observe` is called after each commit, and once more when the error budget is crossed, of which
+    `on_stop` is told.
     """
 
     def __init__(
@@ -109,15 +111,11 @@ class Driver:
         shards: Shards,
         ledger: Ledger,
         limits: Limits,
-        run_pass: RunPass,
-        quarantine: Callable[[Unit, str], Receipt],
         observe: Callable[[Progress], None] = lambda progress: None,
-        suspects: int = 64,
         on_stop: Callable[[Stop], None] = lambda stop: None,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
-        self.limits, self.run_pass, self.quarantine = limits, run_pass, quarantine
-        self.observe, self.suspects, self.on_stop = observe, suspects, on_stop
+        self.limits, self.observe, self.on_stop = limits, observe, on_stop
         self.coverage = Coverage(shards)
         self.folder = Folder(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
@@ -142,8 +140,11 @@ class Driver:
         self._check_budget([])
         return self.progress
 
-    def run(self) -> Progress:
+    def run(self, run_pass: RunPass, quarantine: Quarantine, suspects: int = 64) -> Progress:
         """Passes until all is committed. Call `resume` first.
+
+        `quarantine(unit, reason)` writes the piece for a single row that kills its engine and
+        returns its receipt. `suspects`: units that engines can have in flight together.
 
         Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when
         nothing gets through any more. What is committed stays committed.
@@ -155,14 +156,14 @@ class Driver:
             # Isolated once what is missing may all have been in flight at a death; more than that
             # was never tried, and one unit at a time would be slow. A pass that got nothing through
             # would only die the same way again.
-            few = strikes > 0 or len(units) <= self.suspects
+            few = strikes > 0 or len(units) <= suspects
             isolated = self.progress.passes > 0 and few
             before, known = self._held(), deaths.total()
             turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
-            self._pass(turn, isolated)
+            self._pass(run_pass, turn, isolated)
             units = self._missing(turn)
             if isolated:
-                units = self._after_isolation(units, deaths)
+                units = self._after_isolation(units, deaths, quarantine)
             if later:
                 units += self._missing(later)
             # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
@@ -186,10 +187,10 @@ class Driver:
         self.folder.flush()
         return self.progress
 
-    def _pass(self, units: Sequence[Unit], isolated: bool) -> None:
+    def _pass(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         self.progress.passes += 1
         self._lost = {}  # what an earlier pass was told says nothing of a death in this one
-        for receipt in self.run_pass(units, isolated):
+        for receipt in run_pass(units, isolated):
             if receipt.lost is not None:
                 self._note_lost(receipt)
                 continue
@@ -291,7 +292,9 @@ class Driver:
                     left.append(Unit(unit.shard, low, high - low))
         return left
 
-    def _after_isolation(self, units: list[Unit], deaths: Counter[Unit]) -> list[Unit]:
+    def _after_isolation(
+        self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
+    ) -> list[Unit]:
         """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
         rest: list[Unit] = []
         for unit in units:
@@ -305,7 +308,7 @@ class Driver:
                 if deaths[unit] < self.limits.engine_deaths:
                     rest.append(unit)
                 else:
-                    self._accept(self.quarantine(unit, reason))
+                    self._accept(quarantine(unit, reason))
         return rest
 
 

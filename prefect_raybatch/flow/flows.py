@@ -22,8 +22,8 @@ from prefect_raybatch.flow.tasks import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import RunReport
-from prefect_raybatch.runs import runs
 from prefect_raybatch.runs.retry import Nothing
+from prefect_raybatch.runs.run import default_run_key
 
 
 def titled(title: str) -> Any:
@@ -41,7 +41,7 @@ Unset = Annotated[None, Field(title="By default")]
 
 
 def key_of(job: BatchJob, run_key: str | None, scheduled_for: datetime | None) -> str:
-    return run_key or runs.default_run_key(with_blocks(job), scheduled_for or scheduled_start())
+    return run_key or default_run_key(with_blocks(job), scheduled_for or scheduled_start())
 
 
 def named_by_run_key() -> str:

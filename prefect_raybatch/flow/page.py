@@ -28,7 +28,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
@@ -137,8 +137,8 @@ class Page(Listener):
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self._progress.tally
-        seqs = sequences_seen(self.job, tally.whole.figures()) or SEQUENCES
-        working = engines * concurrent_batches(self.job, a_shard, seqs)
+        seqs = sequences_seen(self.job.engine, tally.whole.figures()) or SEQUENCES
+        working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
         return plots.live(charts(tally, self.run.shards), working)
 
     def _now(self, now: float) -> Beat | None:

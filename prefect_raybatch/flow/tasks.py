@@ -1,4 +1,4 @@
-"""The Prefect tasks: thin covers of `runs` with retries by error class, artifacts and logs."""
+"""The Prefect tasks: covers of the verbs in `runs` with retries by error class, artifacts, logs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.runs import retry, runs, tune
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs import retry, tune
+from prefect_raybatch.runs.finalize_run import finalize_run as finalize
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.words import counted
 
 __all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
@@ -64,7 +66,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
     """
     with logs_in_page(), RunEvents(run_key, job.name).failures(RETRY["retries"]):
         job = with_blocks(job)
-        run = runs.plan_run(job, run_key, dataset)
+        run = plan_run(job, run_key, dataset)
         get_run_logger().info(
             "run %s: %s in %s at %s",
             *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),
@@ -116,7 +118,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     """
     events = RunEvents(run.run_key, job.name)
     with logs_in_page(), events.failures(RETRY["retries"]):
-        report = runs.finalize_run(with_blocks(job), run, progress)
+        report = finalize(with_blocks(job), run, progress)
         shown: dict[str, Artifact] = {
             "stages": TableArtifact(
                 table=reports.stage_table(report),

@@ -10,6 +10,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
+from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
 
@@ -157,9 +158,8 @@ class Limits(Group):
     def said(self, rows: int) -> str:
         """The limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
         fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
-        allowed = self.allowed(rows)
-        words = f"({allowed:,} row{'' if allowed == 1 else 's'})"
-        return f"{' and '.join(fields)} {words} allow{'s' if len(fields) == 1 else ''}"
+        words = counted(self.allowed(rows), "row")
+        return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
         """Failed rows of `rows` planned above which the quarantine is reported."""

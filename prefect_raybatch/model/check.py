@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import BatchJob, Engine, Sampling
+from prefect_raybatch.job.batch_job import Engine, Sampling
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store, is_remote
 
@@ -33,7 +33,7 @@ POOLING = (
 )
 
 
-def check(job: BatchJob, model: Mapping[str, Any], files: bool = True) -> None:
+def check(engine: Engine, sampling: Sampling, model: Mapping[str, Any], files: bool = True) -> None:
     """Raises `ConfigError` for a model that does not generate text, lacks weights or tokenizer,
     has files that were cut off, or whose context has no room for the answer.
 
@@ -42,12 +42,12 @@ def check(job: BatchJob, model: Mapping[str, Any], files: bool = True) -> None:
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
-    _check_generates(job.engine, source, config)
-    _check_room(job.engine, job.sampling, config)
+    _check_generates(engine, source, config)
+    _check_room(engine, sampling, config)
     if not files:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():
-        _check_files(job.engine, source, models.store_of(model))
+        _check_files(engine, source, models.store_of(model))
 
 
 def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.model.arguments import EngineArguments
 
-USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's and fragmentation
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
 LEAST_KV = 1 << 29
@@ -62,11 +62,29 @@ class Estimate:
     kv_cache: int
 
 
+@dataclass(frozen=True)
+class Precision:
+    """In what weights and KV cache are kept, where an engine's arguments say so."""
+
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Precision:
+        """Of arguments as vLLM takes them."""
+        return cls(
+            dtype=str(arguments.get("dtype") or "auto"),
+            quantization=str(arguments.get("quantization")),
+            kv_cache_dtype=str(arguments.get("kv_cache_dtype") or "auto"),
+        )
+
+
 def describe(
     config: Mapping[str, Any], arguments: Mapping[str, Any], stored: int | None = None
 ) -> Model:
-    """The sizes of a model by its config.json, the engine's arguments (`dtype`, `quantization`,
-    `kv_cache_dtype`) and the bytes of its weight files, where there are any.
+    """The sizes of a model by its config.json, the engine's arguments (of which its `Precision`
+    counts) and the bytes of its weight files, where there are any.
 
     Raises `ConfigError` for a config that does not say them.
     """
@@ -84,13 +102,14 @@ def describe(
         )
     heads = text["num_attention_heads"]
     layers, embeddings, active = _parameters(text)
-    kept = _kept_bytes(text, arguments)
+    precision = Precision.of(arguments)
+    kept = _kept_bytes(text, precision)
     full, windowed = _layers(text)
     latent = text.get("kv_lora_rank")
     return Model(
         params=layers + embeddings,
         active=active,
-        weights=_weights(text, arguments, layers, embeddings, stored),
+        weights=_weights(text, precision, layers, embeddings, stored),
         hidden=text["hidden_size"],
         intermediate=text.get("intermediate_size") or text["moe_intermediate_size"],
         vocab=text["vocab_size"],
@@ -104,15 +123,13 @@ def describe(
     )
 
 
-def share(model: Model, arguments: Mapping[str, Any], gpu_bytes: int, engines: int) -> Estimate:
+def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int) -> Estimate:
     """What each of `engines` on a GPU of `gpu_bytes` takes; `ConfigError` when it does not fit.
 
     `gpu_memory_utilization` is the share of the GPU that they take together.
     """
-    own = float(arguments.get("gpu_memory_utilization") or USABLE) * gpu_bytes / engines
-    working = model.working(
-        int(arguments["max_num_batched_tokens"]), int(arguments["max_num_seqs"])
-    )
+    own = arguments.usable * gpu_bytes / engines
+    working = model.working(arguments.max_num_batched_tokens, arguments.max_num_seqs)
     left = math.floor(own - model.weights - working)
     if left < LEAST_KV:
         raise ConfigError(
@@ -124,16 +141,15 @@ def share(model: Model, arguments: Mapping[str, Any], gpu_bytes: int, engines: i
 
 
 def packed(
-    model: Model, arguments: Mapping[str, Any], gpu_bytes: int, engines: int
+    model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 ) -> dict[str, Any]:
     """The engine arguments that keep one of `engines` to its share of a GPU. What the job itself
     gives as `kv_cache_memory_bytes` is for each engine, and stays."""
-    whole = float(arguments.get("gpu_memory_utilization") or USABLE)
-    cache = arguments.get("kv_cache_memory_bytes")
+    cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
         # vLLM refuses to start with less than this free, also when the others are there already.
-        "gpu_memory_utilization": math.floor(1000 * whole / engines) / 1000,
-        "kv_cache_memory_bytes": cache or share(model, arguments, gpu_bytes, engines).kv_cache,
+        "gpu_memory_utilization": math.floor(1000 * arguments.usable / engines) / 1000,
+        "kv_cache_memory_bytes": cache,
     }
 
 
@@ -200,16 +216,16 @@ def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
 
 def _weights(
     text: Mapping[str, Any],
-    arguments: Mapping[str, Any],
+    precision: Precision,
     layers: float,
     embeddings: float,
     stored: int | None,
 ) -> int:
-    loaded = _loaded_bytes(text, arguments)
+    loaded = _loaded_bytes(text, precision)
     bits = _quantized_bits(text.get("quantization_config") or {})
     if stored and bits:
         return stored
-    wanted = _METHODS.get(str(arguments.get("quantization")).split("_")[0])
+    wanted = _METHODS.get(precision.quantization.split("_")[0])
     if stored and not wanted:
         return int(stored * loaded / _BYTES.get(_dtype(text), 2))
     return int(layers * (bits or wanted or 8 * loaded) / 8 + embeddings * loaded)
@@ -237,15 +253,14 @@ def _dtype(text: Mapping[str, Any]) -> str:
     return str(text.get("dtype") or text.get("torch_dtype"))
 
 
-def _loaded_bytes(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+def _loaded_bytes(text: Mapping[str, Any], precision: Precision) -> int:
     """Bytes a weight as vLLM loads it: float32 is halved unless the job asks for it."""
-    asked = str(arguments.get("dtype") or "auto")
-    if asked != "auto":
-        return _BYTES.get(asked, 2)
+    if precision.dtype != "auto":
+        return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)
 
 
-def _kept_bytes(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+def _kept_bytes(text: Mapping[str, Any], precision: Precision) -> int:
     """Bytes a value in the KV cache."""
-    asked = str(arguments.get("kv_cache_dtype") or "auto")
-    return 1 if asked.startswith("fp8") else max(2, _loaded_bytes(text, arguments))
+    fp8 = precision.kv_cache_dtype.startswith("fp8")
+    return 1 if fp8 else max(2, _loaded_bytes(text, precision))

@@ -66,16 +66,6 @@ def store_of(model: Mapping[str, Any]) -> Store:
     return open_store(demo.demo_model_path() if source == DEMO else source)
 
 
-def local_folder(model: dict[str, Any]) -> Path:
-    """The model's files on this node, fetched once where they are not here yet."""
-    path = Path(local_path(model))
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(path), revision=model.get("revision")))
-
-
 def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
     """(path or name, revision, trust_remote_code) of the tokenizer the engine would take too."""
     trust = bool(model.get("trust_remote_code"))

@@ -15,7 +15,7 @@ from prefect_raybatch.job.checks import RESERVED, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
 
@@ -109,27 +109,28 @@ def public_job(job: BatchJob) -> dict[str, Any]:
 
 
 def make_plan(
-    job: BatchJob,
+    resolved: Resolved,
     run_key: str,
     files: Sequence[InputFile],
     schema: pa.Schema,
     row_bytes: float,
-    model: Mapping[str, Any],
     snapshot: bool,
-    retry: Mapping[str, Any] | None = None,
     numbers: bytes | None = None,
     engines: int | None = None,
     context: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
-    `retry` ({parent, errors}) and `numbers` (the table of row numbers) make it a child run's. The
-    shards are cut for `engines`, by default for those of a cluster that cannot be asked. `context`
-    is what max_model_len: auto came to (`Plan.context`).
+    `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
+    `engines`, by default for those of a cluster that cannot be asked. `context` is what
+    max_model_len: auto came to (`Plan.context`).
     """
+    job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
-    size = choose_rows_per_shard(rows, row_bytes, job, engines)[0]
+    size = choose_rows_per_shard(
+        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+    )[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)
     tables = {
@@ -138,7 +139,6 @@ def make_plan(
         if data is not None
     }
     names = [*tables, None]
-    found, parts = fingerprint(job, model, retry)
     plan = Plan(
         run_key=run_key,
         job_name=job.name,
@@ -146,9 +146,9 @@ def make_plan(
         rows=rows,
         rows_per_shard=size,
         shards=len(starts) - 1,
-        fingerprint=found,
-        parts=parts,
-        model=dict(model),
+        fingerprint=resolved.fingerprint,
+        parts=dict(resolved.parts),
+        model=resolved.model,
         input_schema=encode_schema(schema),
         shards_table=str(names[0]),
         files_table=str(names[1]),

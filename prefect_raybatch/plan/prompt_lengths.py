@@ -162,7 +162,7 @@ def measure(
     looked: float | None = None
     seen = _Seen()
     for uri, start, table in blocks:
-        _look(seen, job, prepare, uri, start, table)
+        _look(seen, prepare, job.sampling.max_tokens, uri, start, table)
         # The first block loads the reader and the tokenizer, which says nothing about the others.
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
@@ -176,7 +176,7 @@ def measure(
     return _summary(job, pinned, seen, time.monotonic() - began)
 
 
-def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table: pa.Table) -> None:
+def _look(seen: _Seen, prepare: Any, longest: int, uri: str, start: int, table: pa.Table) -> None:
     import numpy as np
 
     from prefect_raybatch.stages.block import Failure
@@ -194,7 +194,7 @@ def _look(seen: _Seen, job: BatchJob, prepare: Any, uri: str, start: int, table:
             seen.longest = {"file": uri, "row": start + i}
         key = np.asarray(ids, ">u4").tobytes()
         seen.sizes.append(len(ids))
-        seen.needs.append(len(ids) + request.answer(job.sampling.max_tokens))
+        seen.needs.append(len(ids) + request.answer(longest))
         seen.keys.append(key)
         seen.requests.add((key, repr(request.sampling)))
 
@@ -205,7 +205,9 @@ def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) 
     sizes = np.array(seen.sizes)
     median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     most = int(sizes.max())
-    length, why = choose_max_model_len(job, seen.needs, _models_own(model))
+    length, why = choose_max_model_len(
+        job.engine.max_model_len_percentile, seen.needs, _models_own(model)
+    )
     over = float((sizes >= length).mean())
     notes = []
     if most > FAR * p99:
@@ -235,12 +237,11 @@ def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) 
     )
 
 
-def choose_max_model_len(job: BatchJob, needs: list[int], own: int | None) -> tuple[int, str]:
-    """(context length for rows that need `needs` tokens with their answers, why); `own` is the
-    model's length, which it never exceeds."""
+def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
+    """(context length for that share of rows that need `needs` tokens with their answers, why);
+    `own` is the model's length, which it never exceeds."""
     import numpy as np
 
-    share = job.engine.max_model_len_percentile
     if share < 1:
         need = int(np.quantile(needs, share, method="inverted_cdf"))
         what = f"P{share * 100:g} of"

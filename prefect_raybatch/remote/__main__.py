@@ -23,8 +23,8 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.remote.logs import MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import are, counted
 
@@ -53,7 +53,7 @@ def work(uri: str, number: int) -> int:
     over = threading.Event()
     threading.Thread(target=_guard, args=(records, number, over), daemon=True).start()
     try:
-        progress = runs.infer_run(job, run, _Lines())
+        progress = infer_run(job, run, _Lines())
     except Exception as error:
         message = str(error) or type(error).__name__
         records.end(number, Outcome(type(error).__name__, message))

@@ -48,8 +48,8 @@ from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.remote.logs import LogFeed
 from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
 from prefect_raybatch.remote.server import JobServer, RayJob
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
 
 log = logging.getLogger(__name__)
@@ -85,14 +85,14 @@ def infer(
     observe: Callable[[Progress], None] = lambda progress: None,
     owner: Owner | None = None,
 ) -> Progress:
-    """`runs.infer_run`, here or, where the job names a job server, as a Ray job followed from here.
+    """`infer_run`, here or, where the job names a job server, as a Ray job followed from here.
 
     `loaded` is the job with the keys of its credentials blocks. Raises what the job raised;
     `JobServerUnavailable` and `JobLost` (worth a retry, which finds the job again), `JobStopped`,
     `ConfigError` for secrets that would be shown.
     """
     if job.cluster.job_server is None:
-        return runs.infer_run(loaded, run, observe)
+        return infer_run(loaded, run, observe)
     return Follower(job, loaded, run, observe, owner or Owner()).run_to_end()
 
 
@@ -115,7 +115,7 @@ class Follower:
         self.sent, self.env = sendable(job), environment(job)
         self.server_at, self.command, self.sleep = server_at, command, sleep
         ledger = Ledger(open_store(run.uri, loaded.output.options or None))
-        plan = runs.load_run(ledger, run)[0]
+        plan = load_run(ledger, run)[0]
         self.records = JobRecords(ledger.store, run.run_key, plan.hash)
         self.watch = Watch(ledger, plan, observe)
         self._current: tuple[Record, JobServer] | None = None

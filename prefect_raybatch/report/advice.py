@@ -44,7 +44,7 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     tokens = job.engine.max_num_batched_tokens or USUAL_TOKENS
     change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
     if tokens <= 2048:
-        seqs = sequences_seen(job, report.figures) or SEQUENCES
+        seqs = sequences_seen(job.engine, report.figures) or SEQUENCES
         change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
     times = sum(number for _, number in found)
     return Advice(
@@ -77,7 +77,7 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
 def starved(report: RunReport, job: BatchJob) -> Advice | None:
     """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
-    full = sequences_seen(job, report.figures)
+    full = sequences_seen(job.engine, report.figures)
     if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
@@ -107,7 +107,7 @@ def starved(report: RunReport, job: BatchJob) -> Advice | None:
 def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
     """The GPU waits although its engine is full: Python on one core holds it back."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
-    full = sequences_seen(job, report.figures)
+    full = sequences_seen(job.engine, report.figures)
     if gpu is None or running is None or not full or not _long_enough(report, full):
         return None
     if gpu >= BUSY_GPU or running < FULL * full:
@@ -124,7 +124,7 @@ def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
 def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     """Sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
-    waiting, full = report.figures.get("waiting"), sequences_seen(job, report.figures)
+    waiting, full = report.figures.get("waiting"), sequences_seen(job.engine, report.figures)
     if cache is None or running is None or not waiting or not full:
         return None
     if cache < 0.9 or running >= FULL * full:

@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,12 @@ from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
-from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.plan_run import check_schema_names
+from prefect_raybatch.runs.run import Run, run_of
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
 FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
@@ -60,14 +59,16 @@ class Nothing:
 @dataclass(frozen=True)
 class Request:
     """A retry that can be begun: `job` is the child's, `going` the unfinished run it goes on with
-    and `selection` ({parent, errors}) the rows it is about."""
+    and `selection` ({parent, errors}) the rows it is about. `limited`: a limit on failed rows is
+    among the fields that were given. `known` is the job with keys, resolved."""
 
     family: Family
     parent: Member
     job: BatchJob
-    known: BatchJob
+    known: Resolved
     selection: Mapping[str, Any]
     going: Member | None
+    limited: bool
 
 
 def plan_retry(
@@ -86,8 +87,11 @@ def plan_retry(
     another retry of these rows began at the same moment.
     """
     asked = request(run_dir, errors, overrides, job, keys)
-    if isinstance(asked, Nothing):
-        return asked
+    return asked if isinstance(asked, Nothing) else begin(asked)
+
+
+def begin(asked: Request) -> Retry | Nothing:
+    """Makes the child run of a request, or goes on with it; see `plan_retry`."""
     if asked.going is not None:
         ledger, plan = asked.going.ledger, asked.going.plan
     else:
@@ -96,9 +100,9 @@ def plan_retry(
             return made
         ledger, plan = made
     _same_types(asked, ledger)
-    run = runs.run_of(ledger.store, plan, ledger)
+    run = run_of(ledger.store, plan, ledger, probed=asked.going is None)
     job = asked.job
-    if not {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides or ()):
+    if not asked.limited:
         limits = job.limits.model_copy(
             update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
         )
@@ -137,18 +141,18 @@ def request(
     if errors:
         _check_classes(parent, errors)
     child = _job(parent, root.uri, overrides, job)
-    known = keys(child)
+    known = resolve(keys(child), selection)
     going = None
-    wanted = fingerprint(known, runs.model_identity(known), selection)[0]
     for member in family.children(key):
-        if member.summary is None and member.plan.fingerprint == wanted:
+        if member.summary is None and member.plan.fingerprint == known.fingerprint:
             going = member  # the newest
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
-    runs.check_schema_names(known)
-    planning.check_against_schema(known, decode_schema(parent.plan.input_schema))
-    return Request(family, parent, child, known, selection, going)
+    check_schema_names(known.job.output)
+    planning.check_against_schema(known.job, decode_schema(parent.plan.input_schema))
+    limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
+    return Request(family, parent, child, known, selection, going, bool(limited))
 
 
 def _check_classes(parent: Member, errors: Sequence[str]) -> None:
@@ -214,7 +218,7 @@ def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
     """A child with the rows that are asked for and free, under the next key."""
     from prefect_raybatch import source
 
-    family, parent, job = asked.family, asked.parent, asked.known
+    family, parent = asked.family, asked.parent
     children = family.children(parent.key)
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
@@ -223,19 +227,18 @@ def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
     numbers = rows.numbers()
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
-    model = _model(job, parent.plan)
+    resolved = _as_parent(asked.known, parent.plan)
+    job = resolved.job
     context = None
     if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
-        context = tokens.of_files(job, model, found, ledger.store).context()
+        context = tokens.of_files(job, resolved.model, found, ledger.store).context()
     plan, tables = planning.make_plan(
-        job,
+        resolved,
         family.next_key,
         found.files,
         found.schema,
         found.row_bytes,
-        model,
         snapshot=True,
-        retry=asked.selection,
         numbers=numbers_table(numbers),
         engines=sized.expected_engines(job),
         context=context,
@@ -332,17 +335,15 @@ def _ends(family: Family, member: Member) -> list[Member]:
     return [end for child in children for end in _ends(family, child)]
 
 
-def _model(job: BatchJob, parent: Plan) -> dict[str, Any]:
-    """What the plan pins. A Hugging Face name stays at the parent's commit: the results are to be
-    one table, and the name may mean another commit by now."""
+def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
+    """Pinned. A Hugging Face name stays at the parent's commit: the results are to be one table,
+    and the name may mean another commit by now."""
     before = BatchJob.from_dict(parent.job, "the parent's job").engine
-    now = job.engine
-    if runs.model_identity(job) is None and (now.model, now.revision) == (
-        before.model,
-        before.revision,
-    ):
-        return dict(parent.model)
-    return models.pin(job.engine)
+    now = resolved.job.engine
+    same = (now.model, now.revision) == (before.model, before.revision)
+    if resolved.known is None and same:
+        return replace(resolved, known=parent.model)
+    return resolved.pinned()
 
 
 def _same_types(asked: Request, ledger: Ledger) -> None:
@@ -351,7 +352,7 @@ def _same_types(asked: Request, ledger: Ledger) -> None:
     from prefect_raybatch.stages.finish import SCHEMA
 
     before = asked.parent.plan.job.get("output", {}).get("postprocess")
-    output = asked.known.output
+    output = asked.known.job.output
     if output.postprocess is None or output.output_schema or output.postprocess != before:
         return
     with suppress(FileNotFoundError):  # none of the parent's rows got so far

@@ -21,8 +21,11 @@ from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
@@ -93,9 +96,10 @@ def tune(
     from prefect_raybatch.cluster.sharing import User
 
     ends = time.monotonic() + 60 * minutes
-    rows = runs.dry_run(job).rows
+    resolved = resolve(job)
+    rows = dry_run(resolved).rows
     sampled = _sampled(job, uuid.uuid4().hex[:12])
-    run = runs.plan_run(*sampled)
+    run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
     store = open_store(run.uri, job.output.options or None)
     try:
         user = User(f"tuning of {job.name}")
@@ -168,7 +172,7 @@ class Bench:
     def __init__(
         self,
         job: BatchJob,
-        run: runs.Run,
+        run: Run,
         store: Store,
         have: Any,
         seconds: float,
@@ -177,7 +181,7 @@ class Bench:
         self.store, self.have, self.seconds = store, have, seconds
         self.engine = engine
         self.ledger = Ledger(store)
-        self.plan, self.shards = runs.load_run(self.ledger, run)
+        self.plan, self.shards = load_run(self.ledger, run)
         self.job = settled(job, self.plan.context)
 
     def starts(self) -> dict[str, Any]:
@@ -187,7 +191,7 @@ class Bench:
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
             SEQUENCES: size.max_num_seqs,
-            TOKENS: size.arguments["max_num_batched_tokens"],
+            TOKENS: size.arguments.max_num_batched_tokens,
         }
 
     def __call__(self, changes: Mapping[str, Any]) -> Trial:
@@ -305,7 +309,7 @@ def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if sizing.device(job, have.gpus) == "gpu":
+    if sizing.device(job.engine, have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[SEQUENCES] = twice_or_half(64, 1024)

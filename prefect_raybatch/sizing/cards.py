@@ -49,6 +49,18 @@ CARDS = {
 }
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that engines run on, as far as it is known: `card` is None where its kind is not, or
+    is not the only one; `memory` in bytes, 0 where that is not known. `most` is what it has where
+    it is the largest card of its name; 0: it was measured."""
+
+    name: str
+    card: Card | None
+    memory: int
+    most: int
+
+
 def card(name: str) -> Card | None:
     """The card that Ray, or the driver's product name, calls so: `L4`, `NVIDIA H100 80GB HBM3`."""
     if name in CARDS:

@@ -9,14 +9,13 @@ come from, and how far it agrees with what was measured: docs/tuning.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import Prompt, Sampling
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
-from prefect_raybatch.sizing.cards import Card
+from prefect_raybatch.sizing.cards import Card, Gpu
 
 HOST = 0.9e-3  # seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200
 PEAK = 0.6  # share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55
@@ -43,27 +42,25 @@ class Tokens:
         return self.shared + self.own + (self.out or 0)
 
 
-def tokens(job: BatchJob, row_bytes: float) -> Tokens:
+def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float) -> Tokens:
     """Of a row of `row_bytes` bytes of input columns."""
-    first, _, rest = (job.prompt.template or "").partition("{")
-    shared = (len(job.prompt.system or "") + len(first)) / CHARACTERS
+    first, _, rest = (prompt.template or "").partition("{")
+    shared = (len(prompt.system or "") + len(first)) / CHARACTERS
     own = (row_bytes + len(rest)) / CHARACTERS + MARKUP
-    return Tokens(round(shared), round(own), *_most_out(job))
+    return Tokens(round(shared), round(own), *_most_out(prompt, sampling))
 
 
-def _most_out(job: BatchJob) -> tuple[int | None, str]:
-    extra = job.sampling.model_extra or {}
+def _most_out(prompt: Prompt, sampling: Sampling) -> tuple[int | None, str]:
+    extra = sampling.model_extra or {}
     structured = extra.get("structured_outputs") or {}
-    choice = job.sampling.choice or (
-        structured.get("choice") if isinstance(structured, dict) else None
-    )
+    choice = sampling.choice or (structured.get("choice") if isinstance(structured, dict) else None)
     answers = int(extra.get("n") or 1)
-    most = job.sampling.max_tokens
+    most = sampling.max_tokens
     if choice:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
         return most * answers, "the longest choice"
-    if job.prompt.function:
+    if prompt.function:
         return None, "prompt.function may ask for answers of any length"
     return most * answers, "sampling.max_tokens"
 
@@ -93,7 +90,7 @@ def wanted(host: float, gpu: float) -> int:
 
 
 def fitting(
-    model: Model, arguments: Mapping[str, Any], gpu_bytes: int, row: Tokens, length: int | None
+    model: Model, arguments: EngineArguments, gpu_bytes: int, row: Tokens, length: int | None
 ) -> int:
     """How many engines fit on the GPU, each with KV cache for `max_num_seqs` rows of twice the
     typical length and for one of `length` tokens."""
@@ -102,49 +99,50 @@ def fitting(
             cache = share(model, arguments, gpu_bytes, engines).kv_cache
         except ConfigError:
             continue
-        rows = arguments["max_num_seqs"] * model.kv_bytes(2 * row.typical)
+        rows = arguments.max_num_seqs * model.kv_bytes(2 * row.typical)
         need = max(rows, model.kv_bytes(length or 0))
-        if cache >= (arguments.get("kv_cache_memory_bytes") or need):
+        if cache >= (arguments.kv_cache_bytes or need):
             return engines
     return 1
 
 
 def choose(
-    job: BatchJob,
+    *,
     model: Model | None,
-    card: Card | None,
-    gpu_bytes: int,
+    gpu: Gpu,
     cpus_a_gpu: float,
-    arguments: Mapping[str, Any],
+    cpus_an_engine: float,
+    arguments: EngineArguments,
     row: Tokens,
     length: int | None,
 ) -> tuple[int, str]:
     """(engines on a GPU, why) for `engine.engines_per_gpu: auto`, on a GPU of which too little
     may be known: then 1. `length` is the context length in tokens, where it is known."""
-    if job.engine.gpus_per_replica > 1:
-        return 1, f"an engine takes {job.engine.gpus_per_replica} GPUs"
+    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    if parts > 1:
+        return 1, f"an engine takes {parts} GPUs"
     if row.out is None:
         return 1, row.why
     if row.out > SHORT:
         return 1, f"answers of up to {row.out} tokens ({row.why}) are long: over {SHORT}"
     if model is None:
         return 1, "the size of the model is not known"
-    if card is None:
+    if gpu.card is None:
         return 1, "the GPU's memory and speed are not known"
-    gpu = gpu_seconds(model, card, row, arguments["max_num_seqs"])
-    best = wanted(HOST, gpu)
-    fit = fitting(model, arguments, gpu_bytes, row, length)
-    cores = max(1, math.floor(cpus_a_gpu / max(CORES, job.engine.num_cpus)))
+    seconds = gpu_seconds(model, gpu.card, row, arguments.max_num_seqs)
+    best = wanted(HOST, seconds)
+    fit = fitting(model, arguments, gpu.memory, row, length)
+    cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     times = (
-        f"{1000 * HOST:.1f} ms of Python a row, {1000 * gpu:.2f} ms of {card.name} for about "
-        f"{row.own} tokens that are not cached and {row.out} out"
+        f"{1000 * HOST:.1f} ms of Python a row, {1000 * seconds:.2f} ms of {gpu.card.name} for "
+        f"about {row.own} tokens that are not cached and {row.out} out"
     )
     if best == 1:
         return 1, f"one keeps the GPU busy: {times}"
     found = min(best, fit, cores)
     bounds = []
     if fit < best:
-        bounds.append(f"{fit} fit in {gib(gpu_bytes)}")
+        bounds.append(f"{fit} fit in {gib(gpu.memory)}")
     if cores < best:
         bounds.append(f"{cpus_a_gpu:g} CPUs a GPU allow {cores}")
     if found == best == MOST:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Cluster, Engine
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
-from prefect_raybatch.sizing.fit import usable
+from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.words import counted
 
@@ -23,13 +24,15 @@ class Figure:
 def figures(job: BatchJob, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
     """All of them, in the order in which they follow from each other."""
     rows = Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why)
-    return [*_engine_figures(job, have, size, model), rows, *_stage_figures(job, have, size)]
+    engine, cluster = job.engine, job.cluster
+    stages = _stage_figures(engine, cluster, have, size)
+    return [*_engine_figures(engine, have, size, model), rows, *stages]
 
 
 def _engine_figures(
-    job: BatchJob, have: Capacity, size: Sizing, model: Model | None
+    engine: Engine, have: Capacity, size: Sizing, model: Model | None
 ) -> list[Figure]:
-    engine, pool, arguments = job.engine, size.pool, size.arguments
+    pool, arguments = size.pool, size.arguments
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
     found = [
@@ -43,7 +46,7 @@ def _engine_figures(
             Figure("GPUs", _span(pool.gpus), f"replicas * {parallel}"),
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
         ]
-    batched, seqs = arguments["max_num_batched_tokens"], arguments["max_num_seqs"]
+    batched, seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
     step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
     if batched != BATCHED[pool.device][0]:
         step += ", fewer where that would take too much of the KV cache"
@@ -58,39 +61,32 @@ def _engine_figures(
             str(size.length or "the model's"),
             "engine.max_model_len" if engine.max_model_len else "the model's config.json",
         ),
-        _kv_figure(job, size, model),
+        _kv_figure(engine, size, model),
     ]
     return found
 
 
-def _kv_figure(job: BatchJob, size: Sizing, model: Model | None) -> Figure:
-    pool, arguments, name = size.pool, {**size.arguments, **size.share}, "KV cache an engine"
+def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
+    pool, name = size.pool, "KV cache an engine"
     if pool.device == "cpu":
-        space = job.engine.env.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        space = engine.env.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return Figure(name, f"{space} GiB", "VLLM_CPU_KVCACHE_SPACE, 1 unless set")
-    fixed = arguments.get("kv_cache_memory_bytes")
+    given = EngineArguments.of({**size.arguments.vllm(), **size.share})
     if model is None or not pool.gpu_bytes:
-        if fixed:
-            return Figure(name, gib(fixed), "engine.kv_cache_memory_bytes")
+        if given.kv_cache_bytes:
+            return Figure(name, gib(given.kv_cache_bytes), "engine.kv_cache_memory_bytes")
         why = "the engine measures what is free; the size of the model or of the GPU is not known"
         return Figure(name, "not known yet", why)
-    whole = usable(arguments, pool.gpu_bytes)
-    tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
-    weights = model.weights / tensor / pipeline
-    working = model.working(
-        arguments["max_num_batched_tokens"], arguments["max_num_seqs"], tensor=tensor
-    )
-    cache = fixed or max(0, whole - weights - working)
-    held = int(cache // max(1, model.kv_bytes(1, tensor, pipeline)))
+    fit = Fit(model, given, pool.gpu_bytes)
     why = (
-        f"{gib(whole)} of {pool.kind} - weights {gib(weights)} - {gib(working)} to work: about "
-        f"{held:,} tokens"
+        f"{gib(fit.room)} of {pool.kind} - weights {gib(fit.weights)} - {gib(fit.working)} to "
+        f"work: about {fit.rows_held(1):,} tokens"
     )
-    return Figure(name, gib(cache), why if fixed else f"{why}; vLLM measures it")
+    return Figure(name, gib(fit.cache), why if given.kv_cache_bytes else f"{why}; vLLM measures it")
 
 
-def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
-    engine, calls = job.engine, size.concurrent
+def _stage_figures(engine: Engine, cluster: Cluster, have: Capacity, size: Sizing) -> list[Figure]:
+    calls = size.concurrent
     rule = f"ceil({size.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
     taken = size.pool.fewest * engine.num_cpus
     engines = counted(size.pool.engines, "engine")
@@ -110,7 +106,7 @@ def _stage_figures(job: BatchJob, have: Capacity, size: Sizing) -> list[Figure]:
         ),
     ]
     for name in ("prepare", "finish"):
-        stage = getattr(job.cluster, name)
+        stage = getattr(cluster, name)
         width = max(1, int(free // stage.num_cpus))
         why = (
             f"({have.cpus:g} CPUs - {taken:g} of engines) / cluster.{name}.num_cpus "

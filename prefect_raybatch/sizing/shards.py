@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import Engine, Source
 from prefect_raybatch.words import counted
 
 SHARDS = 8  # of an engine alone: progress and resume are that fine
@@ -16,7 +16,7 @@ MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stay
 
 
 def choose_rows_per_shard(
-    rows: int, row_bytes: float, job: BatchJob, engines: int
+    source: Source, batch_size: int, *, rows: int, row_bytes: float, engines: int
 ) -> tuple[int, str]:
     """(rows a shard, why).
 
@@ -25,44 +25,45 @@ def choose_rows_per_shard(
     guide asks for at least 2 to 4 partitions a worker and blocks no smaller than the batch; with
     more, engines wait less for each other at the end.
     """
-    if job.source.rows_per_shard:
-        return min(job.source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
+    if source.rows_per_shard:
+        return min(source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
     each = SHARDS_A_WORKER if engines > 1 else SHARDS
     wanted = math.ceil(rows / (engines * each))
     by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
-    chosen = min(max(wanted, job.engine.batch_size), MOST_ROWS, by_bytes, max(rows, 1))
+    chosen = min(max(wanted, batch_size), MOST_ROWS, by_bytes, max(rows, 1))
     why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
     if chosen == by_bytes:
         why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
-    elif chosen == rows < job.engine.batch_size:
-        why = f"all rows, fewer than engine.batch_size {job.engine.batch_size}"
+    elif chosen == rows < batch_size:
+        why = f"all rows, fewer than engine.batch_size {batch_size}"
     elif chosen > wanted:
-        why += f", at least engine.batch_size {job.engine.batch_size}"
+        why += f", at least engine.batch_size {batch_size}"
     return chosen, why
 
 
-def sequences_seen(job: BatchJob, figures: Mapping[str, float]) -> int | None:
+def sequences_seen(engine: Engine, figures: Mapping[str, float]) -> int | None:
     """max_num_seqs as the job has it, or as engines told it in a run's figures; None: not known."""
-    if job.engine.max_num_seqs != "auto":
-        return job.engine.max_num_seqs
+    if engine.max_num_seqs != "auto":
+        return engine.max_num_seqs
     return round(figures.get("sequences", 0.0)) or None
 
 
-def concurrent_batches(job: BatchJob, rows_per_shard: int, seqs: int) -> int:
+def concurrent_batches(engine: Engine, rows_per_shard: int, seqs: int) -> int:
     """Shards in flight in an engine: set, or so many that rows in flight cover `seqs`
     (max_num_seqs) twice over the one being filled, at least 2 (the tail of one overlaps the head
     of the next)."""
-    if job.engine.max_concurrent_batches:
-        return job.engine.max_concurrent_batches
+    if engine.max_concurrent_batches:
+        return engine.max_concurrent_batches
     return max(2, math.ceil(seqs / rows_per_shard) + 1)
 
 
-def problems(job: BatchJob, rows: int, rows_per_shard: int, engines: int, seqs: int) -> list[str]:
+def problems(
+    *, rows: int, rows_per_shard: int, concurrent: int, engines: int, seqs: int
+) -> list[str]:
     """What leaves engines idle, with the number that mends it."""
     found = []
-    concurrent = concurrent_batches(job, rows_per_shard, seqs)
     # A run with fewer rows than that has all of them in flight.
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
         need = math.ceil(seqs / rows_per_shard)

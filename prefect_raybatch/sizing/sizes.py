@@ -6,15 +6,17 @@ What `raybatch plan` prints and what the pipeline and the engines are given is t
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Engine
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing import sequences
-from prefect_raybatch.sizing.cards import Card, card
-from prefect_raybatch.sizing.fit import check_memory, cramped, over_pcie, step_tokens
+from prefect_raybatch.sizing.cards import Gpu, card
+from prefect_raybatch.sizing.engines import Tokens
+from prefect_raybatch.sizing.fit import Fit, check_memory, cramped, over_pcie, step_tokens
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     choose_rows_per_shard,
@@ -93,7 +95,7 @@ class Sizing:
     max_num_seqs: int
     sequences_why: str
     saturated: bool
-    arguments: dict[str, Any]
+    arguments: EngineArguments
     share: dict[str, Any]
     length: int | None
     problems: tuple[str, ...]
@@ -110,7 +112,7 @@ class Sizing:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        value = asdict(self)
+        value = {**asdict(self), "arguments": self.arguments.vllm()}
         value["uncommitted"] = self.uncommitted
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
         return value
@@ -120,10 +122,10 @@ def expected_engines(job: BatchJob, have: Capacity | None) -> int:
     """Engines to cut the shards for, before a cluster is there to say; None: nothing is known."""
     engine = job.engine
     gpus = have.gpus if have else ASSUMED_GPUS
-    gpu = device(job, gpus) == "gpu"
+    gpu = device(engine, gpus) == "gpu"
     each = 1
     if gpu and engine.gpus_per_replica == 1:
-        row = packing.tokens(job, 0)
+        row = packing.tokens(job.prompt, job.sampling, 0)
         short = row.out is not None and row.out <= packing.SHORT
         each = ASSUMED_PACKED if short else 1
         if engine.engines_per_gpu != "auto":
@@ -133,11 +135,11 @@ def expected_engines(job: BatchJob, have: Capacity | None) -> int:
     return each * (engine.replicas if isinstance(engine.replicas, int) else engine.replicas[1])
 
 
-def certain_engines(job: BatchJob) -> int:
+def certain_engines(engine: Engine) -> int:
     """The engines of which the job itself is certain."""
-    asked, each = job.engine.replicas, job.engine.engines_per_gpu
+    asked, each = engine.replicas, engine.engines_per_gpu
     replicas = asked if isinstance(asked, int) else 1 if asked == "auto" else asked[0]
-    return int(replicas * (each if isinstance(each, int) and job.engine.device == "gpu" else 1))
+    return int(replicas * (each if isinstance(each, int) and engine.device == "gpu" else 1))
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
@@ -151,10 +153,10 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
     return Capacity(cpus, count, len(nodes) or 1, "nowhere: what if", tuple(nodes), kinds, each)
 
 
-def assumed(job: BatchJob) -> Capacity:
+def assumed(engine: Engine) -> Capacity:
     """A cluster that cannot be asked from here: what the job itself says of it."""
-    kinds = (job.engine.accelerator_type,) if job.engine.accelerator_type else ()
-    gpus = 0.0 if job.engine.device == "cpu" else float(ASSUMED_GPUS)
+    kinds = (engine.accelerator_type,) if engine.accelerator_type else ()
+    gpus = 0.0 if engine.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
     return Capacity(
         ASSUMED_CPUS * (gpus or 1), gpus, 1, "not asked", nodes, kinds, ASSUMED_CPUS, assumed=True
@@ -164,69 +166,113 @@ def assumed(job: BatchJob) -> Capacity:
 # --- engines ------------------------------------------------------------------------------------
 
 
-def device(job: BatchJob, gpus: float) -> str:
+def device(engine: Engine, gpus: float) -> str:
     """cpu or gpu, as the job says or as the cluster has."""
-    if job.engine.device != "auto":
-        return job.engine.device
+    if engine.device != "auto":
+        return engine.device
     return "gpu" if gpus >= 1 else "cpu"
 
 
-def card_of(job: BatchJob, have: Capacity) -> tuple[Card | None, str, int]:
-    """(the card, its name, its bytes of memory): the one that the job asks for or the cluster's
-    only kind; None and 0 where it is not known."""
-    kinds = [job.engine.accelerator_type] if job.engine.accelerator_type else have.accelerators
-    if len(kinds) != 1 or kinds[0] is None:
-        return None, " and ".join(str(kind) for kind in kinds) or "unknown", have.gpu_bytes
+def gpu_of(accelerator: str | None, have: Capacity) -> Gpu:
+    """The one that the job asks for or the cluster's only kind."""
+    kinds = [accelerator] if accelerator else list(have.accelerators)
+    if len(kinds) != 1:
+        return Gpu(" and ".join(kinds) or "unknown", None, have.gpu_bytes, 0)
     found = card(kinds[0])
-    return found, kinds[0], have.gpu_bytes or (found.memory if found else 0)
+    memory = have.gpu_bytes or (found.memory if found else 0)
+    return Gpu(kinds[0], found, memory, found.most if found and not have.gpu_bytes else 0)
 
 
 def choose_pool(
-    job: BatchJob,
+    engine: Engine,
     have: Capacity,
+    *,
     model: Model | None,
-    row_bytes: float,
-    arguments: dict[str, Any],
-    unknown: str = "",
+    unknown: str,
+    gpu: Gpu,
+    arguments: EngineArguments,
+    row: Tokens,
+    length: int | None,
 ) -> Pool:
     """The engines of the run on that cluster; `unknown` says why the model's size is not known."""
-    engine = job.engine
-    kind = device(job, have.gpus)
-    found, name, size = card_of(job, have)
-    replicas, why = _replicas(job, have, kind)
+    kind = device(engine, have.gpus)
+    replicas, why = _replicas(engine, have, kind)
     if kind == "cpu":
-        return Pool(kind, replicas, 0, 1, "", 0, why, "on a CPU replicas count engines")
+        return Pool(
+            device=kind,
+            replicas=replicas,
+            gpus_a_replica=0,
+            engines_per_gpu=1,
+            kind="",
+            gpu_bytes=0,
+            replicas_why=why,
+            packing_why="on a CPU replicas count engines",
+        )
     if engine.engines_per_gpu == "auto":
-        row = packing.tokens(job, row_bytes)
-        length = _length(job, model)
         each, packed_why = packing.choose(
-            job, model, found, size, have.cpus_a_gpu, arguments, row, length
+            model=model,
+            gpu=gpu,
+            cpus_a_gpu=have.cpus_a_gpu,
+            cpus_an_engine=engine.num_cpus,
+            arguments=arguments,
+            row=row,
+            length=length,
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
     else:
         each, packed_why = engine.engines_per_gpu, "engine.engines_per_gpu"
-    return Pool(kind, replicas, engine.gpus_per_replica, each, name, size, why, packed_why)
+    return Pool(
+        device=kind,
+        replicas=replicas,
+        gpus_a_replica=engine.gpus_per_replica,
+        engines_per_gpu=each,
+        kind=gpu.name,
+        gpu_bytes=gpu.memory,
+        replicas_why=why,
+        packing_why=packed_why,
+    )
 
 
-def _replicas(job: BatchJob, have: Capacity, kind: str) -> tuple[tuple[int, int], str]:
-    asked = job.engine.replicas
+def pool_for(job: BatchJob, have: Capacity) -> Pool:
+    """The engines of a run whose model and rows are not known yet."""
+    return choose_pool(
+        job.engine,
+        have,
+        model=None,
+        unknown="",
+        gpu=gpu_of(job.engine.accelerator_type, have),
+        arguments=_asked(job.engine, device(job.engine, have.gpus)),
+        row=packing.tokens(job.prompt, job.sampling, 0),
+        length=None,
+    )
+
+
+def _replicas(engine: Engine, have: Capacity, kind: str) -> tuple[tuple[int, int], str]:
+    asked = engine.replicas
     if isinstance(asked, int):
         return (asked, asked), "engine.replicas"
     if isinstance(asked, list):
         return (asked[0], asked[1]), "engine.replicas: as many as the cluster gives room for"
     if kind == "cpu":
         return (1, 1), "one engine on a CPU, unless engine.replicas says more"
-    each = job.engine.gpus_per_replica
+    each = engine.gpus_per_replica
     # An engine is one actor, so that all its GPUs are on one node.
     found = sum(int(gpus // each) for gpus in have.gpus_by_node or (have.gpus,))
     count = max(1, found)
     return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs a replica"
 
 
-def _length(job: BatchJob, model: Model | None) -> int | None:
-    """Context length in tokens, where it is known."""
-    return job.engine.context or (model.context if model else None)
+def _asked(engine: Engine, kind: str) -> EngineArguments:
+    """What the job gives, and the most of what follows from a GPU's memory."""
+    return EngineArguments(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        max_num_seqs=SEQUENCES if engine.max_num_seqs == "auto" else engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens or BATCHED[kind][0],
+        max_model_len=engine.context,
+        more=engine.model_extra or {},
+    )
 
 
 # --- all of it ----------------------------------------------------------------------------------
@@ -249,63 +295,73 @@ def resolve(
     does not fit on its GPUs, or not so often.
     """
     engine = job.engine
-    kind = device(job, have.gpus)
-    arguments: dict[str, Any] = {
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "max_num_seqs": SEQUENCES if engine.max_num_seqs == "auto" else engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens or BATCHED[kind][0],
-        **(engine.model_extra or {}),
-    }
-    if engine.context:
-        arguments["max_model_len"] = engine.context
-    pool = choose_pool(job, have, model, row_bytes, arguments, unknown)
-    length = _length(job, model)
-    row = packing.tokens(job, row_bytes)
-    seqs, seqs_why = sequences.choose(
-        job, model, card_of(job, have)[0], pool.gpu_bytes, arguments, row, pool.engines_per_gpu
+    gpu = gpu_of(engine.accelerator_type, have)
+    row = packing.tokens(job.prompt, job.sampling, row_bytes)
+    length = engine.context or (model.context if model else None)
+    arguments = _asked(engine, device(engine, have.gpus))
+    pool = choose_pool(
+        engine,
+        have,
+        model=model,
+        unknown=unknown,
+        gpu=gpu,
+        arguments=arguments,
+        row=row,
+        length=length,
     )
-    arguments["max_num_seqs"] = seqs
-    share: dict[str, Any] = {}
-    warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
+    fit = None
     if pool.device == "gpu" and model and pool.gpu_bytes:
-        most = _largest(job, have)
-        check_memory(job, model, arguments, max(most, pool.gpu_bytes), pool.kind, length)
+        fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
+    seqs, seqs_why = sequences.choose(
+        asked=engine.max_num_seqs,
+        fit=fit,
+        card=gpu.card,
+        row=row,
+        longest=job.sampling.max_tokens,
+        engines_per_gpu=pool.engines_per_gpu,
+    )
+    arguments, share = replace(arguments, max_num_seqs=seqs), {}
+    warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
+    if fit is not None:
+        fit = fit.asking(max_num_seqs=seqs)
+        check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), engine.model, pool.kind)
         if pool.engines_per_gpu > 1:
-            share = packed(model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
+            share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
         else:
             if not engine.max_num_batched_tokens:
-                arguments["max_num_batched_tokens"] = step_tokens(
-                    model, arguments, pool.gpu_bytes, row.typical, BATCHED["gpu"]
-                )
-            warnings += cramped(model, arguments, pool.gpu_bytes, row.typical)
-    chosen, why = choose_rows_per_shard(rows, row_bytes, job, expected or pool.engines)
+                batched = step_tokens(fit, row.typical, BATCHED["gpu"])
+                fit = fit.asking(max_num_batched_tokens=batched)
+            warnings += cramped(fit, row.typical)
+            arguments = fit.arguments
+    chosen, why = choose_rows_per_shard(
+        job.source,
+        engine.batch_size,
+        rows=rows,
+        row_bytes=row_bytes,
+        engines=expected or pool.engines,
+    )
     if planned:
         chosen, why = planned, "the run's plan"
-    concurrent = concurrent_batches(job, chosen, seqs)
+    concurrent = concurrent_batches(engine, chosen, seqs)
     shards = math.ceil(rows / chosen)
-    # A run with fewer rows than that has all of them in flight.
-    known = certain_engines(job) if have.assumed else pool.engines
-    saturated = min(chosen, max(rows, 1)) * concurrent >= min(seqs, rows)
-    return Sizing(
-        pool,
-        chosen,
-        why,
-        shards,
-        round(shards / pool.engines, 2),
-        concurrent,
-        seqs,
-        seqs_why,
-        saturated,
-        arguments,
-        share,
-        length,
-        tuple(problems(job, rows, chosen, known, seqs)),
-        tuple(warnings),
+    known = certain_engines(engine) if have.assumed else pool.engines
+    idle = problems(
+        rows=rows, rows_per_shard=chosen, concurrent=concurrent, engines=known, seqs=seqs
     )
-
-
-def _largest(job: BatchJob, have: Capacity) -> int:
-    """Bytes of the largest card of that name, as the one that is there may be; 0: measured."""
-    found = card_of(job, have)[0]
-    return found.most if found and not have.gpu_bytes else 0
+    return Sizing(
+        pool=pool,
+        rows_per_shard=chosen,
+        rows_why=why,
+        shards=shards,
+        shards_a_worker=round(shards / pool.engines, 2),
+        concurrent=concurrent,
+        max_num_seqs=seqs,
+        sequences_why=seqs_why,
+        # A run with fewer rows than that has all of them in flight.
+        saturated=min(chosen, max(rows, 1)) * concurrent >= min(seqs, rows),
+        arguments=arguments,
+        share=share,
+        length=length,
+        problems=tuple(idle),
+        warnings=tuple(warnings),
+    )

@@ -55,6 +55,10 @@ def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataT
     Null gives way; ints of one sign and floats take the larger width; text, binary and lists
     their large kind. With `union` (text formats) int and float give float64, and structs may
     differ in fields.
+
+    Not `pyarrow.unify_schemas` with permissive promotion: it also merges what changes values or
+    cannot be cast (uint64 with int64 gives int64, int64 with float64 float64, text with binary
+    binary), at any depth, and so would need as many rules around it.
     """
     types = pa.types
     if a == b:

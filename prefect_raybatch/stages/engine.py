@@ -21,6 +21,7 @@ from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages.block import (
@@ -103,18 +104,22 @@ def engine_spec(
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
-    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments}
-    sampling = job.sampling.given()
+    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
-    env = {**ours, **job.engine.env}
-    pool = size.pool
-    share = (pool.engines_per_gpu, pool.gpu_bytes, size.share)
-    sort = job.engine.order == "auto"
-    # A logits processor of the user's may keep a state, or count.
-    merge = job.engine.deduplicate and not arguments.get("logits_processors")
-    hang_seconds = job.limits.hang_seconds or None
     return EngineSpec(
-        model, sampling, arguments, env, *share, done, sort, merge, hang_seconds, attempt
+        model=model,
+        sampling=job.sampling.given(),
+        arguments=arguments,
+        env={**ours, **job.engine.env},
+        engines_per_gpu=size.pool.engines_per_gpu,
+        gpu_bytes=size.pool.gpu_bytes,
+        share=size.share,
+        done=done,
+        sort=job.engine.order == "auto",
+        # A logits processor of the user's may keep a state, or count.
+        merge=job.engine.deduplicate and not arguments.get("logits_processors"),
+        hang_seconds=job.limits.hang_seconds or None,
+        attempt=attempt,
     )
 
 
@@ -231,7 +236,8 @@ class EngineStage:
             return self.spec.share
         config, stored = models.read_config(self.spec.model)
         model = describe(config, self.spec.arguments, stored)
-        return packed(model, self.spec.arguments, there, self.spec.engines_per_gpu)
+        arguments = EngineArguments.of(self.spec.arguments)
+        return packed(model, arguments, there, self.spec.engines_per_gpu)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""

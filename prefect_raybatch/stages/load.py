@@ -7,7 +7,6 @@ is left out, never 0.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -16,13 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
 
+from prefect_raybatch import nvml
 from prefect_raybatch.stages.block import SHARD
 
 log = logging.getLogger(__name__)
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
 EVERY = 2.0  # seconds between samples
 KEPT = 3600  # samples: two hours
-GIB = 2**30
 
 
 class Sampler:
@@ -137,56 +134,11 @@ class Node:
 
     def __init__(self) -> None:
         psutil.cpu_percent(None)  # the first call has nothing to compare with
-        self._nvml, self._gpus = gpus()
+        self._gpus = nvml.Use()
 
     def __call__(self) -> dict[str, float]:
-        found = {
+        return {
             "cpu": psutil.cpu_percent(None) / 100,
-            "memory": psutil.virtual_memory().used / GIB,
+            "memory": psutil.virtual_memory().used / nvml.GIB,
+            **self._gpus(),
         }
-        if self._gpus:
-            try:
-                used = [self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
-                held = [self._nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._gpus]
-            except self._nvml.NVMLError as error:
-                log.warning("no more figures of the GPU: %s", error)
-                self._gpus = []
-                return found
-            found |= {"gpu": sum(used) / len(used) / 100, "gpu_memory": max(held) / GIB}
-        return found
-
-
-def gpus() -> tuple[Any, list[Any]]:
-    """NVML and its handles of the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor; none
-    where there is no GPU or no NVML."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in (shown or "").split(",") if name.strip()]
-    if shown is not None and not names:
-        return None, []
-    nvml = _nvml()
-    if nvml is None:
-        return None, []
-    try:
-        nvml.nvmlInit()
-        if shown is None:
-            names = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
-        return nvml, [_handle(nvml, name) for name in names]
-    except nvml.NVMLError as error:
-        log.info("no figures of GPUs: %s", error)
-        return None, []
-
-
-def _nvml() -> Any:
-    with suppress(ImportError):
-        return importlib.import_module("pynvml")
-    with suppress(ImportError):
-        from prefect_raybatch.stages.ray_internals import nvml
-
-        return nvml()
-    return None
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    if name.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(name))
-    return nvml.nvmlDeviceGetHandleByUUID(name.encode())

@@ -202,10 +202,3 @@ def running_cluster() -> str | None:
         return services.canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
         return None
-
-
-def nvml() -> Any:
-    """Ray's copy of NVIDIA's library; ImportError where there is none."""
-    from ray._private.thirdparty import pynvml
-
-    return pynvml

@@ -212,8 +212,8 @@ class _Files:
         self._open: tuple[int, _Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
-        # Files touched since the plan whose footers are the same: change time and inode when that
-        # was seen, so that they are not compared again.
+        # Files whose times changed since the plan though their contents did not: the change time
+        # and inode at which that was seen, so that their footers are not read again.
         self._same: dict[int, tuple[int | None, int | None]] = {}
 
     def __enter__(self) -> _Files:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,27 +69,36 @@ def holds(store: Store, info: FileInfo, sums: Sums) -> bool:
 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
     """`store.put`, again while the store keeps other bytes; BadUpload after TRIES of them."""
-    sums = Sums.of(data)
-    for _ in range(TRIES):
-        store.put(path, data)
-        info = store.stat(path)
-        if holds(store, info, sums):
-            return info
-        _warn(store, path)
-    raise bad_upload(store, path)
+    return _proved(store, path, Sums.of(data), lambda: store.put(path, data))
 
 
 def put_file_proved(
     store: Store, path: str, local_path: str | os.PathLike[str], sums: Sums
 ) -> FileInfo:
     """`store.put_file` likewise; one try where the store moves the local file."""
+
+    def put() -> object:
+        return store.put_file(path, local_path)
+
+    return _proved(store, path, sums, put, again=lambda: os.path.exists(local_path))
+
+
+def _proved(
+    store: Store,
+    path: str,
+    sums: Sums,
+    put: Callable[[], object],
+    again: Callable[[], bool] = lambda: True,
+) -> FileInfo:
+    """The file that `put` wrote and that is the content of `sums`; `again` says whether `put` can
+    be called once more."""
     for _ in range(TRIES):
-        store.put_file(path, local_path)
+        put()
         info = store.stat(path)
         if holds(store, info, sums):
             return info
-        _warn(store, path)
-        if not os.path.exists(local_path):
+        log.warning("%s/%s is not what was sent; writing it again", store.uri, path)
+        if not again():
             break
     raise bad_upload(store, path)
 
@@ -99,7 +109,3 @@ def bad_upload(store: Store, path: str) -> BadUpload:
         "than it was sent. Nothing was deleted: run the same command again, and if this comes "
         "back, choose another output and look at the store's disks or the proxy before it"
     )
-
-
-def _warn(store: Store, path: str) -> None:
-    log.warning("%s/%s is not what was sent; writing it again", store.uri, path)

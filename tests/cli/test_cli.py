@@ -30,8 +30,11 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import RunReport
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run, Status
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import Run, default_run_key
+from prefect_raybatch.runs.status import Status, status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
 
@@ -106,14 +109,14 @@ def made(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     path = write_job(tmp_path_factory.mktemp("made"))
     job = BatchJob.from_yaml(path)
-    run = runs.plan_run(job, "key")
+    run = plan_run(job, "key")
     with pytest.raises(Stop):
-        runs.infer_run(job, run, stop, engine=FakeEngine)
+        infer_run(job, run, stop, engine=FakeEngine)
     with pytest.raises(IncompleteRun, match="2 of 4 shards"):
-        runs.finalize_run(job, run)
-    halfway = runs.status(run.uri)
-    progress = runs.infer_run(job, run, engine=FakeEngine)
-    return Made(path, job, run, halfway, progress, runs.finalize_run(job, run, progress))
+        finalize_run(job, run)
+    halfway = status(run.uri)
+    progress = infer_run(job, run, engine=FakeEngine)
+    return Made(path, job, run, halfway, progress, finalize_run(job, run, progress))
 
 
 @pytest.fixture
@@ -137,12 +140,12 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
     job = BatchJob.from_yaml(write_job(tmp_path))
     more, job = job, job.model_copy(update={"limits": Limits(max_failed=0)})
-    run = runs.plan_run(job, "key")
+    run = plan_run(job, "key")
     seen: list[Progress] = []
     with pytest.raises(ErrorBudgetExceeded, match="row 13: engine: ValueError: refused"):
-        runs.infer_run(job, run, seen.append, engine=FakeEngine)
+        infer_run(job, run, seen.append, engine=FakeEngine)
     assert seen[-1].held_back == 1
-    stopped = runs.status(run.uri).stopped
+    stopped = status(run.uri).stopped
     assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
     code, out, _ = call("status", run.uri)
     assert code == 0 and "1 of 40 rows failed, where 0 may" in out
@@ -150,8 +153,8 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
     assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
     assert "1 of 40 rows failed" in call("report", run.uri)[1]
     # An attempt that goes on takes its place.
-    runs.infer_run(more, run, engine=FakeEngine)
-    assert runs.status(run.uri).stopped is None
+    infer_run(more, run, engine=FakeEngine)
+    assert status(run.uri).stopped is None
 
 
 # --- the run itself -----------------------------------------------------------------------------
@@ -170,12 +173,12 @@ def test_the_result_holds_every_row_once_in_order(made):
 
 def test_a_finished_run_is_returned_and_not_run_again(made):
     job, run = made.job, made.run
-    again = runs.plan_run(job, "key")
+    again = plan_run(job, "key")
     assert again.finished and again.plan_hash == run.plan_hash
-    progress = runs.infer_run(job, again, engine=None)
+    progress = infer_run(job, again, engine=None)
     assert progress.resumed_rows == ROWS and progress.passes == 0
     before = Path(run.uri, "_raybatch/report.json").read_bytes()
-    assert runs.finalize_run(job, again).to_bytes() == before
+    assert finalize_run(job, again).to_bytes() == before
 
 
 def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tmp_path):
@@ -184,9 +187,9 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
     value["source"] |= {"limit": 6, "rows_per_shard": 1}
     value["limits"] = {"engine_deaths": 1, "max_failed": 1}
     job = BatchJob.from_dict(value)
-    run = runs.plan_run(job, "key", probe=False)
-    progress = runs.infer_run(job, run, engine=CrashingEngine)
-    report = runs.finalize_run(job, run, progress)
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=CrashingEngine)
+    report = finalize_run(job, run, progress)
     assert (report.good, report.failed) == (5, 1)
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert (row["error"], row["stage"]) == ("EngineDied", "engine")
@@ -206,9 +209,9 @@ def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(loca
         "limits": {"max_failed": 3, "function_seconds": 1},
     }
     job = BatchJob.from_dict(value)
-    run = runs.plan_run(job, "key", probe=False)
-    progress = runs.infer_run(job, run, engine=FineEngine)
-    report = runs.finalize_run(job, run, progress)
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=FineEngine)
+    report = finalize_run(job, run, progress)
     assert (report.good, report.failed, progress.passes) == (21, 3, 2)
     rows = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert [(row["_row"], row["stage"], row["error"]) for row in rows] == [
@@ -225,7 +228,7 @@ def test_a_second_attempt_goes_on_where_the_first_was_stopped(made):
     assert (half.state, half.committed, half.pending, half.done) == ("unfinished", 2, 2, 20)
     assert (made.progress.resumed_shards, made.progress.done) == (2, ROWS)
     assert made.report.resumed_shards == 2
-    assert len(runs.status(made.run.uri).attempts) == 2
+    assert len(status(made.run.uri).attempts) == 2
 
 
 @pytest.mark.parametrize("then", [{"file_mb": 256}, {"file_mb": 1, "compact": False}])
@@ -248,10 +251,10 @@ def test_other_settings_after_a_crash_in_finalize_leave_no_row_twice(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr("prefect_raybatch.ledger.ledger.Ledger.succeed", kill)
         with pytest.raises(Killed):
-            runs.finalize_run(small.job, run)
+            finalize_run(small.job, run)
     assert len(list((tmp_path / "key/data").iterdir())) == 3
     other = small.job.model_copy(update={"output": small.job.output.model_copy(update=then)})
-    runs.finalize_run(other, run)
+    finalize_run(other, run)
     rows = [
         r for p in (tmp_path / "key/data").iterdir() for r in pq.read_table(p)["_row"].to_pylist()
     ]
@@ -508,7 +511,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     def never(*_: object, **__: object) -> None:
         raise AssertionError("nothing may start")
 
-    monkeypatch.setattr(runs, "infer_run", never)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", never)
     monkeypatch.setattr("prefect_raybatch.cli.drive._run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
@@ -530,14 +533,14 @@ def test_a_run_key_cannot_leave_the_output(made, call):
 
 def test_without_a_key_the_unfinished_run_of_the_same_job_goes_on(tmp_path):
     job = BatchJob.from_yaml(write_job(tmp_path))
-    fresh = runs.default_run_key(job)
+    fresh = default_run_key(job)
     assert fresh.startswith("nightly-")
-    runs.plan_run(job, "mine", probe=False)
-    assert runs.default_run_key(job) == "mine"
+    plan_run(job, "mine")
+    assert default_run_key(job) == "mine"
     other = BatchJob.from_dict({**job.to_dict(), "sampling": {"max_tokens": 9}})
-    assert runs.default_run_key(other) != "mine"
+    assert default_run_key(other) != "mine"
     with pytest.raises(PlanMismatch):
-        runs.plan_run(other, "mine")
+        plan_run(other, "mine")
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["plan"], ["plan", "j", "--nope"]])
@@ -554,7 +557,7 @@ def test_each_error_has_its_exit_status(call, monkeypatch, kind):
     def fails(*_: object) -> None:
         raise kind("what is wrong [/and] why")
 
-    monkeypatch.setattr(runs, "status", fails)
+    monkeypatch.setattr("prefect_raybatch.cli.commands.status_of", fails)
     code, out, err = call("status", "anywhere")
     wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch")
     wanted = 2 if wrong else 75 if kind.transient else 1
@@ -566,6 +569,6 @@ def test_ctrl_c_says_that_nothing_is_lost(call, monkeypatch):
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "status", stops)
+    monkeypatch.setattr("prefect_raybatch.cli.commands.status_of", stops)
     code, _, _ = call("status", "anywhere")
     assert code == 130

@@ -13,13 +13,16 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pynvml
 import pytest
 from helpers.engines import FAILS, FakeEngine
+from helpers.nvidia import Card, show
 from helpers.small import make_job
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.engine import EngineSpec
 
@@ -73,8 +76,8 @@ def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
         output={"uri": str(folder / "out")},
         limits={"max_failed": 1},
     )
-    run = runs.plan_run(job, "key")
-    progress = runs.infer_run(job, run, engine=PlacedEngine)
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=PlacedEngine)
     assert progress.tally.rows == ROWS and progress.tally.failed == (FAILS < ROWS)
     assert not (places / "alone").exists(), "engines did not start together"
     return [json.loads(file.read_text()) for file in places.glob("*.json")]
@@ -103,59 +106,48 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
 
 
 @pytest.fixture
-def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a driver in the path that lists these GPUs."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No cluster anywhere."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-
-    def put(*lines: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return put
+    return monkeypatch
 
 
-def test_a_machine_with_gpus_is_seen_without_starting_ray(
-    cards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cards("0, NVIDIA H200, 143771, 3, 570.1", "1, NVIDIA H200, 143771, 3, 570.1")
+def test_a_machine_with_gpus_is_seen_without_starting_ray(alone: pytest.MonkeyPatch) -> None:
+    show(alone, Card("NVIDIA H200", 143771), Card("NVIDIA H200", 143771))
     have = cluster.glance(make_job())
     assert have and (have.gpus, have.accelerators) == (2, ("H200",))
     assert have.gpu_bytes == 143771 << 20
     assert have.cpus_a_gpu == have.cpus / 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    alone.setenv("CUDA_VISIBLE_DEVICES", "1")
     one = cluster.glance(make_job())
     assert one and one.gpus == 1
-    cards("0, NVIDIA A100, [N/A], [N/A], 570.1")  # cut into parts
+    show(alone, Card(error=pynvml.NVML_ERROR_NO_PERMISSION))  # cut into parts
     assert cluster.glance(make_job()).gpus == 0
 
 
-def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(
-    cards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cards("0, NVIDIA H200, 143771, 3, 570.1")
+def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(alone: pytest.MonkeyPatch) -> None:
+    show(alone, Card())
     assert cluster.glance(make_job(cluster={"address": "head:6379"})) is None
     assert cluster.glance(make_job(cluster={"job_server": "http://head:8265"})) is None
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    alone.setenv("RAY_ADDRESS", "head:6379")
     assert cluster.glance(make_job()) is None
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_rays_line_about_its_log_level_stays_out_of_a_terminal(
-    terminal: bool, cards: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    terminal: bool, alone: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = b"[2026-11-21 I 7 7] logging.cc:303: Set ray log level from environment variable X to 3"
 
     def init(**_: Any) -> None:
         os.write(2, line + b"\nanother line\n")
 
-    monkeypatch.setattr("ray.init", init)
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
-    monkeypatch.setattr(os, "isatty", lambda fd: terminal)
+    alone.setattr("ray.init", init)
+    alone.setattr("ray.shutdown", lambda: None)
+    alone.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
+    alone.setattr(os, "isatty", lambda fd: terminal)
     with cluster.connected(make_job()):
         os.write(2, b"after it\n")
     said = capfd.readouterr().err

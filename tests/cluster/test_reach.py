@@ -22,7 +22,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.plan_run import precheck
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
 SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00"
@@ -208,4 +208,4 @@ def test_a_job_server_is_not_taken_for_a_head(
         cluster={"job_server": "http://head:8265"},
         output={"uri": str(tmp_path / "out")},
     )
-    runs.precheck(job, open_store(str(tmp_path / "out/k")))
+    precheck(job, open_store(str(tmp_path / "out/k")))

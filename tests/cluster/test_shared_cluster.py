@@ -23,7 +23,9 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 
 ROWS = 48
 
@@ -394,9 +396,9 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
 
     def work(job: BatchJob) -> None:
         try:
-            run = runs.plan_run(job, "key")
-            done[job.name] = runs.infer_run(job, run, engine=FakeEngine)
-            runs.finalize_run(job, run)
+            run = plan_run(job, "key")
+            done[job.name] = infer_run(job, run, engine=FakeEngine)
+            finalize_run(job, run)
         except BaseException as error:
             done[job.name] = error
 

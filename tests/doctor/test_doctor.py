@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import socket
 import socketserver
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 from helpers.findings import found, one
+from helpers.nvidia import ABSENT, Card, show
 from helpers.ray_head import Head
 from helpers.small import make_job
 from packaging.specifiers import SpecifierSet
@@ -29,7 +30,6 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -74,32 +74,25 @@ def test_a_python_out_of_range_and_a_missing_engine(monkeypatch: pytest.MonkeyPa
 # --- GPUs and CPU -------------------------------------------------------------------------------
 
 
-def smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int = 0) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {status}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
 GPU = {"model": "demo", "device": "gpu"}
 
 
-def test_cards_and_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, "0, L4, 23034, 3, 550.1\n1, L4, 23034, 20000, 550.1")
+def test_cards_and_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, Card("L4", 23034), Card("L4", 23034, 20000))
     got = found(machine.check_gpus)
     assert got["GPU 0"].mark == "pass" and "22 GiB" in got["GPU 0"].found
     assert got["GPU 1"].mark == "warn" and "19.5 GiB are in use" in got["GPU 1"].found
 
 
-def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, "couldn't communicate with the NVIDIA driver", 9)
+def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     assert found(machine.check_gpus)["GPUs"].mark == "warn"
     got = one(machine.check_gpus, make_job(engine=GPU))
-    assert got.mark == "fail" and "couldn't communicate" in got.found
+    assert got.mark == "fail" and "Driver Not Loaded" in got.found
 
 
 def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
+    show(monkeypatch, error=ABSENT)
     assert one(machine.check_gpus, make_job(engine=GPU)).mark == "fail"
     away = make_job(engine=GPU, cluster={"address": "head:6379"})  # the GPUs are elsewhere
     assert set(found(machine.check_gpus, away)) == {"CPU"}
@@ -112,7 +105,7 @@ def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_cpu_can_do(
     flags: str | None, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
+    show(monkeypatch, error=ABSENT)
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"flags\t: {flags}\n")
@@ -137,7 +130,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], 
 @pytest.fixture
 def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs and with vLLM for CPUs."""
-    monkeypatch.setattr(cluster, "gpus_here", lambda: ([], None))
+    show(monkeypatch, error=ABSENT)
     monkeypatch.setattr(metadata, "version", lambda name: "0.29.0")
 
 
@@ -178,7 +171,7 @@ def test_where_gpus_compute_the_cpu_is_not_tried(
     device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", "pass"])
-    monkeypatch.setattr(cluster, "gpus_here", lambda: (["a card"], None))
+    show(monkeypatch, Card())
     assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
 
     def missing(name: str) -> str:

@@ -30,16 +30,19 @@ from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
 
 
-def driver_of(run: SmallRun, passes: Any, **kwargs: Any) -> Driver:
+def driver_of(run: SmallRun, **kwargs: Any) -> Driver:
     limits = Limits(**{"max_failed": 0.5, **kwargs.pop("limits", {})})
-    quarantine = getattr(passes, "quarantine", None)
-    return Driver(run.plan, run.shards, run.ledger, limits, passes, quarantine, **kwargs)
+    return Driver(run.plan, run.shards, run.ledger, limits, **kwargs)
 
 
-def drive(run: SmallRun, passes: Any, **kwargs: Any) -> Progress:
-    driver = driver_of(run, passes, **kwargs)
+def drive(run: SmallRun, passes: Any, suspects: int = 64, **kwargs: Any) -> Progress:
+    driver = driver_of(run, **kwargs)
     driver.resume()
-    return driver.run()
+    return driver.run(passes, getattr(passes, "quarantine", no_quarantine), suspects)
+
+
+def no_quarantine(unit: Unit, reason: str) -> Receipt:
+    raise AssertionError(f"{unit} goes to quarantine: {reason}")
 
 
 def commits(run: SmallRun) -> list[Commit]:
@@ -337,16 +340,16 @@ def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
 def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path):
     run = small_run(tmp_path, rows=100, per_shard=50)
     seen, stops = [], []
+    passes = Passes(run, failed={(1, p) for p in range(1, 50)})
     driver = driver_of(
         run,
-        Passes(run, failed={(1, p) for p in range(1, 50)}),
         limits={"max_failed": 0.1},
         observe=lambda p: seen.append((p.done, p.tally.failed, p.held_back)),
         on_stop=stops.append,
     )
     driver.resume()
     with pytest.raises(ErrorBudgetExceeded, match="49 of 100 rows failed"):
-        driver.run()
+        driver.run(passes, passes.quarantine)
     assert seen == [(50, 0, 0), (50, 0, 49)]
     (stop,) = stops
     assert (stop.failed, stop.held_back, stop.allowed, stop.shard) == (49, 49, 10, 1)
@@ -357,7 +360,8 @@ def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path)
 
 def test_failed_rows_that_cannot_be_read_leave_the_error_as_it_is(tmp_path, monkeypatch):
     run = small_run(tmp_path)
-    driver = driver_of(run, Passes(run, failed={(0, 1)}), limits={"max_failed": 0})
+    passes = Passes(run, failed={(0, 1)})
+    driver = driver_of(run, limits={"max_failed": 0})
     driver.resume()
     read = run.store.read
 
@@ -368,7 +372,7 @@ def test_failed_rows_that_cannot_be_read_leave_the_error_as_it_is(tmp_path, monk
 
     monkeypatch.setattr(run.store, "read", away)
     with pytest.raises(ErrorBudgetExceeded, match="1 of 20 rows failed"):
-        driver.run()
+        driver.run(passes, passes.quarantine)
 
 
 @pytest.mark.parametrize("stopped", [None, 3, {}, {"failed": 1}, {"sample": [1]}])
@@ -395,11 +399,9 @@ def test_after_raising_the_limit_the_run_goes_on(tmp_path):
 def test_a_budget_crossed_before_is_told_before_anything_starts(tmp_path):
     run = small_run(tmp_path)
     run.commit(0, failed=[1, 2, 3])
-    passes = Passes(run)
-    driver = driver_of(run, passes, limits={"max_failed": 2})
+    driver = driver_of(run, limits={"max_failed": 2})
     with pytest.raises(ErrorBudgetExceeded, match="3 of 20 rows failed"):
         driver.resume()
-    assert not passes.calls
 
 
 def test_rows_that_kill_their_engine_count_as_failed(tmp_path):
@@ -484,7 +486,7 @@ def test_a_commit_of_another_plan_stops_the_driver(tmp_path):
     commit = run.commit(0)
     (tmp_path / commit_path(0)).write_bytes(replace(commit, plan_hash="x").to_bytes())
     with pytest.raises(CorruptRun, match="another plan"):
-        driver_of(run, Passes(run)).resume()
+        driver_of(run).resume()
 
 
 def test_a_driver_killed_at_any_commit_loses_and_doubles_nothing(tmp_path: Path):

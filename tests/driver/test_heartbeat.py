@@ -30,7 +30,7 @@ from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.status import status
 
 # --- the record ---------------------------------------------------------------------------------
 
@@ -48,12 +48,12 @@ def test_counts_are_those_of_the_progress(tmp_path):
     run = small_run(tmp_path)
     seen: list[Counts] = []
     passes = Passes(run, failed={(1, 2)})
+    limits = Limits(max_failed=0.5)
     driver = Driver(
-        run.plan, run.shards, run.ledger, Limits(max_failed=0.5), passes, passes.quarantine,
-        lambda progress: seen.append(Counts.of(progress)),
-    )  # fmt: skip
+        run.plan, run.shards, run.ledger, limits, lambda progress: seen.append(Counts.of(progress))
+    )
     driver.resume()
-    progress = driver.run()
+    progress = driver.run(passes, passes.quarantine)
     assert [c.done for c in seen] == [5, 10, 15, 20]
     last = seen[-1]
     assert (last.failed, last.committed, last.commits, last.window_rows) == (1, 4, 4, 20)
@@ -89,7 +89,7 @@ def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog
     assert read_beats(run.store, ["a", "missing"]) == {}
     assert path in caplog.text
     run.ledger.note_attempt("a", {"started": "2026"})
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
 
 
 def test_a_follower_gets_the_newest_beat(tmp_path):
@@ -186,26 +186,26 @@ def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
             yield run.receipt(unit)
 
     watch = watched(run, heard, engines=lambda: {"ALIVE": 1})
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(), passes, None, watch)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
     driver.resume()
     run.ledger.note_attempt("me", {"host": "h", "pid": 7, "started": "2026"})
     watch(driver.progress)
     with watch:
         wait_for(lambda: (b := beat_of(run)) and b.phase == STARTING)
-        thread = threading.Thread(target=driver.run)
+        thread = threading.Thread(target=driver.run, args=(passes, Passes(run).quarantine))
         thread.start()
         first = wait_for(lambda: (b := beat_of(run)) and b.committed == 2 and b)
         later = wait_for(lambda: (b := beat_of(run)) and b.at > first.at and b)
         assert (later.phase, later.committed, later.passes) == (INFERRING, 2, 1)
         assert later.engines == {"ALIVE": 1} and later.rate < first.rate
-        (shown,) = runs.status(str(tmp_path)).beats
+        (shown,) = status(str(tmp_path)).beats
         assert (shown["host"], shown["pid"], shown["committed"]) == ("h", 7, 2)
         assert 0 <= shown["age"] < 10
         gate.set()
         thread.join(30)
     last = beat_of(run)
     assert (last.phase, last.done) == (ENDED, 20)
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
     assert heard.progress == [0, 5, 10, 15, 20]
     assert heard.beats[-1].phase == ENDED and heard.beats[-1].done == 20
 
@@ -222,9 +222,9 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     assert "new:1 3 s ago: inferring, pass 1, 2 engines" in told
     assert "old:1 1 h 00 min ago, silent since" in told
     run.commit_all()
-    assert len(runs.status(str(tmp_path)).beats) == 2
+    assert len(status(str(tmp_path)).beats) == 2
     run.ledger.succeed(success_of(run, compact=False))
-    assert runs.status(str(tmp_path)).beats == ()
+    assert status(str(tmp_path)).beats == ()
 
 
 def test_a_store_that_is_away_stops_no_run(tmp_path, quick, caplog, monkeypatch):

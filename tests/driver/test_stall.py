@@ -24,7 +24,10 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by
 
 
@@ -222,13 +225,13 @@ def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
         output={"uri": str(tmp_path / "out")},
         limits={"stall_seconds": 2.0, "stall_start_seconds": 90.0, "fail_on_stall": True},
     )
-    run = runs.plan_run(job, "key")
+    run = plan_run(job, "key")
     heard = Heard()
     began = time.monotonic()
     with pytest.raises(EngineFailure, match=r"no shard was committed for .* where 2 s are allowed"):
-        runs.infer_run(job, run, heard, engine=HangingEngine)
+        infer_run(job, run, heard, engine=HangingEngine)
     assert time.monotonic() - began < 100
-    kept = runs.status(run.uri).committed
+    kept = status(run.uri).committed
     assert 0 < kept < 8
     assert "Engines: 1 alive" in caplog.text and "a listing took" in caplog.text
     assert any(beat.alarms for beat in heard.beats)
@@ -236,6 +239,6 @@ def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     gate.unlink()
     # The caller's cluster is free again: the engine that hung has left its CPU.
     patient = with_fields(job.to_dict(), {"limits.stall_seconds": 60.0})
-    progress = runs.infer_run(BatchJob.from_dict(patient), run, engine=HangingEngine)
+    progress = infer_run(BatchJob.from_dict(patient), run, engine=HangingEngine)
     assert (progress.done, progress.resumed_shards) == (40, kept)
-    assert runs.finalize_run(job, run, progress).good == 40
+    assert finalize_run(job, run, progress).good == 40

@@ -35,7 +35,8 @@ from prefect_raybatch.flow.blocks import (
     options_of,
 )
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.run import Run
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
 ROOT = Path(__file__).parents[2]
@@ -344,8 +345,8 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
     monkeypatch.setattr("helpers.small.MODEL", models.pin(make_job().engine))
     run = small_run(tmp_path / "out" / "key", output={"uri": str(tmp_path / "out")})
     run.commit_all()
-    made = runs.Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
-    runs.finalize_run(run.job, made)
+    made = Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
+    finalize_run(run.job, made)
     return run.job
 
 
@@ -397,7 +398,9 @@ def test_the_examples_run(
     example(ObjectStore)
     assert "a.txt 5" in capsys.readouterr().out
 
-    monkeypatch.setattr(runs, "default_run_key", lambda job, scheduled=None: "key")
+    monkeypatch.setattr(
+        "prefect_raybatch.runs.run.default_run_key", lambda job, scheduled=None: "key"
+    )
     assert example(BatchInferenceJob)["report"].good == 20
 
 

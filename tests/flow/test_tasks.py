@@ -30,8 +30,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, tasks
 from prefect_raybatch.ledger.records import Commit, RunReport
-from prefect_raybatch.runs import runs
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
 
@@ -61,8 +60,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         made["finalize"].append(run)
         return report()
 
-    for function in (plan_run, infer_run, finalize_run):
-        monkeypatch.setattr(runs, function.__name__, function)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
     return made
 
 
@@ -113,7 +113,7 @@ def test_only_passing_faults_are_tried_again(
         seen.append(key)
         raise error
 
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
 
     @flow
     def once() -> None:
@@ -132,7 +132,7 @@ def test_a_start_error_is_terminal_and_the_flow_is_failed(
         calls["infer"].append(run)
         raise EngineStartError("no such model")
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     state = batch_inference(make_job(), "k", return_state=True)
     assert state.is_failed() and "no such model" in (state.message or "")
     assert len(calls["infer"]) == 1 and not calls["finalize"]
@@ -149,8 +149,8 @@ def test_artifacts_and_logs_are_in_the_page(
     def plan_run(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
         return Run("/nowhere/k", key, "hash", 100, 4, False)
 
-    monkeypatch.setattr(runs, "finalize_run", finalize_run)
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     base = artifacts.artifact_key(key)
     wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
     with get_client(sync_client=True) as client:
@@ -195,7 +195,7 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
         seen.append(job.output.options)
         return RUN
 
-    monkeypatch.setattr(runs, "plan_run", plan_run)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     name = "keys-like-aws/night"
     job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
     state = batch_inference(job, "k", return_state=True)
@@ -238,7 +238,7 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     def infer_run(job: BatchJob, run: Run, observe: Any = None) -> None:
         work(run, job, {7: "Again"})
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     uri = first_run(tmp_path).store.uri
     report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
     assert report is not None

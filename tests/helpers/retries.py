@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import RunReport, Unit
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
-from prefect_raybatch.runs.runs import Run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import open_store
@@ -52,7 +52,7 @@ def end(job: BatchJob, uri: str) -> RunReport:
     plan = Ledger(store).load_plan()
     assert plan is not None
     run = Run(uri, plan.run_key, plan.hash, plan.rows, plan.shards, False)
-    return runs.finalize_run(job, run)
+    return finalize_run(job, run)
 
 
 def commit(
@@ -99,7 +99,7 @@ def retried(
     made = plan_retry(uri, list(errors) if errors else None, **more)
     assert isinstance(made, Retry), made
     work(made, made.job, failed)
-    runs.finalize_run(made.job, made.run)
+    finalize_run(made.job, made.run)
     return made.run.uri
 
 

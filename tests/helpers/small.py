@@ -16,6 +16,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish
@@ -108,7 +109,7 @@ def small_run(
     job = make_job(**groups)
     files = [InputFile("data/in.parquet", 1000, None, 1, rows)]
     schema = input_rows(0, 1).schema
-    plan, tables = make_plan(job, key, files, schema, 50.0, MODEL, snapshot=False)
+    plan, tables = make_plan(Resolved.of(job, MODEL), key, files, schema, 50.0, snapshot=False)
     store = open_store(str(root))
     ledger = Ledger(store)
     plan = ledger.create_plan(plan, tables)

@@ -22,7 +22,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.remote.records import sendable
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import run_store
 from prefect_raybatch.storage import S3Store, s3_silence
 
 SECRETS = {
@@ -57,7 +58,7 @@ def found_in(text: str) -> list[str]:
 def test_a_run_directory_holds_no_key(tmp_path):
     pq.write_table(pa.table({"Company": ["a", "b"]}), tmp_path / "in.parquet")
     job = job_with_secrets(tmp_path, str(tmp_path / "out"))
-    runs.plan_run(job, "k")
+    plan_run(job, "k")
     files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
     assert len(files) >= 3
     for path in files:
@@ -82,9 +83,9 @@ def test_errors_and_logs_hold_no_key(tmp_path, s3, wrong, caplog, capfd, monkeyp
     job = job_with_secrets(tmp_path, f"s3://{bucket}/out", **options)
     monkeypatch.setattr(S3Store.__init__, "__defaults__", (1.0,))
     monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.5)
-    store = runs.run_store(job, "k")
+    store = run_store(job.output, "k")
     with caplog.at_level(logging.DEBUG), pytest.raises(RayBatchError) as caught:
-        runs.plan_run(job, "k")
+        plan_run(job, "k")
     known = {**SECRETS, "server": s3.secret}
     error = caught.value
     shown = "".join(capfd.readouterr()) + str(error) + repr(error) + repr(error.__cause__)
@@ -145,7 +146,7 @@ PLANTED = "PLANTEDvalue0007"
 def shown_everywhere(job: BatchJob, tmp_path: Path) -> str:
     """A job in every form that others get to see."""
     pq.write_table(pa.table({"Company": ["a", "b"]}), tmp_path / "in.parquet")
-    runs.plan_run(job, "k")
+    plan_run(job, "k")
     kept = "".join(p.read_text("latin-1") for p in (tmp_path / "out").rglob("*") if p.is_file())
     texts = (job.model_dump_json(), repr(job), str(job), f"{job.engine!r} {job.output}", kept)
     return " ".join([*texts, json.dumps(job.model_dump(mode="json")), repr([job])])
@@ -229,7 +230,7 @@ def test_engine_arguments_that_hold_keys_are_hidden_and_still_count(tmp_path):
     assert PLANTED not in shown and "enforce_eager" in shown and '"concurrency": 4' in shown
     assert fingerprint(job(PLANTED))[0] != fingerprint(job("other"))[0]
     with pytest.raises(PlanMismatch) as caught:
-        runs.plan_run(job("PLANTEDother0008"), "k")
+        plan_run(job("PLANTEDother0008"), "k")
     assert "PLANTED" not in str(caught.value) and "model_loader_extra_config" in str(caught.value)
 
 

@@ -17,7 +17,10 @@ from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.trust import check_trust, check_types
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
 from prefect_raybatch.result.finalize import finalize, first_rows
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run, precheck
+from prefect_raybatch.runs.run import Run, run_store
 
 ASK = {"function": "helpers.functions:ask"}
 
@@ -74,12 +77,12 @@ def test_every_way_into_a_run_asks(tmp_path):
         prompt={"function": "os:system"},
         output={"uri": str(tmp_path / "out")},
     )
-    run = runs.Run(str(tmp_path / "out/k"), "k", "0" * 64, 1, 1, False)
+    run = Run(str(tmp_path / "out/k"), "k", "0" * 64, 1, 1, False)
     for way in (
-        lambda: runs.plan_run(job, "k"),
-        lambda: runs.dry_run(job),
-        lambda: runs.precheck(job, runs.run_store(job, "k")),
-        lambda: runs.infer_run(job, run),
+        lambda: plan_run(job, "k"),
+        lambda: dry_run(job),
+        lambda: precheck(job, run_store(job.output, "k")),
+        lambda: infer_run(job, run),
     ):
         with pytest.raises(ConfigError, match="is part of Python"):
             way()
@@ -120,7 +123,7 @@ def test_pickled_objects_are_refused_wherever_a_file_is_read(tmp_path, known):
         source={"uri": str(tmp_path / "in.parquet")}, output={"uri": str(tmp_path / "out")}
     )
     with pytest.raises(SourceError, match=r"in.parquet: column 'Company' is of extension type"):
-        runs.plan_run(job, "k")
+        plan_run(job, "k")
     with pytest.raises(CorruptRun, match="extension type"):
         decode_schema(encode_schema(table.schema))
     run = small_run(tmp_path / "run")

@@ -126,14 +126,13 @@ def test_a_driver_folds_as_it_goes_and_folds_what_it_had_to_read(tmp_path, monke
     reads = Reads(run, monkeypatch)
 
     def resume() -> Driver:
-        passes = Passes(run)
-        driver = Driver(run.plan, run.shards, run.ledger, Limits(), passes, passes.quarantine)
+        driver = Driver(run.plan, run.shards, run.ledger, Limits())
         driver.resume()
         return driver
 
     driver = resume()
     assert len(reads.taken()) == 4
-    assert driver.run().done == 40
+    assert driver.run(Passes(run), Passes(run).quarantine).done == 40
     assert len(list((tmp_path / CHECKPOINTS).iterdir())) == 2  # 3 that were read and 1, then 2
     resume()
     assert len(reads.taken()) == 2  # the 2 that were left over

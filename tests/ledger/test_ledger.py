@@ -32,9 +32,12 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import LocalStore, open_store
 
 WRITERS = 16
@@ -43,7 +46,9 @@ WRITERS = 16
 def plan_of(**groups):
     files = [InputFile("in.parquet", 10, None, 1, 20)]
     job = make_job(**groups)
-    return make_plan(job, "key", files, input_rows(0, 1).schema, 50.0, MODEL, snapshot=False)
+    return make_plan(
+        Resolved.of(job, MODEL), "key", files, input_rows(0, 1).schema, 50.0, snapshot=False
+    )
 
 
 def at_once(work, items):
@@ -216,12 +221,12 @@ def test_a_name_that_is_not_quite_a_commits_is_no_commit_and_is_told(tmp_path, n
     assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
     path = f"_raybatch/commits/{name}"
     assert run.ledger.listing(run.plan).strays == [path]
-    assert runs.status(str(tmp_path)).strays == (path,)
+    assert status(str(tmp_path)).strays == (path,)
     found = verify(run.store)
     assert found.strays == [path] and not [fault for fault in found.faults if name in fault]
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    driver = Driver(run.plan, run.shards, run.ledger, Limits())
     assert driver.resume().done == 5 and path in caplog.text
-    driver.run()
+    driver.run(Passes(run), Passes(run).quarantine)
     assert run.ledger.committed(run.plan).all() and strange.exists()
 
 
@@ -244,7 +249,7 @@ def test_copies_of_other_records_count_for_nothing(tmp_path):
         (folder / "jobs" / name).parent.mkdir(exist_ok=True)
         (folder / "jobs" / name).write_text("{}")
     assert run.ledger.attempts() == ["a1"]
-    assert [a["attempt"] for a in runs.status(str(tmp_path)).attempts] == ["a1"]
+    assert [a["attempt"] for a in status(str(tmp_path)).attempts] == ["a1"]
     assert records.newest_number() == 1
     assert records.newest().number == 1
 
@@ -253,7 +258,7 @@ def test_an_attempts_note_that_is_damaged_hides_nothing_else(tmp_path):
     run = small_run(tmp_path)
     run.ledger.note_attempt("a1", {"started": "2026"})
     (tmp_path / "_raybatch/attempts/b2.json").write_bytes(b"{")
-    assert [a["attempt"] for a in runs.status(str(tmp_path)).attempts] == ["a1"]
+    assert [a["attempt"] for a in status(str(tmp_path)).attempts] == ["a1"]
 
 
 def test_commits_come_by_shard(tmp_path):
@@ -397,14 +402,14 @@ def test_an_attempt_on_a_store_that_no_longer_writes_if_absent_starts_nothing(
 
     monkeypatch.setattr(cluster, "connected", never)
     run = small_run(tmp_path)
-    known = runs.run_of(run.store, run.plan, run.ledger)
+    known = run_of(run.store, run.plan, run.ledger)
     with pytest.raises(RuntimeError, match="a cluster was started"):
-        runs.infer_run(run.job, known)
+        infer_run(run.job, known)
     before = {path for path in tmp_path.rglob("*") if "attempts" not in str(path)}
     with monkeypatch.context() as patch, pytest.raises(UnsafeStore, match="does not honour"):
         patch.setattr(LocalStore, "put_if_absent", careless)
-        runs.infer_run(run.job, known)
+        infer_run(run.job, known)
     assert {path for path in tmp_path.rglob("*") if "attempts" not in str(path)} == before
     run.commit_all()
     monkeypatch.setattr(LocalStore, "probe", never)
-    assert runs.infer_run(run.job, known).done == 20  # nothing to commit, so nothing to probe
+    assert infer_run(run.job, known).done == 20  # nothing to commit, so nothing to probe

@@ -14,21 +14,22 @@ from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
 from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import retry, runs
+from prefect_raybatch.runs import retry
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 
 
 def said(root: Path, path: str) -> str:
     with pytest.raises(NoSuchRun) as caught:
-        runs.status(str(root / path))
+        status(str(root / path))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     "look",
     [
-        runs.status,
-        runs.report_of,
+        status,
+        report_of,
         lambda uri: verify(open_store(uri)),
         lambda uri: reap(open_store(uri)),
         lambda uri: load_family(open_store(uri).above(), "gone"),
@@ -62,7 +63,7 @@ def test_where_nothing_is_there_is_nothing_to_propose(tmp_path):
     text = said(tmp_path, "a/b")
     assert "beside" not in text and "mean" not in text
     with pytest.raises(NoSuchRun):
-        runs.status("/")
+        status("/")
 
 
 def test_a_run_that_has_lost_its_plan_is_damaged(tmp_path):
@@ -70,7 +71,7 @@ def test_a_run_that_has_lost_its_plan_is_damaged(tmp_path):
     run.commit(0)
     (tmp_path / "_raybatch/plan.json").unlink()
     with pytest.raises(CorruptRun, match=r"commits and no _raybatch/plan\.json"):
-        runs.status(str(tmp_path))
+        status(str(tmp_path))
 
 
 def test_a_store_that_does_not_list_takes_nothing_from_the_message(tmp_path, monkeypatch):

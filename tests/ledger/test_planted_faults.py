@@ -29,7 +29,9 @@ from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans, reap
 from prefect_raybatch.result.row_sums import sums_path
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import FileInfo, LocalStore, Store, open_store
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution
@@ -52,6 +54,7 @@ def emptied(path: Path) -> None:
 
 
 DAMAGES = [truncated, flipped, emptied]
+OPENER = "prefect_raybatch.runs.finalize_run.open_store"
 
 
 class Spoils(LocalStore):
@@ -93,11 +96,11 @@ class Spoils(LocalStore):
 def end(run: SmallRun, monkeypatch: Any = None, store: Store | None = None) -> Any:
     """`finalize_run`, through `store` where one is given."""
     if store is not None:
-        monkeypatch.setattr(runs, "open_store", lambda uri, options=None: store)
+        monkeypatch.setattr(OPENER, lambda uri, options=None: store)
     uri = open_store(str(run.root)).uri
     job = run.job.model_copy(update={"output": run.job.output.model_copy(update={"uri": "x"})})
-    found = runs.Run(uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
-    return runs.finalize_run(job, found)
+    found = Run(uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
+    return finalize_run(job, found)
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -137,10 +140,10 @@ READERS: dict[str, Callable[[SmallRun], Any]] = {
     "finalize": end,
     "reap": lambda run: reap(run.store, NOW),
     "verify": lambda run: verify(run.store),
-    "status": lambda run: runs.status(str(run.root)),
-    "report": lambda run: runs.report_of(str(run.root)),
+    "status": lambda run: status(str(run.root)),
+    "report": lambda run: report_of(str(run.root)),
     "family": lambda run: load_family(open_store(str(run.root.parent)), "key"),
-    "plan": lambda run: runs.run_of(run.store, run.plan, run.ledger),
+    "plan": lambda run: run_of(run.store, run.plan, run.ledger),
     "alone": lambda run: Ledger(run.store).finished(),
 }
 
@@ -226,13 +229,13 @@ def test_a_success_whose_rows_do_not_add_up(tmp_path, monkeypatch, change):
 def test_a_success_of_an_earlier_version_counts_where_its_parts_fit(tmp_path, monkeypatch):
     run = cut_short(tmp_path, monkeypatch)
     older(run)
-    assert runs.status(str(tmp_path)).state == "completed" and verify(run.store).ok
+    assert status(str(tmp_path)).state == "completed" and verify(run.store).ok
     assert end(run).state == "completed"
     assert pieces_of(run) == []
     assert end(run).state == "completed" and verify(run.store).ok
     (tmp_path / "data/part-00000.parquet").unlink()
     with pytest.raises(CorruptRun, match=r"data/part-00000\.parquet"):
-        runs.status(str(tmp_path))
+        status(str(tmp_path))
     assert not verify(run.store).ok  # and says which rows
 
 
@@ -454,7 +457,10 @@ def test_a_finalizer_that_wakes_after_success_writes_nothing(tmp_path, monkeypat
             if "pieces/" in path and not Late.asked:
                 Late.asked = 1
                 with monkeypatch.context() as patch:
-                    patch.setattr(runs, "open_store", lambda uri, options=None: run.store)
+                    patch.setattr(
+                        OPENER,
+                        lambda uri, options=None: run.store,
+                    )
                     patch.setattr(LocalStore, "delete", lambda self, paths: None)
                     end(run)
                 for name in ("data/part-00000.parquet", "quarantine/part-00000.parquet"):

@@ -30,7 +30,7 @@ from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.runs import REPORT
+from prefect_raybatch.runs.finalize_run import REPORT
 from prefect_raybatch.stages.finish import SCHEMA, _ranges
 from prefect_raybatch.storage import open_store
 
@@ -50,7 +50,7 @@ def test_a_shard_with_every_second_row_left_out_is_committed_resumed_and_proved(
     run = small_run(tmp_path, EVERY_SECOND, EVERY_SECOND)
     receipt = left_out_alternately(run, EVERY_SECOND)
     assert run.ledger.commit(run.plan, EVERY_SECOND, [receipt])
-    again = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    again = Driver(run.plan, run.shards, run.ledger, Limits())
     assert again.resume().done == EVERY_SECOND and again.done.all()
     result = finalize(run.ledger, run.plan, run.shards, "_row", 1 << 30)
     run.ledger.succeed(success_of(run, result.parts))
@@ -165,9 +165,9 @@ def test_ten_thousand_different_failures_do_not_make_a_commit_large(tmp_path):
 def test_commits_are_folded_by_size_too(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "FOLD_BYTES", 4_000)
     run = small_run(tmp_path, rows=80, per_shard=5)
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(), Passes(run), Passes(run))
+    driver = Driver(run.plan, run.shards, run.ledger, Limits())
     driver.resume()
-    driver.run()
+    driver.run(Passes(run), Passes(run).quarantine)
     sizes = [p.stat().st_size for p in (tmp_path / COMMITS).iterdir()]
     files = list((tmp_path / CHECKPOINTS).iterdir())
     assert sum(sizes) // (4_000 + max(sizes)) <= len(files) <= sum(sizes) // 4_000

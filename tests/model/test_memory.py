@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, MIXTRAL
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.model.memory import USABLE, describe, packed, share
+from prefect_raybatch.model.arguments import USABLE, EngineArguments
+from prefect_raybatch.model.memory import describe, packed, share
 from prefect_raybatch.sizing.cards import CARDS, card, without_nvlink
 
 QWEN_30B_A3B = {
@@ -23,7 +26,7 @@ QWEN_30B_A3B = {
     "mlp_only_layers": [],
 }
 H200 = 141 * 10**9
-SIZES = {"max_num_batched_tokens": 16384, "max_num_seqs": 256}
+SIZES = EngineArguments(max_num_batched_tokens=16384, max_num_seqs=256)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +119,10 @@ def test_engines_share_a_gpu_and_leave_some_free():
 
 def test_what_the_job_says_of_memory_is_for_all_engines_of_a_gpu():
     model = describe(LLAMA_8B, {})
-    half = packed(model, {**SIZES, "gpu_memory_utilization": 0.6}, H200, 2)
+    half = packed(model, replace(SIZES, more={"gpu_memory_utilization": 0.6}), H200, 2)
     assert half["gpu_memory_utilization"] == 0.3
     assert half["kv_cache_memory_bytes"] < packed(model, SIZES, H200, 2)["kv_cache_memory_bytes"]
-    own = packed(model, {**SIZES, "kv_cache_memory_bytes": 7}, H200, 3)
+    own = packed(model, replace(SIZES, more={"kv_cache_memory_bytes": 7}), H200, 3)
     assert own["kv_cache_memory_bytes"] == 7
 
 

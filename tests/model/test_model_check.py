@@ -16,7 +16,9 @@ from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run, precheck
+from prefect_raybatch.runs.run import run_store
 
 
 @pytest.fixture
@@ -34,11 +36,11 @@ def refused(folder: Path, **groups: Any) -> str:
     value["source"], value["output"] = {"uri": str(source)}, {"uri": str(folder.parent / "out")}
     job = BatchJob.from_dict(value)
     with pytest.raises(ConfigError) as error:
-        runs.dry_run(job)
+        dry_run(job)
     said = str(error.value)
     for command in (
-        lambda: runs.plan_run(job, "k"),
-        lambda: runs.precheck(job, runs.run_store(job, "k")),
+        lambda: plan_run(job, "k"),
+        lambda: precheck(job, run_store(job.output, "k")),
     ):
         with pytest.raises(ConfigError) as error:
             command()
@@ -56,14 +58,14 @@ def edit(folder: Path, **fields: Any) -> Path:
 
 def test_the_bundled_model_passes_in_a_folder_of_its_own(folder: Path) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder)}))
-    model_check.check(job, models.pin(job.engine))
+    model_check.check(job.engine, job.sampling, models.pin(job.engine))
 
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "holds no weights" in refused(folder)
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder), "load_format": "dummy"}))
-    model_check.check(job, models.pin(job.engine))  # needs none
+    model_check.check(job.engine, job.sampling, models.pin(job.engine))  # needs none
 
 
 def test_weights_cut_off(folder: Path) -> None:
@@ -93,7 +95,7 @@ def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert "holds no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
     other = {"model": str(folder), "tokenizer": demo.demo_model_path()}
     job = BatchJob.from_dict(job_dict(engine=other))
-    model_check.check(job, models.pin(job.engine))
+    model_check.check(job.engine, job.sampling, models.pin(job.engine))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_runner_that_pools(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["ChatGLMModel", "GPT2LMHeadModel", "NewestForCausalLM"])
 def test_generating_models_pass(folder: Path, name: str) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(edit(folder, architectures=[name]))}))
-    model_check.check(job, models.pin(job.engine))
+    model_check.check(job.engine, job.sampling, models.pin(job.engine))
 
 
 def test_vllms_own_lists_are_read() -> None:
@@ -137,4 +139,4 @@ def test_an_output_that_is_a_file(folder: Path, below: str) -> None:
     value["source"] = {"uri": str(folder.parent / "in.csv")}
     value["output"] = {"uri": f"{taken}{below}"}
     with pytest.raises(ConfigError, match=r"output\.uri: .*/taken is a file"):
-        runs.dry_run(BatchJob.from_dict(value))
+        dry_run(BatchJob.from_dict(value))

@@ -39,6 +39,7 @@ from prefect_raybatch.plan.fingerprint import (
     fingerprint,
 )
 from prefect_raybatch.plan.plan import check_against_schema, make_plan, public_job, shard_starts
+from prefect_raybatch.plan.resolved import Resolved
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -338,7 +339,9 @@ def test_the_difference_names_each_field_once():
 
 def test_a_mismatch_says_where_what_and_the_remedy():
     job = make_job()
-    plan, _ = make_plan(job, "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, MODEL, False)
+    plan, _ = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, False
+    )
     check_same(plan, *fingerprint(job, MODEL), "/run")
     other = fingerprint(make_job(prompt={"template": "Other {Company}"}), MODEL)
     with pytest.raises(PlanMismatch) as caught:
@@ -356,13 +359,13 @@ SCHEMA = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("Country", pa
 def test_a_plan_names_its_tables_by_their_hash_and_reads_back():
     files = [InputFile("a", 1, None, 1, 7), InputFile("b", 1, None, 1, 0)]
     job = make_job(source={"uri": "in", "rows_per_shard": 3})
-    plan, tables = make_plan(job, "k", files, SCHEMA, 10.0, MODEL, snapshot=True)
+    plan, tables = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
     assert (plan.rows, plan.rows_per_shard, plan.shards, plan.snapshot) == (7, 3, 3, True)
     assert set(tables) == {plan.shards_table, plan.files_table}
     assert read_shards(tables[plan.shards_table]).starts.tolist() == [0, 3, 6, 7]
     assert read_files(tables[plan.files_table]) == tuple(files)
     assert decode_schema(plan.input_schema).equals(SCHEMA)
-    again, same = make_plan(job, "k", files, SCHEMA, 10.0, MODEL, snapshot=True)
+    again, same = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
     assert same == tables and again.fingerprint == plan.fingerprint
 
 
@@ -372,7 +375,9 @@ def test_secrets_stay_out_of_the_run_directory():
         output={"uri": "s3://b/o", "options": {"token": "SECRET-3"}},
         engine={"env": {"HF_TOKEN": "SECRET-4"}, "hf_token": "SECRET-5"},
     )
-    plan, tables = make_plan(job, "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 1.0, MODEL, False)
+    plan, tables = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 1.0, False
+    )
     assert b"SECRET" not in plan.to_bytes() + b"".join(tables.values())
     assert public_job(job)["source"] == {"uri": "s3://b/k"}
     assert job.source.options["key"] == "SECRET-1"  # the job itself is left as it was

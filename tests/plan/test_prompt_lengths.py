@@ -20,7 +20,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.plan import settled
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import run_store
 from prefect_raybatch.stages.prepare import Prepare
 
 TEMPLATE = "{Text}"
@@ -134,10 +135,10 @@ def auto(**engine: Any) -> BatchJob:
 
 def test_auto_fits_the_percentile_in_steps_and_never_more_than_the_model():
     needs = [100] * 98 + [500, 2000]
-    assert tokens.choose_max_model_len(auto(), needs, None)[0] == 512
-    assert tokens.choose_max_model_len(auto(max_model_len_percentile=0.5), needs, None)[0] == 128
-    assert tokens.choose_max_model_len(auto(max_model_len_percentile=1.0), needs, None)[0] == 2240
-    length, why = tokens.choose_max_model_len(auto(max_model_len_percentile=1.0), needs, 1024)
+    assert tokens.choose_max_model_len(0.99, needs, None)[0] == 512
+    assert tokens.choose_max_model_len(0.5, needs, None)[0] == 128
+    assert tokens.choose_max_model_len(1.0, needs, None)[0] == 2240
+    length, why = tokens.choose_max_model_len(1.0, needs, 1024)
     assert length == 1024 and why.startswith("the model's own")
 
 
@@ -152,8 +153,8 @@ def test_the_answer_is_part_of_the_length(tmp_path):
 def test_the_plan_keeps_what_auto_came_to(tmp_path):
     write(tmp_path, ["word " * 5] * 99 + ["word " * 400])
     job = job_for(tmp_path, engine={"max_model_len": "auto"}, sampling={"max_tokens": 8})
-    first = runs.plan_run(job, "key")
-    ledger = Ledger(runs.run_store(job, "key"))
+    first = plan_run(job, "key")
+    ledger = Ledger(run_store(job.output, "key"))
     plan = ledger.load_plan()
     assert plan is not None and plan.context is not None
     assert plan.context["max_model_len"] == 64 and plan.context["rows"] == 100
@@ -161,7 +162,7 @@ def test_the_plan_keeps_what_auto_came_to(tmp_path):
     assert length == 64
     # The input may have grown: what is quarantined is decided once.
     write(tmp_path, ["word " * 700] * 100)
-    assert runs.plan_run(job, "key") == first
+    assert plan_run(job, "key") == first
     again = Plan.from_bytes(plan.to_bytes())
     assert again.context == plan.context and again.hash == plan.hash
 
@@ -169,8 +170,8 @@ def test_the_plan_keeps_what_auto_came_to(tmp_path):
 def test_a_plan_without_auto_keeps_the_bytes_it_always_had(tmp_path):
     write(tmp_path, ["a"])
     job = job_for(tmp_path)
-    runs.plan_run(job, "key")
-    plan = Ledger(runs.run_store(job, "key")).load_plan()
+    plan_run(job, "key")
+    plan = Ledger(run_store(job.output, "key")).load_plan()
     assert plan is not None and b"context" not in plan.to_bytes()
     assert settled(job, None) is job
     with pytest.raises(CorruptRun, match="auto"):
@@ -180,8 +181,8 @@ def test_a_plan_without_auto_keeps_the_bytes_it_always_had(tmp_path):
 @pytest.mark.parametrize("context", [{}, {"max_model_len": 0}, {"max_model_len": "64"}, [64]])
 def test_a_context_that_is_no_length_is_a_corrupt_plan(tmp_path, context):
     write(tmp_path, ["a"])
-    runs.plan_run(job_for(tmp_path), "key")
-    plan = Ledger(runs.run_store(job_for(tmp_path), "key")).load_plan()
+    plan_run(job_for(tmp_path), "key")
+    plan = Ledger(run_store(job_for(tmp_path).output, "key")).load_plan()
     assert plan is not None
     value = {**json.loads(plan.to_bytes()), "context": context}
     with pytest.raises(CorruptRun, match="context"):

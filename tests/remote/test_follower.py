@@ -44,7 +44,7 @@ from prefect_raybatch.remote import server as servers
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
 from prefect_raybatch.remote.records import JOBS, JobRecords, Outcome, sendable
 from prefect_raybatch.remote.server import JobServer
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.run import Run
 
 URL, OTHER = "http://head:8265", "http://old-head:8265"
 
@@ -58,7 +58,7 @@ class World:
         self.heads = {URL: self.head}
         self.plan = self.small.plan
         self.records = JobRecords(self.small.store, "key", self.plan.hash)
-        self.run = runs.Run(str(root), "key", self.plan.hash, 5 * shards, shards, False)
+        self.run = Run(str(root), "key", self.plan.hash, 5 * shards, shards, False)
         self.slept = 0
         self.attached: list[str] = []
         self.cancelled = False
@@ -528,12 +528,12 @@ def test_the_loser_of_the_race_for_a_number_follows_the_winner(world: World) -> 
 def at_work(world: World, monkeypatch: pytest.MonkeyPatch) -> list[BatchJob]:
     seen: list[BatchJob] = []
 
-    def infer_run(job: BatchJob, run: runs.Run, observe: Any) -> Any:
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Any:
         seen.append(job)
         world.small.commit_all()
         return jobs.Watch(world.small.ledger, world.plan, observe).progress
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr(remote, "infer_run", infer_run)
     for name, value in world.follower().env.items():
         monkeypatch.setenv(name, value)
     return seen
@@ -558,7 +558,7 @@ def test_a_job_leaves_its_error_behind(world: World, monkeypatch: pytest.MonkeyP
     def infer_run(*_: Any) -> Any:
         raise EngineStartError("no such model")
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr(remote, "infer_run", infer_run)
     world.records.add(1, sendable(world.job()), URL, None)
     assert remote.work(world.run.uri, 1) == 1
     outcome = world.records.outcome(1)

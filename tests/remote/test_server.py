@@ -18,7 +18,7 @@ from helpers.small import SmallRun, make_job, small_run
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.remote.server import JobServer
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.run import Run
 
 SCRIPT = """
 import sys, time, pathlib
@@ -51,7 +51,7 @@ def follower(
     script = folder / "job.py"
     script.write_text(SCRIPT)
     job = make_job(output={"uri": str(small.root)}, cluster={"job_server": url})
-    run = runs.Run(str(small.root), "a key", small.plan.hash, 20, 4, False)
+    run = Run(str(small.root), "a key", small.plan.hash, 20, 4, False)
 
     def sleep(seconds: float) -> None:
         time.sleep(0.2)

@@ -17,7 +17,11 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.ledger.records import Advice, NodeStats, Part, RunReport, WorkerStats
 from prefect_raybatch.report.html import html, verdict
-from prefect_raybatch.runs import runs
+from prefect_raybatch.report.report import markdown
+from prefect_raybatch.runs.finalize_run import finalize_run, load_report
+from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.runs.status import report_of
+from prefect_raybatch.storage import open_store
 
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"
 VOID = {"meta", "img", "br", "path", "rect", "circle"}
@@ -52,7 +56,7 @@ class Page(HTMLParser):
 def test_the_result_comes_first_and_all_parts_are_there():
     text = html(full(notes=("a note",), failures={"engine|ValueError|refused": 3}))
     order = ["<h1>", verdict(full()), "Plots", "Commonest failures", "Stages", "Engines", "Nodes"]
-    places = [text.index(words.replace("'", "&#x27;")) for words in [*order, "Notes", "a note"]]
+    places = [text.index(words.replace("'", "&#39;")) for words in [*order, "Notes", "a note"]]
     assert places == sorted(places)
     page = Page(text)
     assert sum(tag == "svg" for tag, _ in page.tags) == 4
@@ -125,27 +129,27 @@ def test_an_unfinished_run_has_a_report_of_its_commits(tmp_path):
     run = small_run(tmp_path)
     run.commit(0)
     run.commit(2, failed=[1])
-    found = runs.report_of(str(tmp_path))
+    found = report_of(str(tmp_path))
     assert (found.state, found.good, found.failed, found.shards) == ("unfinished", 9, 1, 4)
     assert [cell[1:3] for cell in found.charts.cells] == [(1, 0), (0, 0), (1, 1), (0, 0)]
     assert "10 of 20 rows are committed" in html(found)
-    assert "Rows still to do | 10" in runs.reports.markdown(found)
+    assert "Rows still to do | 10" in markdown(found)
 
 
 def test_a_run_that_has_only_a_plan_has_one_too(tmp_path):
     small_run(tmp_path)
-    found = runs.report_of(str(tmp_path))
+    found = report_of(str(tmp_path))
     assert (found.state, found.good) == ("planned", 0)
     Page(html(found))
     with pytest.raises(NoSuchRun, match="there is no run there"):
-        runs.report_of(str(tmp_path / "other"))
+        report_of(str(tmp_path / "other"))
 
 
-def finished(tmp_path: Path) -> runs.Run:
+def finished(tmp_path: Path) -> Run:
     run = small_run(tmp_path)
     run.commit_all(failed=[(1, 2)])
-    handed = runs.run_of(run.store, run.plan, run.ledger)
-    runs.finalize_run(run.job, handed)
+    handed = run_of(run.store, run.plan, run.ledger)
+    finalize_run(run.job, handed)
     return handed
 
 
@@ -154,7 +158,7 @@ def test_a_finished_run_has_the_page_beside_its_report(tmp_path):
     text = (tmp_path / "_raybatch/report.html").read_text(encoding="utf-8")
     assert "All 20 rows are accounted for: 19 answered, 1 in quarantine." in text
     assert sum(tag == "svg" for tag, _ in Page(text).tags) >= 3
-    assert runs.report_of(str(tmp_path)) == runs.load_report(runs.open_store(str(tmp_path)))
+    assert report_of(str(tmp_path)) == load_report(open_store(str(tmp_path)))
 
 
 def test_the_report_of_an_earlier_version_gets_its_plots_from_the_commits(tmp_path):
@@ -171,7 +175,7 @@ def test_the_report_of_an_earlier_version_gets_its_plots_from_the_commits(tmp_pa
     del old["advice"], old["losses"]
     old["engine_deaths"] = 3
     path.write_text(json.dumps(old), encoding="utf-8")
-    found = runs.report_of(str(tmp_path))
+    found = report_of(str(tmp_path))
     assert found.state == "completed" and found.engine_deaths == 3 and len(found.parts) == 2
     assert len(found.charts.cells) == 4
 

@@ -6,22 +6,26 @@ import base64
 import math
 import random
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from helpers.reports import COMMIT, REPORT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.ranges import to_ranges
 from prefect_raybatch.ledger.records import Charts, NodeStats, Part, RunReport, WorkerStats
-from prefect_raybatch.report import plots, svg
+from prefect_raybatch.report import drawing, plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import CELLS, POINTS, cells, charts, durations, throughput
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.words import clean
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -30,23 +34,53 @@ def parsed(text: str) -> ET.Element:
     return ET.fromstring(text)
 
 
-def marks(text: str, **attributes: str) -> list[ET.Element]:
-    wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
-    return [e for e in parsed(text).iter() if wanted.items() <= e.attrib.items()]
-
-
 def words(text: str) -> str:
     return " ".join("".join(e.itertext()) for e in parsed(text).iter(f"{SVG}text"))
 
 
-def areas(text: str) -> dict[str, float]:
-    """Cells of each colour of a shard map, from what is drawn."""
-    found: dict[str, float] = {}
-    for path in parsed(text).iter(f"{SVG}path"):
-        if "scale" in path.get("transform", ""):
-            lengths = re.findall(r"h(\d+\.?\d*)", path.get("d", ""))
-            found[path.attrib["stroke"]] = round(sum(map(float, lengths)), 1)
+def lines(text: str, name: str) -> list[list[tuple[float, float]]]:
+    """The lines drawn under a name, each with its points."""
+    found = []
+    for group in parsed(text).iter(f"{SVG}g"):
+        if group.get("id") == name:
+            for path in group.iter(f"{SVG}path"):
+                for part in path.attrib["d"].split("M")[1:]:
+                    numbers = [float(n) for n in re.findall(r"-?[\d.]+", part)]
+                    found.append(list(zip(numbers[::2], numbers[1::2], strict=True)))
     return found
+
+
+def drawn(
+    charts: Charts, workers: tuple[WorkerStats, ...] = (), working: int = 0
+) -> tuple[str, ...]:
+    return tuple(plots.of_charts(charts, workers, working).values())
+
+
+def rates(*points: tuple[float, ...]) -> str:
+    return drawn(Charts(throughput=points))[0]
+
+
+def times(stages: dict[str, tuple[float, ...]]) -> str:
+    return drawn(Charts(durations=stages))[0]
+
+
+def shard_map(cells: list[tuple[int, ...]], working: int = 0) -> str:
+    return drawn(Charts(cells=tuple(cells)), (), working)[0]
+
+
+def balance(*workers: WorkerStats) -> str:
+    return drawn(Charts(), workers)[0]
+
+
+def areas(text: str) -> dict[str, float]:
+    """Cells of each kind of a shard map, from what is drawn."""
+    found: dict[str, float] = {}
+    for kind in drawing.COLOURS:
+        if spans := lines(text, kind):
+            found[kind] = sum(end[0] - start[0] for start, end in spans)
+    # What is pending lies under the others.
+    pending = found.pop(drawing.PENDING) - sum(found.values())
+    return {**found, drawing.PENDING: pending} if pending else found
 
 
 # --- from commits to figures --------------------------------------------------------------------
@@ -137,73 +171,128 @@ POINTS_3 = ((10.0, 100.0, 9000.0, 700.0), (20.0, 120.0, 9500.0, 800.0), (30.0, 0
 
 
 def test_throughput_has_a_step_for_each_point_of_each_kind():
-    text = plots.throughput(POINTS_3)
-    for name in ("rows/s", "tokens in", "tokens out"):
-        (path,) = marks(text, data_series=name)
-        assert path.attrib["d"].count(" ") == 2 * len(POINTS_3)
+    text = rates(*POINTS_3)
+    for name, kind in (("rows-s", 1), ("tokens-in", 2), ("tokens-out", 3)):
+        (line,) = lines(text, name)
+        steps = [(x2 - x, y) for (x, y), (x2, y2) in pairwise(line) if y == y2 and x != x2]
+        assert [width for width, _ in steps] == pytest.approx([676 / 3] * 3)
+        drops = [steps[-1][1] - y for _, y in steps]  # the last rate is 0, at the bottom
+        rate = [point[kind] for point in POINTS_3]
+        assert [d / drops[0] for d in drops] == pytest.approx([r / rate[0] for r in rate])
     assert "time of work, s" in words(text)
+    assert "tokens in tokens out" in words(text) and "Throughput over time" in words(text)
 
 
 @pytest.mark.parametrize(("end", "unit"), [(100, "s"), (600, "min"), (20_000, "h")])
 def test_time_has_a_unit_that_suits(end, unit):
-    assert f"time of work, {unit}" in words(plots.throughput([(end, 1.0, 1.0, 1.0)]))
+    assert f"time of work, {unit}" in words(rates((end, 1.0, 1.0, 1.0)))
 
 
 def test_task_times_have_a_box_a_stage():
     stages = {"read": (0.01, 0.02, 0.05, 0.1, 0.2, 1.0), "engine": (30.0, 35, 40, 44, 50, 90.0)}
-    text = plots.durations(dict(sorted(stages.items())))
+    text = times(dict(sorted(stages.items())))
     assert words(text).index("read") < words(text).index("engine")  # as the rows go
-    assert len(marks(text, data_stage="box")) == 2
-    assert len(list(parsed(text).iter(f"{SVG}circle"))) == 2
+    assert len(re.findall(r'<g id="box-\d+">', text)) == 2
+    assert len(re.findall(f"<use [^>]*{drawing.RED.lower()}", text)) == 2
     assert "log scale" in words(text) and "40 s" in words(text)
-    even = plots.durations({"engine": (30.0, 35, 40, 44, 50, 90.0)})
+    even = times({"engine": (30.0, 35, 40, 44, 50, 90.0)})
     assert "log scale" not in words(even)
-    parsed(plots.durations({"engine": (0.0,) * 6}))  # nothing measurable
+    parsed(times({"engine": (0.0,) * 6}))  # nothing measurable
+    assert "nan" not in times({"read": (0.0, 0.0, 0.5, 1.0, 1.0, 9.0)})  # 0 on a log scale
 
 
 def test_the_map_fills_cells_as_shards_are_committed():
-    text = plots.shard_map(
+    text = shard_map(
         [(1, 1, 0, 10)] * 5 + [(1, 1, 1, 200)] + [(1, 1, 5, 10)] + [(1, 0, 0, 0)] * 6, 2
     )
-    assert areas(text) == {
-        svg.BLUE: 5,
-        plots.FEW_COLOUR: 1,
-        plots.MANY_COLOUR: 1,
-        plots.WORK_COLOUR: 2,
-        svg.PALE: 4,
+    found = areas(text)
+    cell = found[drawing.FEW]
+    assert {kind: area / cell for kind, area in found.items()} == {
+        drawing.COMMITTED: 5,
+        drawing.FEW: 1,
+        drawing.FAILED: 1,
+        drawing.WORK: 2,
+        drawing.PENDING: 4,
     }
     assert "in work, about" in words(text)
-    half = plots.shard_map([(100, 50, 0, 10)])
-    assert areas(half) == {svg.BLUE: 0.5, svg.PALE: 0.5}
+    half = shard_map([(100, 50, 0, 10)])
+    assert areas(half) == {drawing.COMMITTED: 12, drawing.PENDING: 12}
     assert "in work" not in words(half) and "100 shards" in words(half)
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1),
     st.integers(0, 40),
 )
 def test_the_map_shows_every_cell_whole(values, working):
     given = [(n, min(done, n), bad if done else 0, 10 * done) for n, done, bad in values]
-    total = sum(areas(plots.shard_map(given, working)).values())
-    assert total == pytest.approx(len(given), abs=0.05 * len(given) + 0.3)
+    found = areas(shard_map(given, working))
+    assert all(area > 0 for area in found.values())
+    columns = max(10, math.ceil(math.sqrt(len(given) * 4)))
+    size = min(24.0, 676 / min(len(given), columns) // 0.25 * 0.25)
+    assert sum(found.values()) == pytest.approx(len(given) * size)
+    open_cells = sum(1 - done / n for n, done, _, _ in given)
+    shown = found.get(drawing.PENDING, 0) + found.get(drawing.WORK, 0)
+    assert shown == pytest.approx(open_cells * size, abs=0.125 * len(given) + 1e-6)
 
 
 def test_engines_have_a_bar_each_up_to_a_number():
+    def bars(text: str) -> int:
+        return len(re.findall(r'<g id="engine-\d+">', text))
+
     workers = [WorkerStats(f"node:{i}", 2, 100 + i, 0.0, 1.0) for i in range(30)]
-    text = plots.engines(workers)
-    assert len(marks(text, data_bar="engine")) == plots.BARS
+    text = balance(*workers)
+    assert bars(text) == 24
     assert "6 more not shown" in words(text)
-    assert len(marks(plots.engines(workers[:3]), data_bar="engine")) == 3
+    assert "node:29" in words(text) and "129 rows, 2 shards" in words(text)
+    assert bars(balance(*workers[:3])) == 3
 
 
 def test_names_of_others_are_text_and_nothing_else():
-    evil = '</text><script>alert("1")</script>\x00\ud800 & co'
-    text = plots.engines([WorkerStats(evil, 1, 5, 0.0, 1.0)])
+    evil = '</text><script>alert("1")</script>\x00\ud800 & $x^2$'
+    text = balance(WorkerStats(evil, 1, 5, 0.0, 1.0))
     assert "<script" not in text
     assert "script" not in {e.tag.removeprefix(SVG) for e in parsed(text).iter()}
     text.encode()  # no lone surrogate
-    assert "</scr" in svg.clean(evil)
-    assert words(svg.document("t", 10, 10, [svg.text(0, 0, evil)])).endswith("& co")
+    assert "</text><scrip" in words(text)
+    assert "& $x^2$" in words(text)  # no formula
+    assert "</scr" in clean(evil)
+    title = drawing.svg(evil, [drawing.Plot(10, lambda card: card.title(evil))])
+    assert "script" not in {e.tag.removeprefix(SVG) for e in parsed(title).iter()}
+
+
+def test_the_same_figures_give_the_same_file():
+    """Also where the user's own code has set other styles, and at another time."""
+    code = """
+import sys, matplotlib
+if len(sys.argv) > 1:
+    matplotlib.rcParams.update({"axes.facecolor": "black", "font.size": 30, "axes.grid": False})
+    matplotlib.rcParams.update({"svg.fonttype": "path", "xtick.labelsize": 3, "lines.marker": "x"})
+before = matplotlib.rcParams.copy()  # looking at them one by one would load a backend
+from prefect_raybatch.ledger.records import Charts
+from prefect_raybatch.report import plots
+charts = Charts(((10.0, 5.0, 50.0, 5.0),), {"engine": (1.0,) * 6}, ((1,) * 4,))
+print("".join(plots.of_charts(charts).values()))
+assert "matplotlib.pyplot" not in sys.modules
+assert dict(matplotlib.rcParams.copy()) == dict(before)
+"""
+    made = []
+    for more in ([], ["other"]):
+        done = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made.append(done.stdout)
+    assert made[0] == made[1]
+    assert "Throughput over time</text>" in made[0] and "date" not in made[0]
+
+
+def test_plots_in_a_page_share_no_names():
+    found = drawn(
+        Charts(POINTS_3, {"engine": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}, ((1, 1, 0, 5),)),
+        (WorkerStats("host:1", 1, 5, 0.0, 1.0),),
+    )
+    names = re.findall(r' id="([^"]+)"', "".join(found))
+    assert len(found) == 4 and len(set(names)) == len(names)
 
 
 def test_a_quarter_of_a_million_shards_stay_small():
@@ -214,7 +303,7 @@ def test_a_quarter_of_a_million_shards_stay_small():
     failed = np.array([rng.choice((0, 0, 1, 900)) for _ in shard])
     found = cells(number, shard, failed, np.full(shard.size, 100))
     assert len(found) == CELLS
-    text = plots.shard_map(found, 64)
+    text = shard_map(list(found), 64)
     parsed(text)
     assert len(text) < 70_000
     points = [(float(i + 1), *(rng.random() * 1e6 for _ in range(3))) for i in range(POINTS)]
@@ -235,14 +324,13 @@ def test_a_quarter_of_a_million_shards_stay_small():
 
 
 def test_pictures_are_stacked_into_one():
-    one, two = plots.throughput(POINTS_3), plots.shard_map([(1, 1, 0, 10)])
-    both = parsed(svg.stacked([one, two]))
-    inner = both.findall(f"{SVG}svg")
-    assert [e.get("y") for e in inner] == ["0", "386"]
-    assert float(both.attrib["height"]) == 372 + 14 + float(inner[1].attrib["height"])
+    one, two = parsed(rates(*POINTS_3)), parsed(shard_map([(1, 1, 0, 10)]))
     data = plots.live(Charts(throughput=POINTS_3, cells=((1, 1, 0, 10),)))
     assert data is not None
-    parsed(base64.b64decode(data.removeprefix("data:image/svg+xml;base64,")).decode())
+    text = base64.b64decode(data.removeprefix("data:image/svg+xml;base64,")).decode()
+    assert words(text).index("Throughput over time") < words(text).index("Shard map")
+    heights = [float(picture.attrib["height"]) for picture in (one, two)]
+    assert float(parsed(text).attrib["height"]) == sum(heights) + 14
     assert plots.live(Charts(cells=((1, 0, 0, 0),))) is None  # nothing committed yet
     assert plots.whole(REPORT) is None and plots.markdown(REPORT) == []
 
@@ -257,20 +345,13 @@ def test_only_what_is_known_is_drawn():
 # --- numbers ------------------------------------------------------------------------------------
 
 
-@given(st.floats(0, 1e9), st.floats(1e-3, 1e9), st.integers(2, 9))
-def test_ticks_are_round_few_and_inside(low, width, number):
-    found = svg.ticks(low, low + width, number)
-    assert len(found) <= 2 * number + 2
-    assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in found)
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (999, "999"), (1200, "1.2k"), (2.5e6, "2.5M"), (3e9, "3G")]
 )
 def test_figures_of_axes_are_short(value, text):
-    assert svg.short(value) == text
+    assert drawing.short(value) == text
 
 
 def test_long_names_keep_both_ends():
-    assert svg.shorten("abcdefghij", 10) == "abcdefghij"
-    assert svg.shorten("ip-10-0-0-1.ec2.internal:4000", 11) == "ip-10…:4000"
+    assert drawing.shorten("abcdefghij", 10) == "abcdefghij"
+    assert drawing.shorten("ip-10-0-0-1.ec2.internal:4000", 11) == "ip-10…:4000"

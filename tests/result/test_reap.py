@@ -17,7 +17,8 @@ from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.ledger import Ledger, commit_path
 from prefect_raybatch.result.reap import Reaped, reap
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution
@@ -29,8 +30,8 @@ def files_of(run: SmallRun) -> set[str]:
 
 def finish(run: SmallRun) -> None:
     job = run.job.model_copy(update={"output": run.job.output.model_copy(update={"uri": "x"})})
-    found = runs.Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
-    runs.finalize_run(job, found)
+    found = Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)
+    finalize_run(job, found)
 
 
 def test_a_run_in_progress_keeps_what_may_still_be_committed(tmp_path):

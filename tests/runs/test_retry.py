@@ -27,11 +27,16 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run, load_report
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Nothing, Request, Retry, plan_retry, request
+from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
 
 
@@ -177,7 +182,7 @@ def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_pa
 
 def test_a_class_is_known_also_where_the_report_is_too_short_for_it(tmp_path):
     run = first_run(tmp_path, {n: f"Error{n}" for n in range(30)}, rows=30)
-    shown = {key.split("|")[1] for key in runs.load_report(run.store).failures}
+    shown = {key.split("|")[1] for key in load_report(run.store).failures}
     rare = next(n for n in range(30) if f"Error{n}" not in shown)
     uri = retried(run.store.uri, [f"Error{rare}"])
     assert numbers(uri) == [rare]
@@ -236,13 +241,13 @@ def test_a_run_without_compaction(tmp_path):
     one = planned(run.store.uri, ["ValueError"])
     assert taken(one.run.uri) == [7, 11]
     work(one, one.job, {11: "ValueError"})
-    runs.finalize_run(one.job, one.run)
+    finalize_run(one.job, one.run)
     manifest = read_json(Path(one.run.uri, "_raybatch/manifest.json"))
     assert manifest["numbers"] == plan_of(one.run.uri).numbers_table
     two = planned(one.run.uri)
     assert taken(two.run.uri) == [11]
     work(two, two.job)
-    runs.finalize_run(two.job, two.run)
+    finalize_run(two.job, two.run)
     found = chain(run.store.uri)
     assert found.ok and (found.data, found.quarantined) == (18, 2)
 
@@ -332,10 +337,10 @@ def test_after_a_crash_the_same_command_goes_on(tmp_path):
     work(first, first.job, most=1)
     again = planned(run.store.uri, ["EngineDied", "ValueError", "EngineDied"], change)
     assert again.run == first.run and plan_of(again.run.uri).shards == 3
-    status = runs.status(again.run.uri)
-    assert (status.committed, status.pending) == (1, 2)
+    now = status(again.run.uri)
+    assert (now.committed, now.pending) == (1, 2)
     work(again, again.job)
-    runs.finalize_run(again.job, again.run)
+    finalize_run(again.job, again.run)
     assert numbers(again.run.uri) == [4, 7, 11] and chain(run.store.uri).ok
 
 
@@ -398,11 +403,11 @@ def test_of_two_at_once_the_same_job_joins_and_another_runs_again(tmp_path, monk
 def test_run_continues_a_child_by_its_key(tmp_path):
     run = first_run(tmp_path)
     made = planned(run.store.uri)
-    same = runs.plan_run(run.job, "key.r1", probe=False)
+    same = plan_run(run.job, "key.r1")
     assert same == made.run
     other = run.job.model_copy(update={"name": "other"})
     with pytest.raises(PlanMismatch, match="name: 'nightly' -> 'other'"):
-        runs.plan_run(other, "key.r1", probe=False)
+        plan_run(other, "key.r1")
 
 
 def test_a_changed_quarantine_is_not_retried(tmp_path):
@@ -423,7 +428,7 @@ def test_reap_leaves_what_a_child_needs(tmp_path):
     found = reap(open_store(made.run.uri), 0)
     assert found.files == {"tables": 1}
     work(made, made.job)
-    runs.finalize_run(made.job, made.run)
+    finalize_run(made.job, made.run)
     reap(open_store(made.run.uri), 0)
     assert chain(run.store.uri).ok
 
@@ -514,12 +519,12 @@ def plant(root: Path, key: str, parent: str, rows: list[int]) -> None:
 
     found = source.snapshot_tables(lambda: iter([("here", table)]), ledger.store, "a")
     plan, tables = make_plan(
-        job, key, found.files, decode_schema(first.input_schema), 9.0, dict(first.model),
-        snapshot=True, retry={"parent": parent, "errors": None},
+        Resolved.of(job, first.model, {"parent": parent, "errors": None}),
+        key, found.files, decode_schema(first.input_schema), 9.0, snapshot=True,
         numbers=numbers_table(np.array(rows, np.int64)),
     )  # fmt: skip
     ledger.create_plan(plan, tables)
-    work(runs.run_of(ledger.store, plan, ledger), job)
+    work(run_of(ledger.store, plan, ledger), job)
     end(job, ledger.store.uri)
 
 
@@ -575,7 +580,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     def infer_run(job: BatchJob, run: Any, observe: Any = None) -> None:
         work(run, job, fails)
 
-    monkeypatch.setattr(runs, "infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
 
     def call(*arguments: object, failed: dict[int, str] | None = None) -> tuple[int, str, str]:
         fails.clear()
@@ -681,7 +686,7 @@ def test_run_on_the_key_of_a_child_continues_and_returns_it(tmp_path, call):
 def test_a_retry_through_the_real_pipeline(local_ray, tmp_path):
     run = first_run(tmp_path, {4: "EngineDied", FAILS: "ValueError", 18: "EngineDied"})
     one = planned(run.store.uri, None, {"source.rows_per_shard": 1})
-    runs.finalize_run(one.job, one.run, runs.infer_run(one.job, one.run, engine=FakeEngine))
+    finalize_run(one.job, one.run, infer_run(one.job, one.run, engine=FakeEngine))
     assert numbers(one.run.uri, "quarantine") == [FAILS]  # the engine refuses it again
     data = pq.read_table(Path(one.run.uri, "data"))
     assert data["_row"].to_pylist() == data["id"].to_pylist() == [4, 18]
@@ -702,11 +707,11 @@ def test_on_s3_with_keys_from_the_command_alone(s3, tmp_path, monkeypatch):
     kept = open_store(one.run.uri, s3.options).read("_raybatch/plan.json")
     assert s3.secret.encode() not in kept
     work(one, one.job, {7: "ValueError"})
-    runs.finalize_run(one.job, one.run)
+    finalize_run(one.job, one.run)
     job = replace_output(local.job, s3.options)
     two = planned(one.run.uri, None, None, job)
     work(two, two.job)
-    runs.finalize_run(two.job, two.run)
+    finalize_run(two.job, two.run)
     found = verify_chain(*place(store.uri, s3.options))
     assert found.ok and (found.data, found.quarantined) == (18, 2)
     assert [link.run_key for link in found.runs] == ["key", "key.r1", "key.r2"]

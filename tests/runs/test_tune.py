@@ -19,7 +19,8 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.runs import runs, tune
+from prefect_raybatch.runs import tune
+from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.tune import (
     Trial,
     Tuned,
@@ -167,11 +168,14 @@ def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, 
     found = tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
     assert list(found.trials) == seen and len(seen) == 2, seen
     assert not any(trial.error for trial in seen)
-    assert found.trials[1].rows_per_s > found.trials[0].rows_per_s * tune.BETTER
-    assert found.best.changes == {tune.SEQUENCES: 256}
+    first, second = found.trials
+    assert second.changes == {tune.SEQUENCES: 256}
+    # Four times as fast, unless this machine is busy with something else.
+    better = second.rows_per_s > first.rows_per_s * tune.BETTER
+    assert found.best == (second if better else first)
     assert found.rows == 4000 and found.needs is None
     assert not list((tmp_path / "out").rglob("*"))  # no file, no folder
-    assert runs.default_run_key(job).startswith(job.name)  # no run of ours to continue
+    assert default_run_key(job).startswith(job.name)  # no run of ours to continue
 
 
 def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.model.memory import USABLE, Model, describe
+from prefect_raybatch.model.arguments import USABLE
+from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing.cards import CARDS
 from prefect_raybatch.sizing.explain import figures
@@ -81,7 +82,9 @@ def sized(
 )
 def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
     job = make_job(engine=engine, source={"uri": "in", **source})
-    found, reason = choose_rows_per_shard(rows, row_bytes, job, engines)
+    found, reason = choose_rows_per_shard(
+        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+    )
     assert found == chosen
     assert why in reason
 
@@ -94,7 +97,9 @@ def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
 )
 def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
     job = make_job(engine={"batch_size": batch})
-    chosen, _ = choose_rows_per_shard(rows, row_bytes, job, engines)
+    chosen, _ = choose_rows_per_shard(
+        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+    )
     assert 1 <= chosen <= min(rows, MOST_ROWS)
     assert chosen == 1 or chosen * row_bytes <= MOST_BYTES
 
@@ -102,7 +107,7 @@ def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
 @given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
 def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
     job = make_job(engine={"max_num_seqs": seqs})
-    calls = concurrent_batches(job, rows, seqs)
+    calls = concurrent_batches(job.engine, rows, seqs)
     assert calls >= 2
     assert (calls - 1) * rows >= seqs  # one more is being filled
     assert resolve(job, rows, 1.0, NO_GPU, planned=rows).saturated
@@ -411,7 +416,7 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
 )
 def test_more_rows_at_once_where_they_pay_and_fit(config, kind, sampling, engine, seqs, why):
     found = sized(config, imagined(kind, 4, 64), sampling, **engine)
-    assert found.max_num_seqs == found.arguments["max_num_seqs"] == seqs
+    assert found.max_num_seqs == found.arguments.max_num_seqs == seqs
     assert why in found.sequences_why
     assert found.rows_per_shard * (found.concurrent - 1) >= seqs
 
@@ -437,7 +442,7 @@ def test_rows_at_once_count_on_max_tokens_where_a_function_may_ask_for_any_lengt
 )
 def test_a_step_has_fewer_tokens_where_memory_is_short(kind, engine, tokens):
     found = sized(LLAMA_8B, imagined(kind, 1, 16), **engine)
-    assert found.arguments["max_num_batched_tokens"] == tokens
+    assert found.arguments.max_num_batched_tokens == tokens
 
 
 # --- what does not fit --------------------------------------------------------------------------
@@ -559,6 +564,16 @@ def test_what_is_shown_follows_the_job():
     assert unknown["KV cache an engine"][0] == "not known yet"
     single = shown(make_job(sampling=LONG), ONE, describe(LLAMA_8B, {}))
     assert "vLLM measures it" in single["KV cache an engine"][1]
+
+
+def test_the_kv_cache_shown_counts_weights_that_stay_in_the_nodes_memory():
+    """As what is warned of does."""
+    model = describe(LLAMA_8B, {})
+    job = make_job(sampling=LONG, engine={"cpu_offload_gb": 8})
+    whole = shown(make_job(sampling=LONG), ONE, model)["KV cache an engine"]
+    value, why = shown(job, ONE, model)["KV cache an engine"]
+    assert float(value.split()[0]) == pytest.approx(float(whole[0].split()[0]) + 8, abs=0.11)
+    assert "weights 7.0 GiB" in why and "weights 15.0 GiB" in whole[1]
 
 
 def test_what_engines_are_given_is_what_was_resolved():

@@ -19,6 +19,7 @@ from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parq
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.plan.plan import check_against_schema, make_plan
+from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.source import Inventory, heads, inventory, peek, snapshot
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
@@ -233,7 +234,9 @@ def test_a_plan_of_before_is_read_as_it_says(tmp_path):
     table = rows(Inventory(old, pa.schema([("x", pa.int64())]), 8.0, "parquet"))
     assert table.to_pylist() == [{"x": 1}, {"x": 2}]
     job = make_job(source={"uri": str(tmp_path / "in")}, prompt={"template": "{x}"})
-    made, tables = make_plan(job, "k", found.files, found.schema, 8.0, MODEL, snapshot=False)
+    made, tables = make_plan(
+        Resolved.of(job, MODEL), "k", found.files, found.schema, 8.0, snapshot=False
+    )
     assert made.fingerprint == fingerprint(job, MODEL)[0]
     assert read_files(tables[made.files_table]) == found.files
     # What the path says stands in the table of files alone, and damage of it is named.

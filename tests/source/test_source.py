@@ -281,6 +281,34 @@ def test_dictionaries_are_decoded_at_any_depth():
     assert plain_type(pa.string_view()) == s
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (pa.uint64(), pa.int64()),  # what is above 2**63 has no place
+        (pa.int64(), pa.float64()),  # 2**53 + 1 would become 2**53, and 1 in a prompt 1.0
+        (pa.int64(), pa.decimal128(9, 2)),
+        (pa.decimal128(9, 2), pa.float64()),
+        (pa.decimal128(5, 2), pa.decimal128(9, 2)),
+        (pa.string(), pa.binary()),  # a prompt of bytes
+        (pa.binary(), pa.binary(4)),
+        (pa.date32(), pa.date64()),
+        (pa.time32("s"), pa.time64("us")),
+        (pa.timestamp("s"), pa.timestamp("us")),  # 2026-01-01 would get digits in a prompt
+        (pa.duration("s"), pa.duration("ms")),
+        (pa.list_(pa.int32()), pa.list_(pa.int32(), 3)),
+        (pa.struct([("a", pa.int32())]), pa.struct([("b", pa.int32())])),
+    ],
+    ids=str,
+)
+def test_what_pyarrow_would_merge_and_a_run_does_not(a, b):
+    """Alone and inside of others; files that differ so are refused, with both types named."""
+    schemas = [pa.schema([("x", a)]), pa.schema([("x", b)])]
+    assert pa.unify_schemas(schemas, promote_options="permissive").field("x").type
+    assert common_type(a, b) is None and common_type(b, a) is None
+    assert common_type(pa.list_(a), pa.list_(b)) is None
+    assert common_type(pa.struct([("s", a)]), pa.struct([("s", b)])) is None
+
+
 def test_common_types():
     assert common_type(pa.int8(), pa.uint8()) is None
     assert common_type(pa.int64(), pa.float64()) is None

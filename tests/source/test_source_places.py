@@ -14,7 +14,7 @@ from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.batch_job import Source
-from prefect_raybatch.runs.runs import check_places
+from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.source import detect_format, inventory
 from prefect_raybatch.storage import FileInfo, LocalStore
 
@@ -285,12 +285,12 @@ def test_an_output_where_the_next_night_would_read_it(tmp_path, monkeypatch, uri
         monkeypatch.chdir(tmp_path / "d[1]")
         other = make_job(source={"uri": f"{tmp_path}/d[1]/in"}, output={"uri": output})
         with pytest.raises(ConfigError, match="would read its own results"):
-            check_places(other)
+            check_places(other.source, other.output)
     if inside:
         with pytest.raises(ConfigError, match="would read its own results"):
-            check_places(job)
+            check_places(job.source, job.output)
     else:
-        check_places(job)
+        check_places(job.source, job.output)
 
 
 def test_rights_that_end_at_the_input_are_enough(tmp_path, monkeypatch):

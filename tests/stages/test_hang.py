@@ -26,7 +26,9 @@ from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import runs
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, resolve
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
@@ -306,10 +308,10 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
         output={"uri": str(tmp_path / "out")},
         limits={"max_failed": 1, "engine_deaths": 1, "hang_seconds": 1.0},
     )
-    run = runs.plan_run(job, "key", probe=False)
-    progress = runs.infer_run(job, run, engine=HangsInProcess)
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=HangsInProcess)
     assert len(kept) > 1 and not any(kept), kept
-    report = runs.finalize_run(job, run, progress)
+    report = finalize_run(job, run, progress)
     assert (report.good, report.failed) == (5, 1)
     (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
     assert (row["stage"], row["error"], row["_row"]) == ("engine", "EngineDied", HangsInProcess.AT)
@@ -336,6 +338,6 @@ def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_ru
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
         output={"uri": str(tmp_path / "out")},
     )
-    run = runs.plan_run(job, "key", probe=False)
+    run = plan_run(job, "key")
     with pytest.raises(EngineStartError, match="ended with SIGILL: an illegal instruction"):
-        runs.infer_run(job, run, engine=DiesInProcess)
+        infer_run(job, run, engine=DiesInProcess)

@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers.nvidia import ABSENT, show
 
 pytest.importorskip("vllm")
 
-from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.doctor import Finding, Patient
 from prefect_raybatch.doctor import engine as doctor_engine
 from prefect_raybatch.stages.vllm.stepper import (
@@ -181,7 +181,7 @@ def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
 def examined() -> Iterator[Future[list[Finding]]]:
     """What `raybatch doctor` finds of the engine; looks beside the other starts."""
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "gpus_here", lambda: ([], None))
+        show(patch, error=ABSENT)
         patch.setattr(doctor_engine, "SECONDS", START_S)
         patient = Patient(None, lambda job: job)
         yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))

@@ -133,10 +133,10 @@ class BatchInferenceJob(JobBlock[RunReport]):
     def _start(self, run_key: str | None) -> BatchInferenceRun:
         from prefect_raybatch.flow.flows import batch_inference, scheduled_start
         from prefect_raybatch.flow.tasks import with_blocks
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.run import default_run_key
 
         job = self.batch_job()
-        key = run_key or runs.default_run_key(with_blocks(job), scheduled_start())
+        key = run_key or default_run_key(with_blocks(job), scheduled_start())
         parameters: dict[str, Any] = {"job": job, "run_key": check_run_key(key)}
         with get_client(sync_client=True) as client:
             made = client.create_flow_run(batch_inference, parameters=parameters, state=Pending())
@@ -241,12 +241,13 @@ class BatchInferenceRun(JobRun[RunReport]):
     def _result(self) -> RunReport:
         from prefect_raybatch.flow.tasks import with_blocks
         from prefect_raybatch.ledger.ledger import Ledger
-        from prefect_raybatch.runs import runs
+        from prefect_raybatch.runs.finalize_run import load_report
+        from prefect_raybatch.runs.run import run_store
 
-        store = runs.run_store(with_blocks(self.job), self.run_key)
+        store = run_store(with_blocks(self.job).output, self.run_key)
         if Ledger(store).finished() is None:
             raise IncompleteRun(f"{store.uri} is not finished; wait for its completion first")
-        return runs.load_report(store)
+        return load_report(store)
 
 
 def _logger() -> Any:

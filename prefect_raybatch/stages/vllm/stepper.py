@@ -289,7 +289,8 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
-                # Callers start the next engine when they are told; this process has room for one.
+                # Callers start the next engine as soon as they are told, and this process has room
+                # for one only.
                 self._shutdown()
             self._fail(self._cause(error))
         finally:

@@ -1,0 +1,54 @@
+"""vLLM's arguments for an engine, and those among them that sizes follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's and fragmentation
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """All arguments of an engine but its model. `max_model_len` is None for the model's own.
+
+    `more` are those that nothing is chosen for here: the job's, as they are written there.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> EngineArguments:
+        """Of arguments as vLLM takes them."""
+        named = {f.name for f in fields(cls)} & arguments.keys()
+        more = {name: value for name, value in arguments.items() if name not in named}
+        return cls(**{name: arguments[name] for name in named}, more=more)
+
+    def vllm(self) -> dict[str, Any]:
+        """As vLLM takes them."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
+        if self.max_model_len is None:
+            del named["max_model_len"]
+        return {**named, **self.more}
+
+    @property
+    def usable(self) -> float:
+        """The part of a GPU that all its engines may take together."""
+        return float(self.more.get("gpu_memory_utilization") or USABLE)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The KV cache that the job gives each engine; None where it follows from what is left."""
+        given = self.more.get("kv_cache_memory_bytes")
+        return int(given) if given else None
+
+    @property
+    def offloaded(self) -> float:
+        """Bytes of weights that stay in the node's memory."""
+        return float(self.more.get("cpu_offload_gb") or 0) * 2**30

@@ -1,0 +1,431 @@
+"""The plots of a run drawn by matplotlib: throughput, task times, the shard map, balance between
+engines. Sizes are bounded as `Charts` is.
+
+The only module that imports matplotlib, which takes a second and 50 MB: imported when plots are
+made. pyplot is left alone, since its state belongs to the user's own code in the same process.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FuncFormatter
+
+from prefect_raybatch.ledger.records import WorkerStats
+from prefect_raybatch.words import clean
+
+# Okabe and Ito's colours, told apart with any colour vision.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, GREY, PALE, INK, WHITE = "#56B4E9", "#6B7280", "#E5E7EB", "#1F2937", "#FFFFFF"
+
+WIDTH = 760  # all lengths are in pixels
+LEFT, RIGHT = 64, WIDTH - 20
+GAP = 14  # between pictures that are stacked
+STAGES = ("read", "prepare", "engine", "finish")  # in their order; JSON keeps another
+BARS = 24  # engines shown
+CELL = 24.0  # of the shard map, at most
+STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
+MANY = 0.01  # failed rows of a cell's, from where it is shown as bad
+COMMITTED, FEW, FAILED, WORK, PENDING = "committed", "few-failed", "many-failed", "work", "pending"
+COLOURS = {COMMITTED: BLUE, FEW: SKY, FAILED: RED, WORK: ORANGE, PENDING: PALE}
+
+STYLE: dict[Any, Any] = {
+    "figure.dpi": 72,  # a point is a pixel
+    "savefig.dpi": "figure",
+    "font.size": 11,
+    "text.color": GREY,
+    "text.parse_math": False,  # names of hosts may hold a $
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.axisbelow": True,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "grid.color": PALE,
+    "grid.linewidth": 1,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "ytick.major.size": 0,
+    "ytick.major.pad": 8,
+    "legend.frameon": False,
+    "legend.handlelength": 0.9,
+    "legend.handleheight": 0.9,
+    "legend.columnspacing": 1.4,
+    "legend.handletextpad": 0.5,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+    "path.simplify": False,
+    "svg.fonttype": "none",  # text stays text: light, and found by a search
+}
+Line = tuple[tuple[float, float], tuple[float, float]]
+_LOCK = threading.Lock()  # matplotlib's settings are the whole process's
+
+
+@dataclass(frozen=True)
+class Card:
+    """One picture's white ground, `top` below the upper edge of the figure."""
+
+    figure: Figure
+    top: float
+    height: float
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """A position from the card's upper left corner, as shares of the figure."""
+        width, height = self.figure.get_size_inches() * self.figure.dpi
+        return x / width, 1 - (self.top + y) / height
+
+    def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
+        (x, y), (x2, y2) = self.place(left, bottom), self.place(right, top)
+        return self.figure.add_axes((x, y, x2 - x, y2 - y))
+
+    def text(self, x: float, y: float, words: str, **more: Any) -> None:
+        self.figure.text(*self.place(x, y), clean(words), **more)
+
+    def title(self, words: str) -> None:
+        self.text(16, 26, words, size=15, color=INK)
+
+    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: Any) -> None:
+        """Coloured squares with their names, in a row."""
+        self.figure.legend(
+            handles=[Patch(color=colour, label=words) for colour, words in entries],
+            loc=loc,
+            bbox_to_anchor=self.place(x, y),
+            ncols=len(entries),
+        )
+
+    def ground(self) -> None:
+        """White with round corners: the page around it may be dark."""
+        width, height = self.figure.get_size_inches() * self.figure.dpi
+        box = FancyBboxPatch(
+            (0, (height - self.top - self.height) / height),
+            1,
+            self.height / height,
+            boxstyle=f"round,pad=0,rounding_size={6 / width}",
+            mutation_aspect=width / height,
+            transform=self.figure.transFigure,
+            facecolor=WHITE,
+            edgecolor="none",
+            zorder=-1,
+        )
+        self.figure.add_artist(box)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What is drawn on a card of this height."""
+
+    height: float
+    draw: Callable[[Card], None]
+
+
+def svg(title: str, plots: Sequence[Plot]) -> str:
+    """The plots one below the other as one SVG, which is the same whenever it is made."""
+    tall = sum(plot.height for plot in plots) + GAP * (len(plots) - 1)
+    # Whatever settings the user's own code made; a backend cannot be set anew.
+    default = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
+    # Names within the file follow from it alone, and differ from those of others in a page.
+    style = {**default, **STYLE, "svg.hashsalt": title}
+    with _LOCK, matplotlib.rc_context(style):
+        figure = Figure(figsize=(WIDTH / 72, tall / 72))
+        figure.patch.set_visible(False)
+        top = 0.0
+        for plot in plots:
+            card = Card(figure, top, plot.height)
+            card.ground()
+            plot.draw(card)
+            top += plot.height + GAP
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata={**nothing, "Title": clean(title)})
+    return _for_pages(file.getvalue(), title, tall)
+
+
+def _for_pages(text: str, title: str, tall: float) -> str:
+    """The SVG as a part of HTML: without the head of an XML file, in pixels."""
+    body = text[text.index("<svg") :].partition(">")[2]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r' id="[a-z0-9.]+_\d+"', "", body)  # nobody refers to the number of a part
+    # matplotlib names its own font and nine like it at each text; a page's font is named once.
+    body = re.sub(r"font-family: [^;\"]*; |font: [^;\"]*; ", "", body)
+    body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="0 0 {WIDTH} {tall:g}" width="{WIDTH}" height="{tall:g}" role="img" '
+        f'font-family="system-ui, sans-serif" aria-label="{escape(clean(title))}">{body.strip()}'
+    )
+
+
+def shorten(words: str, length: int) -> str:
+    """The words, cut in their middle: both ends of a host's name tell it from others."""
+    if len(words) <= length:
+        return words
+    head = (length - 1) // 2
+    return f"{words[:head]}…{words[len(words) - (length - 1 - head) :]}"
+
+
+def short(value: float, _: object = None) -> str:
+    """1.2k, 3.4M: a figure for an axis."""
+    for size, mark in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{mark}"
+    return f"{value:.3g}"
+
+
+def span(seconds: float) -> tuple[float, str]:
+    """(seconds in the unit, its name) that suits a time of this length."""
+    if seconds >= 3 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if seconds >= 180 else (1.0, "s")
+
+
+# --- throughput ---------------------------------------------------------------------------------
+
+
+def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
+    """Rows/s above, tokens/s in and out below, over seconds of work.
+
+    `points`: (end of the time, rows/s, prompt tokens/s, output tokens/s).
+    """
+    unit, name = span(points[-1][0])
+    edges = [0.0, *(point[0] / unit for point in points)]
+    kinds = {2: (GREEN, "tokens in"), 3: (ORANGE, "tokens out")}
+
+    def draw(card: Card) -> None:
+        card.title(title)
+        upper, lower = card.axes(LEFT, 66, RIGHT, 176), card.axes(LEFT, 226, RIGHT, 326)
+        _rates(upper, edges, points, {1: (BLUE, "rows/s")})
+        _rates(lower, edges, points, kinds)
+        upper.tick_params(bottom=False, labelbottom=False)
+        lower.set_xlabel(f"time of work, {name}")
+        card.text(LEFT - 8, 56, "rows/s")
+        card.text(LEFT - 8, 216, "tokens/s")
+        card.legend(RIGHT, 206, list(kinds.values()), "upper right")
+
+    return Plot(372, draw)
+
+
+def _rates(
+    axes: Axes,
+    edges: Sequence[float],
+    points: Sequence[tuple[float, ...]],
+    kinds: Mapping[int, tuple[str, str]],
+) -> None:
+    """A line for each kind; a rate holds for the time up to its point."""
+    for kind, (colour, words) in kinds.items():
+        rates = [point[kind] for point in points]
+        axes.stairs(
+            rates,
+            edges,
+            baseline=None,
+            color=colour,
+            linewidth=2,
+            clip_on=False,
+            gid=re.sub(r"\W", "-", words),
+        )
+    high = max(max(point[kind] for point in points) for kind in kinds) or 1.0
+    axes.set(xlim=(0, edges[-1]), ylim=(0, high * 1.05))
+    axes.grid(axis="x", visible=False)
+    axes.locator_params("y", nbins=4)
+    axes.locator_params("x", nbins=8)
+    axes.yaxis.set_major_formatter(FuncFormatter(short))
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
+
+
+# --- task times ---------------------------------------------------------------------------------
+
+
+def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
+    """A box a stage: middle half of its tasks, 5 % to 95 %, and the longest as a dot.
+
+    `stages`: seconds (p5, p25, median, p75, p95, longest).
+    """
+    names = sorted(stages, key=(*STAGES, *stages).index)
+    low = max(1e-3, min(values[0] for values in stages.values()))
+    high = max(low * 1.01, *(values[5] for values in stages.values()))
+    wide = high / low > 20
+    bottom = 50 + 40 * len(names)
+
+    def draw(card: Card) -> None:
+        card.title(title)
+        axes = card.axes(90, 44, WIDTH - 96, bottom)
+        if wide:
+            axes.set_xscale("log")
+            axes.minorticks_off()
+            low_decade, high_decade = math.floor(math.log10(low)), math.ceil(math.log10(high))
+            axes.set_xticks([10.0**power for power in range(low_decade, high_decade + 1)])
+            axes.set_xlim(10.0**low_decade, 10.0**high_decade)
+        else:
+            axes.set_xlim(0, high)
+            axes.locator_params("x", nbins=6)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _boxes(axes, [stages[name] for name in names], axes.get_xlim()[0])
+        axes.set_yticks(range(len(names)), [clean(name) for name in names], color=INK, size=12)
+        axes.set_ylim(len(names) - 0.5 + 3 / 40, -0.5 - 3 / 40)
+        axes.grid(axis="y", visible=False)
+        note = "seconds a task (log scale)" if wide else "seconds a task"
+        axes.set_xlabel(f"{note}: box 25-75 %, line 5-95 %, dot the longest")
+        for row, name in enumerate(names):
+            card.text(WIDTH - 88, 71 + 40 * row, f"{stages[name][2]:.3g} s")
+
+    return Plot(bottom + 46, draw)
+
+
+def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> None:
+    """What lies under the least value of the axis, as a time of 0 on a log scale, stands there.
+
+    Not `Axes.bxp`: it looks at every setting of matplotlib, which loads pyplot and a backend.
+    """
+    p5, p25, median, p75, p95, longest = np.maximum(quantiles, least).T
+    rows = np.arange(len(quantiles))
+    more: dict[str, Any] = {"linewidth": 2, "clip_on": False}
+    axes.hlines(rows, p5, p95, BLUE, **more)
+    boxes = axes.barh(rows, p75 - p25, 0.45, p25, color=BLUE, alpha=0.75)
+    for row, box in enumerate(boxes):
+        box.set(gid=f"box-{row}", clip_on=False)
+    axes.vlines(median, rows - 0.225, rows + 0.225, INK, **more)
+    axes.plot(longest, rows, "o", markersize=7, color=RED, markeredgecolor="none", clip_on=False)
+
+
+# --- the shard map ------------------------------------------------------------------------------
+
+
+def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) -> Plot:
+    """A cell a run of neighbouring shards, filled from the left as they are committed.
+
+    `cells`: (shards, committed, failed rows, committed rows). `working` shards, the first that are
+    not committed, are shown as in work: engines take them about in order.
+    """
+    columns = min(len(cells), max(10, math.ceil(math.sqrt(len(cells) * 4))))
+    size = min(CELL, (RIGHT - LEFT) / columns // STEP * STEP)
+    rows = -(-len(cells) // columns)
+    a_cell = cells[0][0]
+    what = f"a cell is {a_cell:,} shards" if a_cell > 1 else "a cell is a shard"
+    names = {
+        COMMITTED: "committed",
+        FEW: "some rows failed",
+        FAILED: f"{MANY:.0%} or more failed",
+        **({WORK: "in work, about"} if working else {}),
+        PENDING: "pending",
+    }
+
+    def draw(card: Card) -> None:
+        card.title(f"{title}: {what}")
+        entries = [(COLOURS[kind], words) for kind, words in names.items()]
+        card.legend(LEFT, 41, entries, "upper left")
+        axes = card.axes(LEFT, 66, LEFT + columns * size, 66 + rows * size)
+        axes.set(xlim=(0, columns * size), ylim=(rows * size, 0))
+        axes.axis("off")
+        # A path of lines as thick as a cell: a rectangle each would take ten times the text. What
+        # is pending lies under the others.
+        lines: dict[str, list[Line]] = {kind: [] for kind in (PENDING, *COLOURS)}
+        for row in range(rows):
+            last = min(columns, len(cells) - row * columns)
+            lines[PENDING].append(_along(row, 0, last * size, size))
+        for kind, row, start, end in _spans(cells, columns, size, working):
+            lines[kind].append(_along(row, start, end, size))
+        for kind, found in lines.items():
+            _lines(axes, found, COLOURS[kind], size, kind)
+        upright = [((c * size, 0.0), (c * size, rows * size)) for c in range(1, columns)]
+        across = [((0.0, r * size), (columns * size, r * size)) for r in range(1, rows)]
+        _lines(axes, upright + across, WHITE, 1.5 if size > 12 else 0.7, "grid")
+        for row in range(0, rows, max(1, math.ceil(16 / size))):
+            first = short(row * columns * a_cell)
+            card.text(LEFT - 8, 66 + row * size + min(size, 12), first, ha="right")
+
+    return Plot(66 + rows * size + 20, draw)
+
+
+def _along(row: int, start: float, end: float, size: float) -> Line:
+    """Through the middle of a row of cells."""
+    y = row * size + size / 2
+    return (start, y), (end, y)
+
+
+def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: str) -> None:
+    """Straight lines as one path."""
+    if lines:
+        corners = [point for line in lines for point in line]
+        path = Path(corners, [Path.MOVETO, Path.LINETO] * len(lines))
+        axes.add_patch(
+            PathPatch(
+                path,
+                fill=False,
+                edgecolor=colour,
+                linewidth=width,
+                capstyle="butt",
+                clip_on=False,
+                gid=name,
+            )
+        )
+
+
+def _spans(
+    cells: Sequence[tuple[int, ...]], columns: int, size: float, working: int
+) -> Iterator[tuple[str, int, float, float]]:
+    """(kind, row, from, to) in pixels of all that is not pending, neighbours of a kind joined."""
+    pieces: list[tuple[str, int, float, float]] = []
+    for index, (shards, committed, failed, done) in enumerate(cells):
+        row, column = divmod(index, columns)
+        busy = min(working, shards - committed)
+        working -= busy
+        bad = FAILED if failed >= MANY * done else FEW
+        kinds = (bad if failed else COMMITTED, WORK, PENDING)
+        counts = (committed, busy, shards - committed - busy)
+        at, start = 0, column * size
+        for kind, number in zip(kinds, counts, strict=True):
+            at += number
+            end = round((column + at / shards) * size / STEP) * STEP
+            if end > start:
+                pieces.append((kind, row, start, end))
+            start = end
+    for (kind, row), group in groupby(pieces, key=lambda piece: piece[:2]):
+        joined = list(group)
+        if kind != PENDING:
+            yield kind, row, joined[0][2], joined[-1][3]
+
+
+# --- balance ------------------------------------------------------------------------------------
+
+
+def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
+    """A bar an engine: rows it answered, with the mean of all as a line."""
+    shown = sorted(workers, key=lambda worker: -worker.rows)[:BARS]
+    mean = sum(worker.rows for worker in workers) / len(workers)
+    right, bottom = WIDTH - 150, 48 + 22 * len(shown)
+    more = len(workers) - len(shown)
+    names = [shorten(clean(worker.name), 30) for worker in shown]
+
+    def draw(card: Card) -> None:
+        card.title(title + (f" ({more} more not shown)" if more else ""))
+        axes = card.axes(220, 40, right, bottom)
+        bars = axes.barh(range(len(shown)), [worker.rows for worker in shown], 16 / 22, color=BLUE)
+        for row, bar in enumerate(bars):
+            bar.set(gid=f"engine-{row}", clip_on=False)
+        axes.axvline(mean, color=INK, linewidth=1, dashes=(4, 3), gid="mean")
+        axes.set_yticks(range(len(shown)), names, color=INK)
+        axes.set(xlim=(0, max(1, shown[0].rows)), ylim=(len(shown) - 0.5 + 4 / 22, -0.5 - 4 / 22))
+        axes.grid(visible=False)
+        axes.locator_params("x", nbins=5)
+        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.set_xlabel("rows; the dashed line is the mean engine")
+        for row, worker in enumerate(shown):
+            note = f"{short(worker.rows)} rows, {worker.shards:,} shards"
+            card.text(right + 10, 59 + 22 * row, note)
+
+    return Plot(bottom + 46, draw)

@@ -1,0 +1,97 @@
+"""What a run would do, without writing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.plan.prompt_lengths import PromptLengths
+from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.runs.plan_run import check_places, check_schema_names
+from prefect_raybatch.sizing import sizes
+from prefect_raybatch.sizing.explain import Figure, figures
+from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.storage import join
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What `raybatch plan` shows; `tokens` where asked for or needed for max_model_len: auto."""
+
+    job: str
+    rows: int
+    files: int
+    format: str
+    sizing: Sizing
+    columns: tuple[str, ...]
+    model: dict[str, Any]
+    run: str
+    needs: dict[str, Any]
+    have: dict[str, Any]
+    figures: tuple[Figure, ...]
+    problems: tuple[str, ...]
+    tokens: PromptLengths | None = None
+
+
+def dry_run(
+    job: BatchJob | Resolved,
+    run_key: str | None = None,
+    what_if: Capacity | None = None,
+    sample: int = 0,
+) -> DryRun:
+    """What a run would do, without writing and without Ray, unless a cluster is named: then its
+    capacity is asked. `what_if` takes the cluster's place. `problems` is empty when the run can
+    start and its engines are kept busy. `sample` rows are made into prompts to see how long they
+    are (0: none, unless max_model_len is auto)."""
+    from prefect_raybatch import source
+
+    resolved = resolve(job)
+    job = resolved.job
+    check_places(job.source, job.output)
+    check_schema_names(job.output)
+    snapshot = source.needs_snapshot(job.source)
+    found = source.peek(job.source) if snapshot else source.inventory(job.source)
+    planning.check_against_schema(job, found.schema)
+    model = resolved.pinned().model
+    model_check.check(job.engine, job.sampling, model, files=what_if is None)
+    tokens = None
+    if sample or job.engine.max_model_len == "auto":
+        sample = sample or counting.SAMPLE
+        tokens = (
+            counting.of_heads(job, model, sample)
+            if snapshot
+            else counting.of_files(job, model, found, sample=sample)
+        )
+        job = planning.settled(job, tokens.context())
+    rows = sum(file.rows for file in found.files)
+    have, wrong = (what_if, []) if what_if else sized.ask(job)
+    known, unknown = sized.model_sizes(job.engine, model, have)
+    expected = sizes.expected_engines(job, what_if) if what_if else sized.expected_engines(job)
+    try:
+        size = sizes.resolve(job, rows, found.row_bytes, have, known, unknown, expected=expected)
+    except (ConfigError, InsufficientResources) as error:
+        wrong.append(str(error))
+        size = sizes.resolve(job, rows, found.row_bytes, have, expected=expected)
+    wrong += size.problems
+    needs = sized.needs(job, have, size, wrong)
+    return DryRun(
+        job=job.name,
+        rows=rows,
+        files=len(found.files),
+        format=found.format,
+        sizing=size,
+        columns=tuple(found.schema.names),
+        model=model,
+        run=join(job.output.uri, run_key or f"{job.name}-..."),
+        needs=needs,
+        have=asdict(have),
+        figures=tuple(figures(job, have, size, known)),
+        problems=tuple(wrong),
+        tokens=tokens,
+    )

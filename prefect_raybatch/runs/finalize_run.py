@@ -1,0 +1,155 @@
+"""Writes result, report and _SUCCESS; reads the report of a finished run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob, Engine, Output
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import Plan, RunReport
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.advice import advise
+from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.sizing.shards import (
+    SEQUENCES,
+    concurrent_batches,
+    problems,
+    sequences_seen,
+)
+from prefect_raybatch.sizing.sizes import certain_engines
+from prefect_raybatch.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.driver.driver import Progress
+    from prefect_raybatch.result.finalize import Result
+
+log = logging.getLogger(__name__)
+REPORT, REPORT_PAGE = "_raybatch/report.json", "_raybatch/report.md"
+REPORT_HTML = "_raybatch/report.html"
+
+
+def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+    """Writes the result and _SUCCESS; returns the report. A finished run gives its report again.
+
+    Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
+    """
+    from prefect_raybatch.result.finalize import finalize
+
+    store = open_store(run.uri, job.output.options or None)
+    ledger = Ledger(store)
+    plan, shards = load_run(ledger, run)
+    job = planning.settled(job, plan.context)
+    # The layout is the plan's, so that any two finalizers write the same files.
+    output = BatchJob.from_dict(plan.job, "plan.json").output
+    if ledger.finished(plan) is not None:
+        return _end(ledger, plan, output.compact)
+    try:
+        result = finalize(
+            ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
+        )
+    except CorruptRun:
+        if ledger.finished(plan) is None:
+            raise
+        return _end(ledger, plan, True)  # another finalizer was done first and tidied up
+    made = reports.build(
+        run.uri,
+        plan,
+        result.tally,
+        "completed",
+        result.parts,
+        resumed_shards=progress.resumed_shards if progress else 0,
+        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
+        engine_deaths=progress.engine_deaths if progress else 0,
+        losses=progress.losses if progress else None,
+        dashboard=dashboard(store),
+    )
+    made = replace(made, advice=advise(made, job))
+    if ledger.finished(plan) is not None:
+        return _end(ledger, plan, True)  # the report is the other finalizer's too
+    put_record(store, REPORT, made.to_bytes())
+    store.put(REPORT_PAGE, reports.markdown(made).encode())
+    store.put(REPORT_HTML, html_page(made).encode())
+    ledger.succeed(_success(plan, output, result))
+    return _end(ledger, plan, True)
+
+
+def _success(plan: Plan, output: Output, result: Result) -> Success:
+    return Success(
+        rows=plan.rows,
+        data=result.tally.good,
+        quarantine=result.tally.failed,
+        skipped=result.tally.skipped,
+        parts=tuple(result.parts),
+        compact=output.compact,
+        row_number=output.row_number,
+        finished=time.time(),
+        plan=plan.hash,
+    )
+
+
+def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
+    seqs = sequences_seen(engine, tally.whole.figures()) or SEQUENCES
+    concurrent = concurrent_batches(engine, plan.rows_per_shard, seqs)
+    shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
+    found = problems(
+        rows=plan.rows,
+        rows_per_shard=plan.rows_per_shard,
+        concurrent=concurrent,
+        engines=certain_engines(engine),
+        seqs=seqs,
+    )
+    return [shards, *found]
+
+
+def of_whom(plan: Plan) -> list[str]:
+    if plan.parent is None:
+        return []
+    return [f"these are failed rows of run {plan.parent}, under the row numbers they have there"]
+
+
+def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
+    """The report of a finished run; `tidy` removes the pieces that its result does not need.
+
+    Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
+    """
+    from prefect_raybatch.result.reap import orphans
+
+    if tidy:
+        ledger.store.delete(info.path for info in orphans(ledger, plan))
+    return load_report(ledger.store)
+
+
+def load_report(store: Store) -> RunReport:
+    """The report of a finished run; raises `CorruptRun` when it is gone."""
+    try:
+        return RunReport.from_bytes(read_record(store, REPORT))
+    except FileNotFoundError:
+        raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
+
+
+def html_page(report: RunReport) -> str:
+    """The report as one HTML file, with the present time in its footer."""
+    from prefect_raybatch.report.html import html
+
+    return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+
+
+def dashboard(store: Store) -> str:
+    """Ray's dashboard as the latest heartbeat names it; "" where none does."""
+    from prefect_raybatch.driver.heartbeat import newest
+
+    try:
+        beat = newest(store)
+    except RayBatchError as error:  # a link is not worth the run
+        log.info("heartbeats cannot be read: %s", error)
+        return ""
+    return beat.dashboard if beat else ""

@@ -1,0 +1,133 @@
+"""Reads, infers and commits what is pending."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.stops import Stop
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.storage import open_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.driver.driver import Progress, RunPass
+    from prefect_raybatch.driver.monitor import Monitor
+
+log = logging.getLogger(__name__)
+
+
+def infer_run(
+    job: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    engine: type | None = None,
+) -> Progress:
+    """Reads, infers and commits every pending shard; returns the progress at the end.
+
+    Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
+    beats as well. `engine` replaces the engine stage in tests.
+    """
+    from prefect_raybatch.driver.driver import Driver
+    from prefect_raybatch.driver.monitor import Monitor
+
+    check_trust(job)
+    store = open_store(run.uri, job.output.options or None)
+    ledger = Ledger(store)
+    plan, shards = load_run(ledger, run)
+    job = planning.settled(job, plan.context)
+    attempt, whoami = uuid.uuid4().hex, _whoami(plan)
+    monitor = Monitor(attempt, plan, store, job.limits, observe)
+    on_stop = partial(_note_stop, ledger, attempt, whoami)
+    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop)
+    progress = driver.resume()
+    if driver.done.all():  # before Ray is imported, which takes seconds
+        return progress
+    monitor(progress)
+    if not run.probed:  # the plan is an earlier attempt's: what that found may since have changed
+        store.probe()
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.sharing import User
+
+    ledger.note_attempt(attempt, whoami)
+    user = User(job.name, monitor.held)
+    with ExitStack() as stack:
+        stack.enter_context(monitor)
+        capacity = stack.enter_context(cluster.connected(job, user))
+        monitor.dashboard = cluster.dashboard()
+        if monitor.dashboard:
+            log.info("Ray's dashboard: %s", monitor.dashboard)
+        size = sized.for_attempt(job, plan, ledger, capacity)
+        cluster.check_fit(job, capacity, size.pool)
+        for warning in size.warnings:
+            log.warning(warning)
+        stack.enter_context(cluster.admitted(job, capacity, size.pool, user))
+        pipeline = Pipeline(
+            job,
+            plan,
+            shards,
+            store,
+            attempt,
+            size,
+            dict(job.source.options),
+            # Another attempt may be alive. Ours is noted before we look, so that of two that start
+            # at the same moment one at least sees the other.
+            shuffle=attempt if len(ledger.attempts()) > 1 else None,
+            **({"engine": engine} if engine else {}),
+        )
+        monitor.engines = pipeline.engines
+        run_pass = _interruptible(pipeline, monitor, user, job.limits)
+        suspects = size.pool.engines * (1 + size.concurrent)
+        return driver.run(run_pass, pipeline.quarantine, suspects)
+
+
+def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
+    """The pass, so that a stall can end it where it is to, and a signal to the main thread ends
+    also a run in another one, in which it is not raised."""
+    from prefect_raybatch.driver.stall import interruptible
+
+    # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
+    # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
+    if limits.fail_on_stall or threading.current_thread() is not threading.main_thread():
+        return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, user.halted)
+    return pipeline
+
+
+def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
+    try:
+        ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
+    except RayBatchError as error:  # the run ends with what it ends with
+        log.warning("the failed rows are not noted in the run directory: %s", error)
+
+
+def _whoami(plan: Plan) -> dict[str, Any]:
+    import getpass
+
+    user = "unknown"
+    with suppress(OSError, KeyError):  # containers run under numbers without a name
+        user = getpass.getuser()
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "user": user,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plan": plan.hash,
+    }

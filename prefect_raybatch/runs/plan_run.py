@@ -1,0 +1,160 @@
+"""Makes a run's plan, or adopts the one that is there; what a job is checked for before."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob, Output, Source
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.same_job import check_same
+from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.runs.run import Run, run_of, run_store
+from prefect_raybatch.storage import Store, is_remote, join
+
+if TYPE_CHECKING:
+    import ray.data
+
+log = logging.getLogger(__name__)
+
+
+def plan_run(
+    job: BatchJob | Resolved, run_key: str, dataset: ray.data.Dataset | None = None
+) -> Run:
+    """Makes the run's plan, or adopts the one that is there; returns the run.
+
+    `dataset` takes the place of the job's source files. Raises `ConfigError`, `SourceError`,
+    `PlanMismatch` or `UnsafeStore`; nothing of it is worth a retry but a store that is away.
+    """
+    resolved = resolve(job)
+    job = resolved.job
+    check_places(job.source, job.output)
+    store = run_store(job.output, run_key)
+    ledger = Ledger(store)
+    plan = ledger.load_plan()
+    if plan is not None:
+        _check_same(plan, resolved, store.uri)
+        return run_of(store, plan, ledger)
+    ledger.finished()  # one without a plan is another's, and would be found at the end only
+    store.probe()
+    check_schema_names(job.output)
+    plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
+    return run_of(store, plan, ledger, probed=True)
+
+
+def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
+    """What can be told about a job within a second: a wrong one fails before anything starts.
+
+    Looks at the plan of the run directory where there is one, else at a sample of the input.
+    """
+    from prefect_raybatch import source
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.reach import check_reachable
+
+    resolved = resolve(job)
+    job = resolved.job
+    check_places(job.source, job.output)
+    check_schema_names(job.output)
+    if job.cluster.job_server is None and (address := cluster.address_of(job.cluster)):
+        check_reachable(address)
+    plan = Ledger(store).load_plan()
+    if plan is not None:
+        _check_same(plan, resolved, store.uri)
+        return resolved
+    if resolved.known is not None:
+        resolved = _checked(resolved)
+    if source.needs_snapshot(job.source):
+        planning.check_against_schema(job, source.peek(job.source).schema)
+    else:  # the first file with rows is enough here; the plan reads every footer
+        first = job.source.model_copy(update={"limit": 1})
+        planning.check_against_schema(job, source.inventory(first).schema)
+    return resolved
+
+
+def check_places(source: Source, output: Output) -> None:
+    """Raises `ConfigError` where the output would lie in the input, or in a file."""
+    from prefect_raybatch.source import reaches
+
+    for uri in source.uris:
+        if reaches(uri, output.uri):
+            raise ConfigError(
+                f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next night "
+                "would read its own results. Choose another folder"
+            )
+    if not is_remote(output.uri):
+        path = join(output.uri)
+        taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
+        if taken:
+            raise ConfigError(
+                f"output.uri: {taken[-1]} is a file, so nothing can be written below it; name a "
+                "folder"
+            )
+
+
+def check_schema_names(output: Output) -> None:
+    """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
+    if output.output_schema:
+        from prefect_raybatch.stages.finish import declared
+
+        try:
+            declared(output.output_schema)
+        except ValueError as error:
+            raise ConfigError(f"output.schema: {error}") from None
+
+
+def _check_same(plan: Plan, resolved: Resolved, where: str) -> None:
+    """`PlanMismatch` unless the plan is this job's. The input of a run that retries failed rows
+    is what it took, whatever the job reads."""
+    own = resolved.retrying(plan.parts.get("retry"))
+    check_same(plan, own.fingerprint, own.parts, where)
+
+
+def _checked(resolved: Resolved) -> Resolved:
+    """Its model can be loaded and answers, as far as the files tell; looks at them once."""
+    if not resolved.checked:
+        model_check.check(resolved.job.engine, resolved.job.sampling, resolved.model)
+    return replace(resolved, checked=True)
+
+
+def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
+    from prefect_raybatch import source
+
+    job, attempt = resolved.job, uuid.uuid4().hex
+    copied = dataset is not None or source.needs_snapshot(job.source)
+    if dataset is not None:
+        found = source.snapshot_dataset(
+            dataset, ledger.store, attempt, job.source.limit, job.source.columns
+        )
+    elif copied:
+        found = source.snapshot(job.source, ledger.store, attempt)
+    else:
+        found = source.inventory(job.source)
+    planning.check_against_schema(job, found.schema)
+    context = None
+    if job.engine.max_model_len == "auto":
+        store = ledger.store if copied else None
+        tokens = counting.of_files(job, resolved.model, found, store)
+        log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
+        for note in tokens.notes:
+            log.warning("%s", note)
+        context = tokens.context()
+    plan, tables = planning.make_plan(
+        resolved,
+        run_key,
+        found.files,
+        found.schema,
+        found.row_bytes,
+        snapshot=copied,
+        engines=sized.expected_engines(job),
+        context=context,
+    )
+    return ledger.create_plan(plan, tables)

@@ -1,0 +1,85 @@
+"""Where a run is, and what it is: its directory, its key, its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.checks import NAME, check_run_key
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.storage import Store, join, open_store
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as tasks hand it on: small, plain and without secrets."""
+
+    uri: str
+    run_key: str
+    plan_hash: str
+    rows: int
+    shards: int
+    finished: bool
+    # This command made the plan and has probed the store: another one probes again.
+    probed: bool = field(default=False, compare=False)
+
+
+def run_store(output: Output, run_key: str) -> Store:
+    """The store rooted at the run directory of that key."""
+    return open_store(join(output.uri, check_run_key(run_key)), output.options or None)
+
+
+def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
+    """Job name and the scheduled start; without one, the newest unfinished run of this job, so
+    that running again after a crash continues, else a new key of this second."""
+    if scheduled is not None:
+        name = job.name if isinstance(job, BatchJob) else job.job.name
+        return f"{name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
+    resolved = resolve(job)
+    job, wanted = resolved.job, resolved.fingerprint
+    root = open_store(job.output.uri, job.output.options or None)
+    unfinished = []
+    for key in run_keys(root):
+        ledger = Ledger(root.sub(key))
+        try:
+            plan = ledger.load_plan()
+            if plan is None or plan.fingerprint != wanted or ledger.finished(plan) is not None:
+                continue
+        except CorruptRun:  # another format, or not ours: nothing to continue
+            continue
+        unfinished.append((plan.created, key))
+    if unfinished:
+        return max(unfinished)[1]
+    return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def run_keys(root: Store) -> list[str]:
+    """Names right below `root` that may be run directories."""
+    return sorted(name for name in root.folders() if NAME.match(name))
+
+
+def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Run:
+    """The run that a plan stands for, as tasks hand it on."""
+    return Run(
+        store.uri,
+        plan.run_key,
+        plan.hash,
+        plan.rows,
+        plan.shards,
+        ledger.finished(plan) is not None,
+        probed,
+    )
+
+
+def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
+    plan = ledger.load_plan()
+    if plan is None:
+        raise CorruptRun(f"{run.uri}: the plan has disappeared")
+    if plan.hash != run.plan_hash:
+        raise CorruptRun(f"{run.uri}: the plan is not the one this flow began with")
+    return plan, ledger.shards(plan)

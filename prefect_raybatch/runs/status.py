@@ -1,0 +1,140 @@
+"""What a run directory says now."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.driver.stops import Stop
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import RunReport
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.finalize_run import dashboard, load_report, of_whom
+from prefect_raybatch.storage import Store, open_store
+
+if TYPE_CHECKING:
+    import numpy as np
+
+log = logging.getLogger(__name__)
+SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
+    the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
+    among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
+    error budget."""
+
+    run: str
+    run_key: str
+    job: str
+    state: str
+    rows: int
+    done: int
+    good: int
+    quarantined: int
+    skipped: int
+    shards: int
+    committed: int
+    pending: int
+    rate: float
+    seconds_left: float | None
+    failures: dict[str, int]
+    attempts: tuple[dict[str, Any], ...]
+    beats: tuple[dict[str, Any], ...]
+    strays: tuple[str, ...] = ()
+    stopped: Stop | None = None
+
+
+def status(uri: str, options: dict[str, Any] | None = None) -> Status:
+    """Reads a run directory, also while it runs and from another machine."""
+    store = open_store(uri, options)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
+        tally.add(commit)
+    finished = ledger.finished(plan) is not None
+    rate = 0.0 if finished else tally.recent_rate()
+    attempts = _attempts(ledger)
+    state = "completed" if finished else "unfinished" if tally.shards else "planned"
+    return Status(
+        run=store.uri,
+        run_key=plan.run_key,
+        job=plan.job_name,
+        state=state,
+        rows=plan.rows,
+        done=tally.rows,
+        good=tally.good,
+        quarantined=tally.failed,
+        skipped=tally.skipped,
+        shards=plan.shards,
+        committed=tally.shards,
+        pending=plan.shards - tally.shards,
+        rate=round(rate or tally.steady_rate, 1),
+        seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
+        failures=tally.failures,
+        attempts=tuple(attempts),
+        beats=() if finished else tuple(_beats(store, attempts)),
+        strays=tuple(listing.strays),
+        stopped=_stop_of(attempts, listing.done),
+    )
+
+
+def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
+    """The report of a run directory: the one that was written at its end, or, while there is none
+    and for one of an earlier version, what the commits say now."""
+    store = open_store(uri, options)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    final = load_report(store) if ledger.finished(plan) is not None else None
+    if final is not None and final.charts.cells:
+        return final
+    tally, listing = Tally(), ledger.listing(plan)
+    for commit in ledger.commits(plan, listing):
+        tally.add(commit)
+    if final is None:
+        state, notes = ("unfinished" if tally.shards else "planned"), of_whom(plan)
+        stop = _stop_of(_attempts(ledger), listing.done)
+        notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
+        return reports.build(store.uri, plan, tally, state, notes=notes, dashboard=dashboard(store))
+    return replace(final, charts=charts(tally, plan.shards))
+
+
+def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
+    found = []
+    for name in ledger.attempts():
+        try:
+            found.append({"attempt": name, **ledger.read_attempt(name)})
+        except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
+            log.warning("the note of attempt %s is not shown: %s", name, fault)
+    return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
+    """Why the latest attempt stopped, unless the shard it held back is committed meanwhile."""
+    stop = Stop.from_note(attempts[-1]) if attempts else None
+    if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
+        return None
+    return None if done[stop.shard] else stop
+
+
+def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
+    from prefect_raybatch.driver.heartbeat import ENDED, read_beats
+
+    now = time.time()
+    known = {str(attempt["attempt"]): attempt for attempt in attempts[-SHOWN:]}
+    found = [
+        {**known[name], **asdict(beat), "age": round(now - beat.at, 1)}
+        for name, beat in read_beats(store, known).items()
+        if beat.phase != ENDED
+    ]
+    return sorted(found, key=lambda beat: beat["age"])
