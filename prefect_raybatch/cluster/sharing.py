@@ -29,7 +29,7 @@ LEAST = 1e-6  # resources are sums of fractions
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
-class Connection(Protocol):
+class RayAccess(Protocol):
     """What is asked of Ray."""
 
     def joined(self) -> bool:
@@ -70,7 +70,7 @@ class Shared:
 
     def __init__(
         self,
-        ray: Connection,
+        ray: RayAccess,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
