@@ -108,7 +108,18 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     until(lambda: committed(tmp_path) > before, 60, "a commit")
     assert below(ray_head.pid, *ENGINE), "the engines are told by their names"
 
+    # The job is held until the second flow follows it: beside other work a flow takes longer to
+    # start than the job to end.
+    at_work = below(ray_head.pid, "prefect_raybatch.remote")
+    for process in at_work:
+        process.suspend()
     again = start(tmp_path, env, server.url)
+    try:
+        following = f"following the Ray job {job.id}"
+        until(lambda: following in logs(prefect_process), 150, "a flow that follows")
+    finally:
+        for process in at_work:
+            process.resume()
     assert again.wait(240) == 0, (tmp_path / "log.txt").read_text()
     assert job_of(server, tmp_path).id == job.id  # one job for both flows
     assert job_of(server, tmp_path).status == "SUCCEEDED"
@@ -119,4 +130,4 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     assert proof.returncode == 0 and json.loads(proof.stdout)["data"] == ROWS
     assert pq.read_table(tmp_path / "out" / KEY / "data")["_row"].to_pylist() == list(range(ROWS))
     told = logs(prefect_process)
-    assert any("all 60 shards are committed" in text for text in told), told
+    assert any("all 60 shards are committed" in text for text in told), "\n".join(told)
