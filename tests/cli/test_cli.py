@@ -8,6 +8,7 @@ import shutil
 import string
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.command_line import called
 from helpers.engines import FAILS, CrashingEngine, FakeEngine, FineEngine
 from helpers.models import LLAMA_8B
 from helpers.small import job_dict, receipts, small_run
@@ -122,19 +124,7 @@ def made(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command line here; (exit status, stdout, stderr), and never a stack trace."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return run
+    return partial(called, capsys)
 
 
 def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):

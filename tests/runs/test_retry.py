@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.command_line import called
 from helpers.engines import FAILS, FakeEngine
 from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 
-from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
@@ -586,15 +586,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     def call(*arguments: object, failed: dict[int, str] | None = None) -> tuple[int, str, str]:
         fails.clear()
         fails.update(failed or {})
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
+        return called(capsys, *arguments)
 
     return call
 
