@@ -1,0 +1,186 @@
+"""Bytes to a plain RGB image, or the reason why not.
+
+What a header says is checked before any pixel is decoded, and every pixel is decoded: a file that
+is cut in half has a whole header, and Pillow's own `verify` accepts it.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never EPS, which runs Ghostscript
+NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
+MAX_PIXELS = 50_000_000
+MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
+MAX_BYTES = 20_000_000
+ASPECT = 200  # models refuse images of which one side is so many times the other
+ORIENTATION = 0x0112  # of EXIF
+WHITE = (255, 255, 255)
+DEEP = ("I;16", "I;16L", "I;16B", "I;16N")  # 16 bits a pixel, grey
+KNOWN = (  # what arrives in place of an image, by how it begins
+    (b"%!PS", "an EPS or PostScript file"),
+    (b"\xc5\xd0\xd3\xc6", "an EPS file"),
+    (b"%PDF", "a PDF file"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"{", "JSON or other text"),
+    (b"<svg", "an SVG file"),
+    (b"<", "HTML or XML"),
+)
+
+
+class BadImage(ValueError):
+    """An image that no model gets to see; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an image may be, and what size it is given: `resize` is None (as it is), (width,
+    height), or the most pixels of its longer side."""
+
+    resize: tuple[int, int] | int | None = None
+    max_pixels: int = MAX_PIXELS
+    max_bytes: int = MAX_BYTES
+
+
+def decode(data: bytes, policy: Policy) -> Image:
+    """The first frame as it is meant to be seen, in RGB on white, sized, without metadata."""
+    check_size(len(data), policy)
+    image = _loaded(data, policy)
+    width, height = image.size
+    if max(width, height) >= ASPECT * min(width, height):
+        raise BadImage(
+            f"the image is {width} x {height}: one side is {ASPECT} times the other or more"
+        )
+    return _sized(_rgb(_upright(image)), policy)
+
+
+def check_size(size: int, policy: Policy) -> None:
+    if not size:
+        raise BadImage("the image is empty: 0 bytes")
+    if size > policy.max_bytes:
+        raise BadImage(
+            f"the image has {size} bytes, more than prompt.images.max_bytes {policy.max_bytes}"
+        )
+
+
+def looks_like(start: bytes) -> str | None:
+    """What data that begins so is, where it is known to be no image we take; None otherwise."""
+    start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
+    for magic, name in KNOWN:
+        if start[: len(magic)].lower() == magic.lower():
+            return name
+    if start[4:8] == b"ftyp":
+        return "an AVIF, HEIC or video file"
+    return None
+
+
+def _loaded(data: bytes, policy: Policy) -> Image:
+    """The image with all its pixels decoded."""
+    import PIL.Image
+
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except PIL.Image.DecompressionBombError:
+        raise BadImage(f"the image has over {MOST_PIXELS} pixels") from None
+    except PIL.UnidentifiedImageError:
+        found = looks_like(data) or f"data that begins with {data[:8].hex(' ')}"
+        raise BadImage(f"this is {found}; {NAMES} are read") from None
+    except Exception as error:  # a header that contradicts itself: any of a dozen kinds
+        raise BadImage(f"the image's header cannot be read: {_said(error)}") from None
+    width, height = image.size
+    if width * height > policy.max_pixels:
+        raise BadImage(
+            f"the image has {width} x {height} = {width * height} pixels, more than "
+            f"prompt.images.max_pixels {policy.max_pixels}"
+        )
+    try:
+        image.load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadImage(
+            f"the image ({image.format}, {width} x {height}) cannot be decoded: {_said(error)}"
+        ) from None
+    return image
+
+
+def _upright(image: Image) -> Image:
+    """The image turned as its EXIF data says; data that cannot be read says nothing."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except Exception:  # any of many kinds
+        return image
+    turn = turns.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
+
+
+def _rgb(image: Image) -> Image:
+    """Eight bits of red, green and blue a pixel; what is transparent lies on white."""
+    import PIL.Image
+
+    if image.mode in DEEP or (image.mode == "I" and image.format == "PNG"):
+        # Scaled: `convert` would cut off at 255 and leave a white picture.
+        deep = np.asarray(image).astype(np.float32)
+        image = PIL.Image.fromarray((deep / 257).round().clip(0, 255).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise BadImage(
+            f"the image has 32-bit samples (mode {image.mode}), whose range is not known; store "
+            "it with 8 or 16 bits"
+        )
+    try:
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        clear = image.convert("RGBA")
+    except Exception as error:
+        raise BadImage(
+            f"the image's colours ({image.mode}) cannot be converted: {_said(error)}"
+        ) from None
+    made = PIL.Image.new("RGB", clear.size, WHITE)
+    made.paste(clear, mask=clear.getchannel("A"))
+    return made
+
+
+def _sized(image: Image, policy: Policy) -> Image:
+    import PIL.Image
+
+    size = _target(image.size, policy.resize)
+    # A new one even at the same size: nothing of the file's metadata goes on.
+    made = image if size == image.size else image.resize(size, PIL.Image.Resampling.BICUBIC)
+    clean = PIL.Image.new("RGB", made.size)
+    clean.paste(made)
+    return clean
+
+
+def _target(size: tuple[int, int], resize: tuple[int, int] | int | None) -> tuple[int, int]:
+    if resize is None:
+        return size
+    if isinstance(resize, tuple):
+        return resize
+    longer = max(size)
+    if longer <= resize:
+        return size
+    width, height = (max(1, round(side * resize / longer)) for side in size)
+    return width, height
+
+
+def _said(error: Exception) -> str:
+    return f"{error}" or type(error).__name__
