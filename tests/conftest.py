@@ -25,6 +25,8 @@ from xdist.scheduler import LoadScopeScheduling
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
+# Processes that tests start keep what they compile: an engine start is half as dear.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
