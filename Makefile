@@ -14,7 +14,7 @@ PROCESSES ?= 2
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo test lint types room unit e2e coverage chaos bench lock clean
+.PHONY: help demo test all-tests lint types room unit e2e coverage chaos bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -30,7 +30,10 @@ help: ## Show this list
 demo: .venv/.ready ## Run the main job: company -> industry with real vLLM on the CPU
 	@$(BIN)/raybatch demo $(ARGS)
 
-test: lint types ## Everything that must pass: unit and e2e side by side, with shared servers
+test: lint ## Everything that must pass: unit and e2e side by side, with shared servers
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
+all-tests: .venv/.ready
 	$(PYTEST) $(ARGS)
 
 lint: .venv/.ready ## Ruff
