@@ -253,19 +253,19 @@ def plot(records: list[dict[str, Any]]) -> str:
             shown.append((title, rates))
     height = 18 + sum(ROW * (len(rates) + 2) for _, rates in shown)
 
-    def draw(card: drawing.Card) -> None:
+    def draw(panel: drawing.Panel) -> None:
         y = 34.0
         for title, rates in shown:
-            card.text(14, y, title, size=13, color=drawing.INK)
-            _bars(card, y, rates)
+            panel.text(14, y, title, size=13, color=drawing.INK)
+            _bars(panel, y, rates)
             y += ROW * (len(rates) + 2)
 
     return drawing.svg("Rows a second, peers and this package", [drawing.Plot(height, draw)])
 
 
-def _bars(card: drawing.Card, y: float, rates: list[dict[str, Any]]) -> None:
+def _bars(panel: drawing.Panel, y: float, rates: list[dict[str, Any]]) -> None:
     """Below the title at `y`, slowest first."""
-    axes = card.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
+    axes = panel.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
     axes.set(xlim=(0, rates[-1]["rows_s"]), ylim=(len(rates) - 0.5, -0.5))
     axes.axis("off")
     rows = range(len(rates))
