@@ -31,6 +31,7 @@ from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
@@ -83,8 +84,12 @@ class Pipeline:
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
+        output = self.job.output
+        if self.job.prompt.images is not None:
+            names = decode_schema(self.plan.input_schema).names
+            output = output.model_copy(update={"columns": self.job.kept(names)})
         self.finish = Finish(
-            self.job.output,
+            output,
             self.model,
             self.store,
             self.attempt,
@@ -131,6 +136,7 @@ class Pipeline:
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         limits = self.job.limits
+        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = Prepare(
             self.job.prompt,
@@ -139,9 +145,9 @@ class Pipeline:
             self.job.sampling.max_tokens,
             calls=calls,
             sampling=self.job.sampling.given(),
+            images=row_images(self.job, spec.arguments),
         )
         finish = replace(self.finish, calls=calls)
-        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
         prepared = (
             ShardDatasource(self.reader, self._tasks(units, isolated))
             .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)

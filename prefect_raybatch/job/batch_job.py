@@ -7,7 +7,7 @@ can be checked without reading the input is checked here; `plan` checks the rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from prefect_raybatch.job.checks import (
 )
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.secrets import CLEAR
@@ -78,6 +79,22 @@ class Source(Group):
         title="Credentials block",
         text="Prefect block with the keys, as type-slug/name, for example aws-credentials/nightly.",
     )
+    media_root: str | None = field(
+        8,
+        None,
+        title="Folder of media",
+        text="Local folder that image paths in the rows lie in, on every node. By default rows "
+        "name no local files.",
+    )
+
+    @field_validator("media_root")
+    @classmethod
+    def _media_root(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_uri(value)
+            if value.startswith("s3://"):
+                raise ValueError("is a local folder; rows name s3:// images by their whole URL")
+        return value
 
     @field_validator("uri")
     @classmethod
@@ -124,6 +141,9 @@ class Prompt(Group):
         text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
         "user message loses its beginning or its end, so that there is room for max_tokens.",
     )
+    images: Images | None = field(
+        6, None, title="Images", text="Images that go with the text. By default none."
+    )
 
     @field_validator("template")
     @classmethod
@@ -141,6 +161,15 @@ class Prompt(Group):
     def _one(self) -> Prompt:
         if (self.template is None) == (self.function is None):
             raise ValueError("set exactly one of template and function")
+        if self.images is None:
+            return self
+        if self.template is not None and not self.images.columns:
+            raise ValueError("images.columns is empty; name the columns with the images")
+        if self.on_too_long != "quarantine":
+            raise ValueError(
+                f"on_too_long {self.on_too_long} cuts text, which does not go with images; leave "
+                "it at quarantine"
+            )
         return self
 
 
@@ -392,7 +421,10 @@ class Output(Group):
         2, "response", title="Answer column", text="Name of the column with the answer."
     )
     columns: list[str] | None = field(
-        3, None, title="Input columns kept", text="By default all; [] keeps none."
+        3,
+        None,
+        title="Input columns kept",
+        text="By default all but those with images; [] keeps none.",
     )
     postprocess: str | None = field(
         4,
@@ -564,6 +596,26 @@ class BatchJob(Group):
         return value
 
     @model_validator(mode="after")
+    def _with_images(self) -> BatchJob:
+        images = self.prompt.images
+        if images is None:
+            if self.source.media_root is not None:
+                raise ValueError("source.media_root: no images are asked for (prompt.images)")
+            return self
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError("prompt.images: set engine.stage to vllm, which takes them")
+        if self.engine.max_model_len == "auto":
+            raise ValueError(
+                "engine.max_model_len: auto counts text alone; set a number that has room for "
+                "the images, such as 8192"
+            )
+        engine = self.engine.model_extra or {}
+        for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
+            if name in engine:
+                raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:
         if (
             self.engine.stage == "ray.data.llm"
@@ -591,6 +643,14 @@ class BatchJob(Group):
     def from_yaml(cls, path: str | Path) -> BatchJob:
         """Reads a job file; raises `ConfigError` when it is missing, not YAML or not a job."""
         return cls.from_dict(read_job_file(path), str(path))
+
+    def kept(self, names: Sequence[str]) -> list[str]:
+        """The input columns (of all `names`) that the result keeps: all but those with images,
+        unless output.columns says which."""
+        if self.output.columns is not None:
+            return self.output.columns
+        images = self.prompt.images.columns if self.prompt.images else ()
+        return [name for name in names if name not in images]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""

@@ -23,6 +23,7 @@ FINGERPRINTED = {
     "prompt.function": "other requests; its module's source counts",
     "prompt.on_null": "decides between failing and asking",
     "prompt.on_too_long": "decides between failing and asking about less",
+    "prompt.images": "other images, or other sizes of them",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
@@ -41,6 +42,7 @@ FREE = {
     "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
     "source.options": "how to reach the input; may hold secrets",
     "source.credentials_block": "how to reach the input",
+    "source.media_root": "where the files lie that the rows name",
     "engine.device": "where it runs",
     "engine.replicas": "how many work",
     "engine.tensor_parallel_size": "how one engine is spread",
@@ -118,6 +120,8 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
+    if job.prompt.images is None:
+        del parts["prompt"]["images"]
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
     if job.engine.max_model_len == "auto":

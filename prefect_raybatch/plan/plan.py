@@ -60,9 +60,13 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
 
     for name in template_fields(job.prompt.template) if job.prompt.template else ():
         known(name, "prompt.template")
+    if job.prompt.images is not None:
+        for name in job.prompt.images.columns:
+            known(name, "prompt.images.columns")
+            _check_image_column(schema.field(name))
     for name in job.output.columns or ():
         known(name, "output.columns")
-    kept = names if job.output.columns is None else job.output.columns
+    kept = job.kept(names)
     added = [job.output.row_number]
     if job.output.postprocess is None:
         added.append(job.output.column)
@@ -92,6 +96,21 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
                 "output.column, output.row_number or output.schema, or leave the input's out "
                 "with output.columns"
             )
+
+
+def _check_image_column(column: pa.Field) -> None:
+    """`ConfigError` for a column that cannot hold images; what is in it shows row by row."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    data = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    named = {kind.field(i).name for i in range(kind.num_fields)} if pa.types.is_struct(kind) else ()
+    if not (text or data or "bytes" in named or "path" in named):
+        raise ConfigError(
+            f"prompt.images.columns: column {column.name!r} is of type {column.type}; images are "
+            "binary, a struct of bytes and path, text (a path or URL), or a list of these"
+        )
 
 
 def public_job(job: BatchJob) -> dict[str, Any]:
@@ -128,6 +147,8 @@ def make_plan(
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
+    if job.prompt.images is not None:  # what a block comes to once its images are prepared
+        row_bytes = max(row_bytes, job.prompt.images.prepared_bytes())
     size = choose_rows_per_shard(
         job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
     )[0]

@@ -33,11 +33,15 @@ ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
 TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
+MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
+MM_TYPE = pa.struct(  # vLLM's version, whose objects these are; what stands for the images; them
+    [("vllm", pa.string()), ("key", pa.binary()), ("features", pa.large_binary())]
+)
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 
 

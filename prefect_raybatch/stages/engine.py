@@ -32,6 +32,7 @@ from prefect_raybatch.stages.block import (
     ERROR_TYPE,
     FINISH,
     MERGED,
+    MM,
     PARAMS,
     PROMPT_TOKENS,
     TEXTS,
@@ -45,7 +46,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
-from prefect_raybatch.stages.vllm import canary, internals, note
+from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
@@ -106,6 +107,9 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    if job.prompt.images is not None:
+        limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
+        arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=model,
@@ -257,9 +261,16 @@ class EngineStage:
         params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(errors) if error is None]
         keys = token_keys(table[TOKENS])
+        seen: list[Any] = [None] * table.num_rows
+        if MM in table.column_names:
+            refusal = multimodal.other_version(table[MM])
+            if refusal is not None:
+                return lost_all(table, refusal)
+            keys, seen = multimodal.seen(keys, table[MM])
+            table = table.drop_columns([MM])
         asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
         try:
-            done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
+            done = engine.run([Request(prompts[i], params[i], seen[i]) for i in asked.rows])
         except EngineDied as death:
             with self._lock:
                 if self._engine is engine:

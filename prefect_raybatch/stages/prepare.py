@@ -22,6 +22,8 @@ from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     FORMED,
+    MM,
+    MM_TYPE,
     PARAMS,
     TOKENS,
     TRUNCATED,
@@ -38,6 +40,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.images.rows import RowImages
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 
 TokenIds = list[int]
@@ -53,7 +56,7 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against.
+    checked against. `images`: where a row's images come from; None for text alone.
     """
 
     prompt: Prompt
@@ -62,6 +65,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
+    images: RowImages | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -75,7 +79,7 @@ class Prepare:
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
         limit = self.max_model_len or models.context_length(models.local_path(self.model))
-        requests, whole = self.prompts(table)
+        requests, whole, features = self._rendered(table)
         tokens = [self._fitted(r, t, limit) for r, t in zip(requests, whole, strict=True)]
         if self.prompt.on_too_long != "quarantine":
             cut = [
@@ -93,6 +97,11 @@ class Prepare:
             pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
         )
         table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        if self.images is not None:
+            sent = [
+                None if isinstance(t, Failure) else f for t, f in zip(tokens, features, strict=True)
+            ]
+            table = table.append_column(MM, pa.array(sent, MM_TYPE))
         if self.prompt.function or has_form(self.sampling):
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling, given) for given in own]
@@ -105,9 +114,21 @@ class Prepare:
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
         """Request and prompt tokens of each row of a block of input rows, of any length; a
         `Failure` in either place for a row that has none."""
-        tokenizer = self._tokenizer()
+        requests, tokens, _ = self._rendered(table)
+        return requests, tokens
+
+    def _rendered(
+        self, table: pa.Table
+    ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure], list[dict[str, Any] | None]]:
+        """As `prompts`, and what the engine gets of each row's images (of `MM_TYPE`)."""
         requests = self._requests(table)
-        return requests, tokenize(tokenizer, render(tokenizer, requests))
+        if self.images is not None:
+            given = [r if isinstance(r, Failure) else r.messages for r in requests]
+            tokens, features = self.images.rendered(table, given, self.model)
+            return requests, tokens, features
+        tokenizer = self._tokenizer()
+        tokens = tokenize(tokenizer, render(tokenizer, requests))
+        return requests, tokens, [None] * table.num_rows
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))

@@ -45,7 +45,9 @@ def png_header(width: int, height: int) -> bytes:
     """A PNG that says it is so large, with next to no data."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 100)
@@ -198,7 +200,7 @@ def test_what_is_no_image_is_named(data, words):
 
 
 def test_a_bomb_is_refused_by_its_header():
-    with pytest.raises(BadImage, match="20000 x 15000 = 300000000|over 178956970 pixels"):
+    with pytest.raises(BadImage, match=r"20000 x 15000 = 300000000|over 178956970 pixels"):
         decode(png_header(20000, 15000), PLAIN)  # 300 megapixels in 100 bytes
     with pytest.raises(BadImage, match=r"8000 x 7000 = 56000000 pixels.*max_pixels 50000000"):
         decode(png_header(8000, 7000), PLAIN)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exits import exit_text
-from prefect_raybatch.stages.vllm import internals
+from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
 from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
@@ -56,10 +56,12 @@ class Request:
     params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
         `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
         `detokenize` is off unless given or needed by `stop`.
+    features: what `multimodal.Renderer` made of its images, None for text alone.
     """
 
     prompt_token_ids: Sequence[int]
     params: dict[str, Any] = field(default_factory=dict)
+    features: bytes | memoryview | None = None
 
 
 @dataclass(slots=True)
@@ -88,11 +90,17 @@ class _Call:
     `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
     """
 
-    __slots__ = ("answers", "cursor", "died", "done", "missing", "params", "prompts")
+    __slots__ = ("answers", "cursor", "died", "done", "features", "missing", "params", "prompts")
 
-    def __init__(self, prompts: list[list[int]], params: list[Params | Exception]) -> None:
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        params: list[Params | Exception],
+        features: list[bytes | memoryview | None],
+    ) -> None:
         self.prompts = prompts
         self.params = params
+        self.features = features
         self.answers: list[Completion | None] = [None] * len(prompts)
         self.cursor = 0
         self.missing = len(prompts)
@@ -165,7 +173,7 @@ class SteppedEngine:
         """
         prompts = [_as_list(request.prompt_token_ids) for request in requests]
         params = self._prepare_params(requests)
-        call = _Call(prompts, params)
+        call = _Call(prompts, params, [request.features for request in requests])
         if not requests:
             return []
         with self._wake:
@@ -391,11 +399,10 @@ class SteppedEngine:
             self._count += 1
             self._in_flight[request_id] = (call, position, params)
             self._sequences += params.n
+            features, call.features[position] = call.features[position], None
             try:
                 engine.add_request(
-                    request_id,
-                    {"type": "token", "prompt_token_ids": call.prompts[position]},
-                    params,
+                    request_id, multimodal.engine_input(call.prompts[position], features), params
                 )
             except Exception as error:
                 if internals.engine_is_gone(error):

@@ -1,0 +1,107 @@
+"""What a job says of the images that go with a row's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import field_validator
+
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+
+MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
+ASPECT = 200  # of one side to the other, from which on models refuse an image
+BYTES = 12  # a pixel of what is prepared
+UNKNOWN = (512, 512)  # the size that an image is taken for where none is set
+OTHERS = ("video", "audio")  # what a model may take too, and no request of ours holds
+
+
+class Images(Group):
+    """Images that go with a row's text."""
+
+    columns: list[str] = field(
+        1,
+        [],
+        title="Columns",
+        text="With an image each, or a list of them: bytes, {bytes, path} as Hugging Face has "
+        "them, a path under source.media_root, or a URL (s3, http, https). They stand before the "
+        "text. With prompt.function it may be left out: the function returns parts {type: image, "
+        "image: ...} itself.",
+    )
+    resize: int | list[int] | None = field(
+        2,
+        None,
+        title="Size",
+        text="[width, height], bicubic; or the most pixels of the longer side. By default as they "
+        "are.",
+    )
+    per_row: int = field(
+        3, 1, title="Most images a row", text="A row with more fails.", gt=0, le=256
+    )
+    max_pixels: int = field(
+        4,
+        50_000_000,
+        title="Most pixels",
+        text="An image of more fails its row, before it is decoded.",
+        gt=0,
+        le=MOST_PIXELS,
+    )
+    max_bytes: int = field(
+        5, 20_000_000, title="Most bytes", text="Of an image's file.", gt=0, le=1_000_000_000
+    )
+    fetch_seconds: float = field(
+        6,
+        20.0,
+        title="Longest fetch",
+        text="In seconds, of an image by http(s), of which there are three tries.",
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+    )
+    allow_private: bool = field(
+        7,
+        False,
+        title="Private addresses",
+        text="Rows may name http(s) hosts of this network, and ports other than 80 and 443. "
+        "Link-local addresses stay refused.",
+    )
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _distinct(cls, value: list[str]) -> list[str]:
+        repeated = sorted({name for name in value if value.count(name) > 1})
+        if repeated:
+            raise ValueError(f"column {repeated[0]!r} stands there twice; remove one")
+        return value
+
+    @field_validator("resize")
+    @classmethod
+    def _size(cls, value: int | list[int] | None) -> int | list[int] | None:
+        sides = [value] if isinstance(value, int) else value or []
+        if isinstance(value, list) and len(value) != 2:
+            raise ValueError("write [width, height], such as [225, 225]")
+        for side in sides:
+            if not 1 <= side <= 16384:
+                raise ValueError(f"{side} is no side of an image; write 1 to 16384")
+        if len(sides) == 2 and max(sides) >= ASPECT * min(sides):
+            raise ValueError(f"one side is {ASPECT} times the other, which no model takes")
+        return value
+
+    def prepared_bytes(self) -> int:
+        """About what a row's images come to once a model's processor is done with them, as
+        Qwen2.5-VL's does in 16 bits: 12 bytes a pixel."""
+        if isinstance(self.resize, int):
+            pixels = self.resize**2
+        else:
+            width, height = self.resize or UNKNOWN
+            pixels = width * height
+        return BYTES * pixels * self.per_row
+
+    def limits(self) -> dict[str, int]:
+        """vLLM's limit_mm_per_prompt."""
+        return {"image": self.per_row, **dict.fromkeys(OTHERS, 0)}

@@ -1,0 +1,110 @@
+"""Where an image's bytes come from: the row itself, a declared folder, a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, StoreError, StoreUnavailable
+from prefect_raybatch.stages.images.decode import BadImage
+from prefect_raybatch.stages.images.http import Http, ImageUnavailable
+from prefect_raybatch.storage import open_store
+
+SHOWN = 200  # characters of a path or URL in a message
+
+
+@dataclass(frozen=True)
+class Places:
+    """What rows may refer to. `media_root` is the folder of local files, None for no such files;
+    `options` are the input store's; `seconds` and `allow_private` are of `Http`."""
+
+    media_root: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_bytes: int = 20_000_000
+    seconds: float = 20.0
+    allow_private: bool = False
+
+    def fetch(self, value: Any) -> bytes:
+        """The bytes of an image: itself, or what {bytes, path}, a path or a URL refers to.
+
+        Raises BadImage for what will not be there another time either, else ImageUnavailable.
+        """
+        if isinstance(value, Mapping):
+            data, path = value.get("bytes"), value.get("path")
+            value = data if data is not None else path
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return bytes(value)
+        if not isinstance(value, str):
+            raise BadImage(
+                f"this is {type(value).__name__}, no image; bytes, {{bytes, path}}, a path or a "
+                "URL are taken"
+            )
+        if not value.strip() or "\0" in value:
+            raise BadImage("the path is empty or holds a NUL")
+        scheme = value.split("://", 1)[0].lower() if "://" in value else ""
+        if scheme == "s3":
+            return self._from_store(value)
+        if scheme in ("", "file"):
+            return self._local(value)
+        if scheme in ("http", "https"):
+            return Http(self.max_bytes, self.seconds, self.allow_private).fetch(value)
+        raise BadImage(
+            f"{value[:SHOWN]} has scheme {scheme!r}; local paths, s3://, http:// and https:// are "
+            "taken"
+        )
+
+    def _from_store(self, uri: str) -> bytes:
+        folder, _, name = uri.rpartition("/")
+        if not name or folder.count("/") < 2:
+            raise BadImage(f"{uri[:SHOWN]} names no file in a bucket")
+        try:
+            return open_store(folder, self.options).read(name, self.max_bytes)
+        except FileNotFoundError:
+            raise BadImage(f"there is no {uri[:SHOWN]}") from None
+        except CorruptRun:  # by which a store says that a file is larger
+            raise BadImage(_too_large(uri, self.max_bytes)) from None
+        except StoreUnavailable as error:
+            raise ImageUnavailable(str(error)) from None
+        except (ConfigError, StoreError) as error:
+            raise BadImage(str(error)) from None
+
+    def _local(self, path: str) -> bytes:
+        if self.media_root is None:
+            raise BadImage(
+                f"{path[:SHOWN]} is a local path, and source.media_root, the folder that such "
+                "files may lie in, is not set"
+            )
+        plain = unquote(path.partition("://")[2]) if "://" in path else path
+        root = os.path.realpath(self.media_root.removeprefix("file://"))
+        if ".." in plain.split("/"):
+            raise BadImage(f"{path[:SHOWN]} holds '..'")
+        real = os.path.realpath(os.path.join(root, plain))  # with every link followed
+        if real != root and not real.startswith(root.rstrip("/") + "/"):
+            raise BadImage(f"{path[:SHOWN]} lies outside of source.media_root")
+        return _read(real, path, self.max_bytes)
+
+
+def _read(real: str, path: str, most: int) -> bytes:
+    # Neither waits for a pipe to be written to, nor follows a link put there since.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(real, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadImage(f"{path[:SHOWN]} is no file")
+            data = file.read(most + 1)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):  # a network's file system
+            raise ImageUnavailable(f"{path[:SHOWN]}: {error.strerror}") from None
+        raise BadImage(f"{path[:SHOWN]} cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise BadImage(_too_large(path, most))
+    return data
+
+
+def _too_large(place: str, most: int) -> str:
+    return f"{place[:SHOWN]} has more bytes than prompt.images.max_bytes {most}"

@@ -1,0 +1,174 @@
+"""The images of a block's rows: gathered, decoded and put into the rows' messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.images import Images
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.block import Failure, Messages, rows_of
+from prefect_raybatch.stages.images.decode import BadImage, Policy, decode
+from prefect_raybatch.stages.images.http import ImageUnavailable
+from prefect_raybatch.stages.images.places import Places
+from prefect_raybatch.stages.vllm.multimodal import RENDERING, renderer
+
+TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
+AT_ONCE = 16  # rows whose images are fetched side by side
+
+
+class TooManyAway(Exception):
+    """So many images could not be fetched that the block should come again."""
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """What a job says of images, with where they may come from. `arguments` are the engine's, by
+    which its model is given them. `empty`: a null is no image, and no failure."""
+
+    images: Images
+    places: Places
+    empty: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> Policy:
+        size = self.images.resize
+        resize = (size[0], size[1]) if isinstance(size, list) else size
+        return Policy(resize, self.images.max_pixels, self.images.max_bytes)
+
+    def rendered(
+        self,
+        table: pa.Table,
+        conversations: Sequence[Messages | Failure],
+        model: dict[str, Any],
+    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
+        """Prompt tokens of each row, with room for its images, and these as `MM_TYPE`."""
+        shown = self.put(table, conversations)
+        made = renderer(models.local_path(model), model.get("revision"), self.arguments)
+        return made.rows(shown)
+
+    def put(
+        self, table: pa.Table, conversations: Sequence[Messages | Failure]
+    ) -> list[Messages | Failure]:
+        """The rows' messages with their images decoded, those of columns before the text.
+
+        Raises `TooManyAway` where the images of too many rows could not be fetched for now.
+        """
+        rows = rows_of(table, self.images.columns)
+        away: list[Failure] = []
+        most = TOO_MANY_AWAY * len(rows)
+
+        def one(row: Any, messages: Messages | Failure) -> Messages | Failure:
+            if len(away) > most:
+                raise TooManyAway(away[0].message)
+            if isinstance(row, Failure) or isinstance(messages, Failure):
+                return row if isinstance(row, Failure) else messages
+            try:
+                return self._put(row, messages)
+            except ImageUnavailable as error:
+                away.append(Failure.of("prepare", error))
+                return away[-1]
+            except Exception as error:
+                return Failure.of("prepare", error)
+
+        with ThreadPoolExecutor(AT_ONCE, "raybatch-images") as pool:
+            made = list(pool.map(one, rows, conversations))
+        if len(away) > most:
+            raise TooManyAway(away[0].message)
+        return made
+
+    def _put(self, row: Mapping[str, Any], messages: Messages) -> Messages:
+        given = [found for name in self.images.columns for found in self._of(name, row[name])]
+        count = len(given) + sum(map(is_image, _parts(messages)))
+        if count > self.images.per_row:
+            raise BadImage(
+                f"the row has {count} images, more than prompt.images.per_row {self.images.per_row}"
+            )
+        shown = [{**m, "content": self._content(m["content"])} for m in messages]
+        if given:
+            _before_text(shown, [self._decoded(where, value) for where, value in given])
+        return shown
+
+    def _of(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """The images of a column's value, each with where it stands."""
+        if isinstance(value, list):
+            many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]
+        else:
+            many = [(f"column {name}", value)]
+        if self.empty:
+            return [(where, item) for where, item in many if not _is_null(item)]
+        for where, item in many:
+            if _is_null(item):
+                raise BadImage(f"{where} is null; clean the input or set prompt.on_null: empty")
+        return many
+
+    def _content(self, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [
+            self._decoded("prompt.function's image", reference(part)) if is_image(part) else part
+            for part in content
+        ]
+
+    def _decoded(self, where: str, value: Any) -> dict[str, Any]:
+        try:
+            image = decode(self.places.fetch(value), self.policy)
+        except (BadImage, ImageUnavailable) as error:
+            raise type(error)(f"{where}: {error}") from None
+        return {"type": "image_pil", "image_pil": image}
+
+
+def row_images(job: BatchJob, arguments: Mapping[str, Any]) -> RowImages | None:
+    """What a job says of images; None where it has none. `arguments` are its engines'."""
+    images = job.prompt.images
+    if images is None:
+        return None
+    places = Places(
+        job.source.media_root,
+        job.source.options,
+        images.max_bytes,
+        images.fetch_seconds,
+        images.allow_private,
+    )
+    kept = {name: arguments[name] for name in RENDERING if name in arguments}
+    return RowImages(images, places, job.prompt.on_null == "empty", kept)
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message's content is an image, as any of the usual forms."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def reference(part: Mapping[str, Any]) -> Any:
+    """What an image part holds: bytes, {bytes, path}, a path or a URL."""
+    kind = part["type"]
+    if kind not in part:
+        raise BadImage(f"a part of type {kind} has no {kind}")
+    value = part[kind]
+    return value.get("url") if kind == "image_url" and isinstance(value, dict) else value
+
+
+def _parts(messages: Messages) -> list[Any]:
+    return [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+
+
+def _is_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("bytes") is None and value.get("path") is None
+    return value is None
+
+
+def _before_text(messages: Messages, images: list[dict[str, Any]]) -> None:
+    """Puts images in front of the last user message."""
+    users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+    if not users:
+        raise BadImage("there is no user message to put the image into")
+    content = messages[users[-1]]["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    messages[users[-1]]["content"] = [*images, *parts]

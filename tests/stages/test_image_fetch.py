@@ -1,0 +1,381 @@
+"""Images from rows, files, stores and a real HTTP server that misbehaves in each known way."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from prefect_raybatch.stages.images import http
+from prefect_raybatch.stages.images.decode import BadImage
+from prefect_raybatch.stages.images.http import Http, ImageUnavailable, allowed
+from prefect_raybatch.stages.images.places import Places
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(out, "PNG")
+    return out.getvalue()
+
+
+PNG = png()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    asked: list[str] = []
+    headers_seen: list[dict[str, str]] = []
+    flaky = 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        type(self).asked.append(self.path)
+        type(self).headers_seen.append(dict(self.headers))
+        name, _, rest = self.path.lstrip("/").partition("/")
+        getattr(self, f"_{name.partition('?')[0]}")(rest)
+
+    def _good(self, _: str) -> None:
+        self._send(200, PNG, Content_Type="image/png")
+
+    def _chunked(self, _: str) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(PNG), PNG))
+
+    def _status(self, code: str) -> None:
+        self._send(int(code.partition("?")[0]), b"no")
+
+    def _flaky(self, _: str) -> None:
+        type(self).flaky += 1
+        self._send(*((503, b"") if type(self).flaky < 3 else (200, PNG)))
+
+    def _html(self, _: str) -> None:
+        self._send(200, b"\n<!DOCTYPE html><title>log in</title>", Content_Type="text/html")
+
+    def _gzip(self, _: str) -> None:
+        self._send(200, PNG, Content_Encoding="gzip")
+
+    def _huge(self, _: str) -> None:
+        self._send(200, PNG[:20], Content_Length=str(10**12))
+
+    def _endless(self, _: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        try:
+            while True:
+                self.wfile.write(PNG + b"\0" * 65536)
+        except OSError:
+            pass
+
+    def _short(self, _: str) -> None:
+        self.close_connection = True
+        self._send(200, PNG[:20], Content_Length=str(len(PNG)))
+
+    def _hang(self, _: str) -> None:
+        time.sleep(3)
+        self.close_connection = True
+
+    def _drip(self, _: str) -> None:
+        self.close_connection = True
+        try:
+            self.send_response(200)
+            self.end_headers()
+            for byte in PNG:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+    def _slowheader(self, _: str) -> None:
+        self.close_connection = True
+        try:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for i in range(100):
+                self.wfile.write(b"X-%d: y\r\n" % i)
+                self.wfile.flush()
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+    def _to(self, target: str) -> None:
+        self._send(302, Location=target)
+
+    def _loop(self, depth: str) -> None:
+        left = int(depth)
+        self._send(302, Location=f"/loop/{left - 1}" if left else "/good")
+
+    def _nowhere(self, _: str) -> None:
+        self._send(302)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    made.daemon_threads = True
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}"
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSE", 0.01)
+    _Handler.asked.clear()
+    _Handler.headers_seen.clear()
+    _Handler.flaky = 0
+
+
+HERE = Http(1_000_000, seconds=5, allow_private=True)
+BRISK = Http(1_000_000, seconds=0.4, allow_private=True)
+
+
+@pytest.mark.parametrize("path", ["/good", "/chunked", "/loop/2", "/to//good", "/good?a=1#b"])
+def test_an_image_is_fetched(server, path):
+    assert HERE.fetch(server + path) == PNG
+
+
+def test_the_request_asks_for_no_coding_and_names_its_host(server):
+    HERE.fetch(server.replace("127.0.0.1", "localhost") + "/good")
+    (seen,) = _Handler.headers_seen
+    assert seen["Accept-Encoding"] == "identity" and "Cookie" not in seen
+    assert seen["Host"].startswith("localhost:")
+
+
+def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert HERE.fetch(server + "/good") == PNG
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/status/404", "HTTP 404"),
+        ("/status/403", "HTTP 403"),
+        ("/status/204", "HTTP 204"),
+        ("/html", r"HTML or XML \(text/html\), not an image"),
+        ("/gzip", "sent as gzip"),
+        ("/huge", "1000000000000 bytes, more than prompt.images.max_bytes"),
+        ("/endless", "more than prompt.images.max_bytes 1000000"),
+        ("/loop/3", "more than 3 redirects"),
+        ("/nowhere", "without a Location"),
+        ("/to/file:///etc/passwd", "redirect to file"),
+        ("/to/http://169.254.169.254/latest/meta-data", "169.254.169.254"),
+        ("/to/http://user:secret@127.0.0.1/", "user or a password"),
+    ],
+)
+def test_what_stays_wrong_fails_its_row_at_the_first_try(server, path, words):
+    with pytest.raises(BadImage, match=words) as caught:
+        HERE.fetch(server + path)
+    assert "secret" not in str(caught.value)
+    assert len(_Handler.asked) == (4 if "loop" in path else 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/status/429", "HTTP 429"),
+        ("/status/500", "HTTP 500"),
+        ("/status/503", "HTTP 503"),
+        ("/short", "20 of .* bytes came|IncompleteRead"),
+    ],
+)
+def test_what_may_pass_is_tried_three_times(server, path, words):
+    with pytest.raises(ImageUnavailable, match=words):
+        HERE.fetch(server + path)
+    assert len(_Handler.asked) == 3
+
+
+def test_what_passes_is_fetched(server):
+    assert HERE.fetch(server + "/flaky") == PNG and _Handler.flaky == 3
+
+
+@pytest.mark.parametrize("path", ["/hang", "/drip", "/slowheader"])
+def test_a_server_that_hangs_or_drips_is_given_up_in_time(server, path):
+    began = time.monotonic()
+    with pytest.raises(ImageUnavailable):
+        BRISK.fetch(server + path)
+    assert time.monotonic() - began < 3 * 0.4 + 2
+
+
+def test_a_port_where_nobody_listens_may_come_back():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ImageUnavailable, match="refused"):
+        HERE.fetch(f"http://127.0.0.1:{port}/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1/x", "not of the open internet"),
+        ("http://localhost/x", "not of the open internet"),
+        ("http://[::1]/x", "not of the open internet"),
+        ("http://10.0.0.1/x", "not of the open internet"),
+        ("http://2130706433/x", "not of the open internet"),  # 127.0.0.1 as a number
+        ("http://[::ffff:127.0.0.1]/x", "not of the open internet"),
+        ("http://example.com:8080/x", "port 8080"),
+        ("http://example.com:99999/x", "no URL"),
+        ("http:///x", "no URL of a host"),
+        ("http://exa mple.com/", "no URL of a host"),
+        ("http://h\r\nX: y/", "no URL|no name"),
+        ("http://u:secret@example.com/x", "user or a password"),
+    ],
+)
+def test_urls_that_no_row_may_name(url, words):
+    with pytest.raises(BadImage, match=words) as caught:
+        Http(1000).fetch(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "public", "private"),
+    [
+        ("93.184.216.34", True, True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True, True),
+        ("127.0.0.1", False, True),
+        ("10.1.2.3", False, True),
+        ("192.168.0.1", False, True),
+        ("100.64.0.1", False, True),
+        ("0.0.0.0", False, False),
+        ("224.0.0.1", False, False),
+        ("169.254.169.254", False, False),
+        ("fe80::1%eth0", False, False),
+        ("fd00:ec2::254", False, False),
+        ("fd12::1", False, True),
+        ("::1", False, True),
+        ("::", False, False),
+        ("::ffff:10.0.0.1", False, True),
+        ("::ffff:169.254.169.254", False, False),
+        ("64:ff9b::7f00:1", False, True),
+        ("64:ff9b::a9fe:a9fe", False, False),
+        ("2002:7f00:1::", False, True),
+        ("2002:a9fe:a9fe::1", False, False),
+        ("::7f00:1", False, True),
+        ("64:ff9b::5db8:d822", True, True),
+    ],
+)
+def test_which_addresses_may_be_asked(address, public, private):
+    assert allowed(address, False) is public and allowed(address, True) is private
+
+
+def test_a_name_with_one_private_address_is_refused(monkeypatch):
+    entries = [(2, 1, 6, "", (ip, 80)) for ip in ("93.184.216.34", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+    with pytest.raises(BadImage, match=r"10\.0\.0\.1"):
+        Http(1000).fetch("http://example.com/x")
+
+
+def test_a_name_is_resolved_once_and_that_address_is_asked(server, monkeypatch):
+    calls = []
+
+    def look_up(host, port, **_):
+        calls.append(host)
+        return [(2, 1, 6, "", ("127.0.0.1" if len(calls) == 1 else "10.255.255.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    original = socket.create_connection
+    asked = []
+    monkeypatch.setattr(
+        socket, "create_connection", lambda to, *a, **k: asked.append(to) or _dial(to, original)
+    )
+    assert HERE.fetch(server.replace("127.0.0.1", "cdn.test") + "/good") == PNG
+    assert calls == ["cdn.test"] and asked[0][0] == "127.0.0.1"
+    assert _Handler.headers_seen[0]["Host"].startswith("cdn.test:")
+
+
+def _dial(to, _):
+    made = socket.socket()
+    made.settimeout(5)
+    made.connect(to)
+    return made
+
+
+def test_a_query_is_in_no_message(server):
+    with pytest.raises(BadImage) as caught:
+        HERE.fetch(server + "/status/404?X-Signature=secret")
+    assert "secret" not in str(caught.value)
+
+
+# --- rows, files and stores ---------------------------------------------------------------------
+
+
+def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
+    places = Places()
+    assert places.fetch(PNG) == PNG == places.fetch(bytearray(PNG))
+    assert places.fetch({"bytes": PNG, "path": "a.png"}) == PNG
+    (tmp_path / "a.png").write_bytes(PNG)
+    assert Places(str(tmp_path)).fetch({"bytes": None, "path": "a.png"}) == PNG
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (7, "int, no image"),
+        ({"bytes": None, "path": None}, "NoneType"),
+        ("", "empty"),
+        ("a\0b", "NUL"),
+        ("a.png", "source.media_root"),
+        ("ftp://host/x", "scheme 'ftp'"),
+        ("data:image/png;base64,AAAA", "source.media_root"),
+        ("s3://bucket", "names no file"),
+    ],
+)
+def test_what_is_no_reference_is_named(value, words):
+    with pytest.raises(BadImage, match=words):
+        Places().fetch(value)
+
+
+def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
+    root, outside = tmp_path / "media", tmp_path / "secret.png"
+    (root / "deep").mkdir(parents=True)
+    outside.write_bytes(PNG)
+    (root / "deep" / "a.png").write_bytes(PNG)
+    (root / "out").symlink_to(outside)
+    (root / "way").symlink_to(tmp_path)
+    (root / "in").symlink_to(root / "deep" / "a.png")
+    os.mkfifo(root / "pipe")
+    places = Places(str(root), max_bytes=len(PNG))
+    for good in ("deep/a.png", "in", str(root / "deep" / "a.png"), f"file://{root}/deep/a.png"):
+        assert places.fetch(good) == PNG
+    for bad, words in {
+        "out": "outside",
+        "way/secret.png": "outside",
+        "deep/../deep/a.png": r"'\.\.'",
+        "../secret.png": r"'\.\.'",
+        f"file://{root}/%2e%2e/secret.png": r"'\.\.'",
+        str(outside): "outside",
+        "/etc/passwd": "outside",
+        "/dev/zero": "outside",
+        "deep": "cannot be read|no file",
+        "pipe": "no file",
+        "nothing.png": "No such file",
+        "deep/a.png/x": "Not a directory",
+    }.items():
+        with pytest.raises(BadImage, match=words):
+            places.fetch(bad)
+    (root / "large.png").write_bytes(PNG + b"\0")
+    with pytest.raises(BadImage, match="max_bytes"):
+        places.fetch("large.png")
