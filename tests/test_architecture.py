@@ -226,6 +226,49 @@ def test_no_assert_guards_anything():
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
 
 
+# --- names --------------------------------------------------------------------------------------
+
+# Public names that two modules define, and why. All others have one home, or a name each.
+TWICE = {
+    "log": "each module's own logger",
+    "main": "each program's entry point",
+    # Typer and Prefect call a command and a task what its function is called, and users know the
+    # verb by that name; the function in `runs` or `result` is what all of them call.
+    "finalize_run": "the task, and the verb",
+    "plan_retry": "the task, and the verb",
+    "reap": "the command, and the verb",
+    "retry_failed": "the command, and the flow",
+    "status": "the command, and the verb",
+    "tune": "the command, and the verb",
+    "verify": "the command, and the verb",
+}
+
+
+def defined(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """The names of a module's functions, classes and constants."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found = (name for target in targets for name in ast.walk(target))
+            yield from (name.id for name in found if isinstance(name, ast.Name))
+        elif isinstance(node, (ast.If, ast.Try)):
+            yield from defined(node.body)
+
+
+def test_no_public_name_is_defined_in_two_modules():
+    """What means the same is imported from one home; what does not is called differently."""
+    homes: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        for name in defined(ast.parse(path.read_text(encoding="utf-8")).body):
+            if not name.startswith("_"):
+                homes.setdefault(name, set()).add(module)
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert {name: modules for name, modules in twice.items() if name not in TWICE} == {}
+    assert set(twice) == set(TWICE), "TWICE names what is defined once"
+
+
 # --- what users import --------------------------------------------------------------------------
 
 

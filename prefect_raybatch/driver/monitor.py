@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.heartbeat import (
+    BEAT_EVERY,
     ENDED,
-    EVERY,
     INFERRING,
     STARTING,
     WAITING,
@@ -69,7 +69,7 @@ class Monitor:
         self._states: Mapping[str, int] = {}
         self._asked = self._written = float("-inf")
         self._ended = False
-        self._beats = Ticker("heartbeat", EVERY, self._write)
+        self._beats = Ticker("heartbeat", BEAT_EVERY, self._write)
 
     def __call__(self, progress: Progress) -> None:
         """After each commit, in the driver's thread: takes what the others need, no more."""

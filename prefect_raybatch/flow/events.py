@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 COMMIT_EVERY = 5.0  # seconds between two events of commits at the least
 COMMIT_EVENTS = 400  # about as many a run at the most, however long it is and however many shards
-TEXT = 500  # characters of an error that travel
+EVENT_TEXT = 500  # characters of an error that travel
 
 
 class RunEvents:
@@ -56,7 +56,7 @@ class RunEvents:
         try:
             yield
         except Exception as error:
-            text = str(error)[:TEXT]
+            text = str(error)[:EVENT_TEXT]
             if isinstance(error, ErrorBudgetExceeded):
                 self.emit("budget.exceeded", message=text)
             if not is_transient(error) or (task_run.get_run_count() or 1) > retries:

@@ -14,7 +14,7 @@ from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, Progres
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
-    SILENT,
+    SILENT_AFTER,
     Beat,
     Counts,
     Listener,
@@ -33,7 +33,7 @@ from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
-LOOK = 1.0  # seconds between looks of the page's thread
+PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
@@ -61,7 +61,7 @@ class Page(Listener):
         self._artifacts: dict[str, UUID] = {}
         self._shown: dict[str, Any] = {}
         self._due: dict[str, float] = {}
-        self._ticker = Ticker("the Prefect page", LOOK, self.tick)
+        self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
@@ -147,7 +147,7 @@ class Page(Listener):
         if now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
             self._asked = now
             beat = newest(open_store(self.run.uri, self.job.output.options or None))
-            self._beat = beat if beat and time.time() - beat.at < SILENT else None
+            self._beat = beat if beat and time.time() - beat.at < SILENT_AFTER else None
         if counts is None:
             return None
         beat = self._beat

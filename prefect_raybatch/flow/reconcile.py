@@ -33,11 +33,15 @@ from prefect_raybatch.remote.server import JobServer, RayJob
 
 log = logging.getLogger(__name__)
 
-JOB, SERVER, SINCE = "raybatch.job", "raybatch.job_server", "raybatch.followed_since"
+JOB_LABEL, SERVER_LABEL, SINCE_LABEL = (
+    "raybatch.job",
+    "raybatch.job_server",
+    "raybatch.followed_since",
+)
 GRACE = 900.0  # seconds after which a flow run has had time to notice that its job is over
 SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
 CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
-PAGE = 200
+FLOW_RUNS_PAGE = 200
 OPEN = [
     StateType.SCHEDULED,
     StateType.PENDING,
@@ -58,7 +62,7 @@ def owner() -> Owner:
         try:
             with get_client(sync_client=True) as client:
                 client.update_flow_run_labels(
-                    id, {JOB: job, SERVER: server, SINCE: round(time.time())}
+                    id, {JOB_LABEL: job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())}
                 )
         except Exception as error:  # the API may be away for a moment; the job runs all the same
             log.warning("the flow run was not labelled with its job: %s", error)
@@ -102,7 +106,7 @@ def reconcile_jobs(
     server = JobServer(str(url))
     with get_client(sync_client=True) as client:
         known = {job.id: job for job in server.jobs() if job.id.startswith("raybatch-")}
-        following = [run for run in _open_runs(client) if _label(run, SERVER) == server.url]
+        following = [run for run in _open_runs(client) if _label(run, SERVER_LABEL) == server.url]
         stopped = _orphans(client, server, known, following, dry_run)
         return stopped + _widows(client, server, known, following, dry_run, grace, settle)
 
@@ -114,7 +118,7 @@ def _orphans(
     following: list[FlowRun],
     dry_run: bool,
 ) -> list[Action]:
-    waited_for = {_label(run, JOB) for run in following if not _cancelled_long_ago(run)}
+    waited_for = {_label(run, JOB_LABEL) for run in following if not _cancelled_long_ago(run)}
     actions = []
     for job in known.values():
         if not job.live:
@@ -158,30 +162,36 @@ def _widows(
 ) -> list[Action]:
     now = time.time()
     left = [
-        run for run in following if _vanished(run, known.get(str(_label(run, JOB))), now - grace)
+        run
+        for run in following
+        if _vanished(run, known.get(str(_label(run, JOB_LABEL))), now - grace)
     ]
     if left and settle and not dry_run:
         time.sleep(settle)
     actions = []
     for seen in left:
         run = client.read_flow_run(seen.id)
-        job = server.find(str(_label(run, JOB)))
+        job = server.find(str(_label(run, JOB_LABEL)))
         if not _vanished(run, job, now - grace):
             continue
         said = f"is {job.status}" if job else "is not known to the job server"
-        why = f"the Ray job {_label(run, JOB)} {said}, and nobody has noticed"
+        why = f"the Ray job {_label(run, JOB_LABEL)} {said}, and nobody has noticed"
         if not dry_run:
             client.set_flow_run_state(
                 run.id,
                 Crashed(message=f"{why}. What is committed is kept; run it again to continue."),
                 force=True,
             )
-        actions.append(Action("crashed", str(_label(run, JOB)), str(run.id), why))
+        actions.append(Action("crashed", str(_label(run, JOB_LABEL)), str(run.id), why))
     return actions
 
 
 def _vanished(run: FlowRun, job: RayJob | None, before: float) -> bool:
-    if run.state is None or not run.state.is_running() or float(_label(run, SINCE) or 0) > before:
+    if (
+        run.state is None
+        or not run.state.is_running()
+        or float(_label(run, SINCE_LABEL) or 0) > before
+    ):
         return False
     if job is None:
         return True
@@ -207,9 +217,9 @@ def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     offset = 0
     while True:
         page = client.read_flow_runs(
-            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=PAGE, offset=offset
+            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=FLOW_RUNS_PAGE, offset=offset
         )
-        yield from (run for run in page if _label(run, JOB))
-        if len(page) < PAGE:
+        yield from (run for run in page if _label(run, JOB_LABEL))
+        if len(page) < FLOW_RUNS_PAGE:
             return
-        offset += PAGE
+        offset += FLOW_RUNS_PAGE

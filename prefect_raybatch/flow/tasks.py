@@ -36,7 +36,7 @@ from prefect_raybatch.words import counted
 
 __all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
 
-OURS = logging.getLogger("prefect_raybatch")
+OUR_LOGGER = logging.getLogger("prefect_raybatch")
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
@@ -196,19 +196,19 @@ class _PageLogs:
     def _enter(self) -> None:
         with self._lock:
             self._inside += 1
-            if any(isinstance(handler, APILogHandler) for handler in OURS.handlers):
+            if any(isinstance(handler, APILogHandler) for handler in OUR_LOGGER.handlers):
                 return
-            self._handler, self._level = APILogHandler(), OURS.level
-            OURS.addHandler(self._handler)
-            OURS.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
+            self._handler, self._level = APILogHandler(), OUR_LOGGER.level
+            OUR_LOGGER.addHandler(self._handler)
+            OUR_LOGGER.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
 
     def _leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside or self._handler is None:
                 return
-            OURS.setLevel(self._level)
-            OURS.removeHandler(self._handler)
+            OUR_LOGGER.setLevel(self._level)
+            OUR_LOGGER.removeHandler(self._handler)
             self._handler = None
 
 

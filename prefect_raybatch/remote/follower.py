@@ -34,7 +34,15 @@ import numpy as np
 
 from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    SILENT_AFTER,
+    UNHEARD,
+    Beat,
+    Counts,
+    Listener,
+    newest,
+)
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
@@ -45,7 +53,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
-from prefect_raybatch.remote.logs import LogFeed
+from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
 from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.infer_run import infer_run
@@ -56,13 +64,12 @@ log = logging.getLogger(__name__)
 
 POLL = 2.0  # seconds between questions whether the job lives
 LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking takes long
-SHARE = 0.1  # of the time that may go into looking for commits
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
 OLD_SERVER = 30.0  # seconds of patience with a server that the job no longer names
 ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
-ROUNDS = 100  # jobs that can end under our hands before something else must be wrong
+MOST_JOBS = 100  # jobs that can end under our hands before something else must be wrong
 OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
-COMMAND = "python -m prefect_raybatch.remote"
+REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Follower:
         observe: Callable[[Progress], None],
         owner: Owner,
         server_at: Callable[..., JobServer] = JobServer,
-        command: str = COMMAND,
+        command: str = REMOTE_COMMAND,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.job, self.run, self.owner = job, run, owner
@@ -124,7 +131,7 @@ class Follower:
         """The progress once every shard is committed."""
         self.watch.begin()
         with self._on_signal():
-            for _ in range(ROUNDS):
+            for _ in range(MOST_JOBS):
                 if self.watch.whole:
                     return self.watch.progress
                 record, server = self.attach()
@@ -132,13 +139,13 @@ class Follower:
                 ended = self.follow(record, server)
                 if ended is not None:
                     self._collect(record, ended)
-        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
         """The record of the one job that is live, or has succeeded, and its server."""
-        for _ in range(ROUNDS):
+        for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
                 self._next(1)
@@ -157,7 +164,7 @@ class Follower:
             elif found is not None and found.status == "SUCCEEDED" and self.watch.look_now():
                 return newest, server
             self._next(newest.number + 1)
-        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     def _next(self, number: int) -> None:
         self.records.add(number, self.sent, self.url, self.owner.id)
@@ -288,7 +295,7 @@ class Watch:
         self._tell(over=now)
         if commits:
             self.observe(self.progress)
-        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / SHARE)
+        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
 
     def _tell(self, over: bool = False) -> None:
         """Tells a listener what the run's driver says that it does, by its heartbeat."""
@@ -301,7 +308,7 @@ class Watch:
             log.info("heartbeats cannot be read: %s", error)
         now = time.time()
         # That of a driver which is gone says nothing of the one that is followed.
-        if beat is None or now - beat.at > SILENT or (beat.phase == ENDED and not over):
+        if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
             beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
         self.observe.hear(beat)
 

@@ -185,16 +185,16 @@ class EngineStage:
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
         fields = canary.fields_for(self.spec.sampling)
-        for attempt in range(first, canary.TRIES + 1):
+        for attempt in range(first, canary.PROMPT_TRIES + 1):
             if self._engine is None:  # it did not start: `_refused`
                 return
             self._note.write(note.PROMPT, attempt, cause)
             try:
-                self._engine.run([Request(canary.PROMPT, fields)])
+                self._engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
                 log.error("the engine died of a prompt that is always the same: %s", death)
                 self._engine = None
-                if attempt == canary.TRIES or canary.same(cause, str(death)):
+                if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
                     self._refused = canary.refusal(str(death))
                     return
                 cause = str(death)
@@ -206,7 +206,7 @@ class EngineStage:
     def _start(self) -> None:
         from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
-        for attempt in range(canary.STARTS):
+        for attempt in range(canary.ENGINE_STARTS):
             try:
                 self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
@@ -219,7 +219,7 @@ class EngineStage:
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
+                if not isinstance(error, RuntimeError) or attempt + 1 == canary.ENGINE_STARTS:
                     return
                 time.sleep(PAUSE)
 

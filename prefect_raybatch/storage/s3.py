@@ -23,13 +23,13 @@ from prefect_raybatch.storage.uri import checked, join
 SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts
 PART_BYTES = 32 * 2**20
 READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
-PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
+LISTING_PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
 MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
 FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
 LONGEST_PAUSE = 8.0  # ... up to this
 
 
-Check = Callable[[dict[str, Any]], None]
+ResponseCheck = Callable[[dict[str, Any]], None]
 
 
 class ShortBody(OSError):
@@ -87,7 +87,7 @@ class S3Store(Store):
                 yield item["Prefix"].rstrip("/").rpartition("/")[2]
 
     def _pages(self, folder: str, recursive: bool) -> Iterator[dict[str, Any]]:
-        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": PAGE}
+        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": LISTING_PAGE}
         if not recursive:
             asked["Delimiter"] = "/"
         while True:
@@ -165,8 +165,8 @@ class S3Store(Store):
 
     def delete(self, paths: Iterable[str]) -> None:
         keys = [self._key(path) for path in paths]
-        for start in range(0, len(keys), PAGE):
-            batch = [{"Key": key} for key in keys[start : start + PAGE]]
+        for start in range(0, len(keys), LISTING_PAGE):
+            batch = [{"Key": key} for key in keys[start : start + LISTING_PAGE]]
             self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
 
     def open(self, path: str) -> BinaryIO:
@@ -229,7 +229,7 @@ class S3Store(Store):
         key: str | None,
         max_bytes: int | None = None,
         accept: int | None = None,
-        check: Check = lambda found: None,
+        check: ResponseCheck = lambda found: None,
         **arguments: object,
     ) -> Any:
         """One client operation, repeated until answered: its response, `Body` read.
@@ -251,7 +251,7 @@ class S3Store(Store):
         key: str | None,
         send: Send,
         accept: int | None = None,
-        check: Check = lambda found: None,
+        check: ResponseCheck = lambda found: None,
     ) -> Any:
         """The one retry loop: `send` again, with growing random pauses, until it is answered.
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from prefect_raybatch.stages.block import ERROR, POSITION, SHARD, passes_by
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.vllm.canary import PROMPT
+from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
 
 Rows = list[tuple[int, int, str]]  # shard, position, text
@@ -103,7 +103,7 @@ class Fast:
         return {"rows": self.answered, "refused": 0}
 
     def run(self, requests: Any) -> list[Completion]:
-        if requests[0].prompt_token_ids == PROMPT:  # asked after a death, and in no row
+        if requests[0].prompt_token_ids == CANARY_PROMPT:  # asked after a death, and in no row
             return [Completion([[5]], [""], "stop", prompt_tokens=3)]
         rows: Rows = self.mine.rows
         if len(rows) != len(requests):

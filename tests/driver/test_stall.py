@@ -176,7 +176,7 @@ def test_an_interruptible_pass_gives_on_what_comes_and_what_is_raised():
 
 @pytest.mark.parametrize("how", ["stall", "error of the driver"])
 def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
-    monkeypatch.setattr(stall, "LOOK", 0.02)
+    monkeypatch.setattr(stall, "STALL_LOOK", 0.02)
     gate, ended = threading.Event(), threading.Event()
 
     def passes(units, isolated):
@@ -214,7 +214,7 @@ class HangingEngine(FakeEngine):
 def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     tmp_path, local_ray, caplog, monkeypatch
 ):
-    monkeypatch.setattr(monitor, "EVERY", 0.5)
+    monkeypatch.setattr(monitor, "BEAT_EVERY", 0.5)
     caplog.set_level(logging.WARNING)
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     gate = tmp_path / "gate"

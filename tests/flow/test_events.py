@@ -31,7 +31,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.flow import assets, events, page, tasks
-from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.ledger.layout import heartbeat_path
@@ -389,7 +389,7 @@ def test_two_run_keys_never_share_an_artifact_key(names):
     assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARTIFACT_KINDS)
 def test_what_was_tuned_has_a_key_that_no_run_has(kind):
     assert tune_key("nightly") == "raybatch-tune-nightly"
     taken = f"{artifact_key('tune-x')}-{kind}"

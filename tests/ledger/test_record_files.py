@@ -28,7 +28,7 @@ from prefect_raybatch.ledger.layout import (
     heartbeat_path,
 )
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.record_files import KINDS, limit_of, put_record, read_record
+from prefect_raybatch.ledger.record_files import RECORD_KINDS, limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
@@ -83,8 +83,8 @@ def test_a_success_of_40_000_parts_is_read_again(tmp_path):
 
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Readers and writers of this test take `limit` bytes of any record."""
-    kinds = tuple(kind._replace(limit=limit) for kind in KINDS)
-    monkeypatch.setattr(record_files, "KINDS", kinds)
+    kinds = tuple(kind._replace(limit=limit) for kind in RECORD_KINDS)
+    monkeypatch.setattr(record_files, "RECORD_KINDS", kinds)
     monkeypatch.setattr(record_files, "TABLE", record_files.TABLE._replace(limit=limit))
 
 

@@ -726,7 +726,7 @@ def test_repetitions_are_counted_and_a_flood_is_bounded() -> None:
 
 
 def test_an_endless_log_is_left_to_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_raybatch.remote.logs.MOST_BYTES", 1000)
+    monkeypatch.setattr("prefect_raybatch.remote.logs.MOST_LOG_BYTES", 1000)
     log = Log()
     assert "too long" in log.add("x" * 2000 + "\n")[-1][1]
     assert log.add("[raybatch ERROR] not read\n") == []

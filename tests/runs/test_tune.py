@@ -165,13 +165,13 @@ def job(tmp_path: Path) -> BatchJob:
 
 
 def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, monkeypatch):
-    monkeypatch.setattr(tune, "_axes", lambda job, have: {tune.SEQUENCES: lambda v: [256]})
+    monkeypatch.setattr(tune, "_axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
     seen: list[Trial] = []
     found = tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
     assert list(found.trials) == seen and len(seen) == 2, seen
     assert not any(trial.error for trial in seen)
     first, second = found.trials
-    assert second.changes == {tune.SEQUENCES: 256}
+    assert second.changes == {tune.MAX_NUM_SEQS: 256}
     # Four times as fast, unless this machine is busy with something else.
     better = second.rows_per_s > first.rows_per_s * tune.BETTER
     assert found.best == (second if better else first)

@@ -101,7 +101,7 @@ def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
 def test_an_import_that_does_not_end_ends_the_process() -> None:
     code = (
         "from prefect_raybatch.stages.calls import calling\n"
-        "calling.START = 0.2\n"
+        "calling.START_SECONDS = 0.2\n"
         "with calling.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

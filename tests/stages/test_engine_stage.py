@@ -165,7 +165,7 @@ def test_blocks_in_flight_at_one_death_start_one_new_engine(started):
 
 # --- engines that work for no row ---------------------------------------------------------------
 
-FIXED = list(canary.PROMPT)
+FIXED = list(canary.CANARY_PROMPT)
 
 
 def dies_of(cause: str) -> Callable[[Any], list[Completion]]:
@@ -287,8 +287,8 @@ def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
     for _ in range(2):
         made(block(Unit(0, 0, 1)))
     asked = factory.made[1].seen[0][0].params
-    assert asked == {"temperature": 0.5, "max_tokens": canary.MOST, "choice": ["a"]}
-    assert canary.fields_for({}) == {"max_tokens": canary.MOST}
+    assert asked == {"temperature": 0.5, "max_tokens": canary.CANARY_TOKENS, "choice": ["a"]}
+    assert canary.fields_for({}) == {"max_tokens": canary.CANARY_TOKENS}
     assert canary.fields_for({"max_tokens": 1}) == {"max_tokens": 1}
 
 
@@ -437,9 +437,9 @@ def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
 
 
 def test_an_engine_that_never_starts_is_fatal(started):
-    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.STARTS + 1)))
+    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.ENGINE_STARTS + 1)))
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [
-        (0, 0, f"RuntimeError: try {canary.STARTS}", True)
+        (0, 0, f"RuntimeError: try {canary.ENGINE_STARTS}", True)
     ]
 
 

@@ -20,7 +20,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreU
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files
 from prefect_raybatch.ledger.records import InputFile, Unit
-from prefect_raybatch.source import inventory, snapshot, snapshot_dataset
+from prefect_raybatch.source import inventory, parquet, snapshot, snapshot_dataset
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
 from prefect_raybatch.stages.read import ShardReader, Task
@@ -106,7 +106,7 @@ def test_any_layout_gives_each_row_once_in_order(tmp_path_factory, **drawn: Any)
     ]
     tasks = one.tasks(units, min_tasks=1, units_per_task=drawn["per_task"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "BATCH_ROWS", drawn["batch"])
+        patch.setattr(parquet, "BATCH_ROWS", drawn["batch"])
         check_rows(everything(one, tasks), units)
 
 
@@ -127,7 +127,7 @@ def test_one_huge_row_group_is_decoded_once_a_task(tmp_path, monkeypatch):
     tasks = one.tasks(units, min_tasks=1)
     assert len(tasks) == 25 and all(len(task.units) == 8 for task in tasks)
     check_rows(list(one.read(tasks[0])), units[:8])
-    assert sum(decoded) <= 8000 + read.BATCH_ROWS
+    assert sum(decoded) <= 8000 + parquet.BATCH_ROWS
 
 
 def test_row_groups_that_are_not_needed_are_not_decoded(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_row_groups_that_are_not_needed_are_not_decoded(tmp_path, monkeypatch):
             yield batch
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    monkeypatch.setattr(read, "BATCH_ROWS", 100)
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 100)
     units = [(Unit(0, 0, 50), 120), (Unit(1, 0, 10), 180), (Unit(2, 0, 10), 9_950)]
     (task,) = one.tasks(units, min_tasks=1)
     check_rows(list(one.read(task)), units)
@@ -217,7 +217,7 @@ def test_nested_dictionary_and_widened_columns(tmp_path):
 def test_large_rows_are_decoded_in_small_batches(tmp_path, monkeypatch):
     table = pa.table({"i": range(64), "image": [os.urandom(10_000) for _ in range(64)]})
     write(tmp_path / "a.parquet", table)
-    monkeypatch.setattr(read, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 100_000)
     monkeypatch.setattr(read, "CHUNK_BYTES", 100_000)
     one = reader(tmp_path)
     units = shards(64, 20)

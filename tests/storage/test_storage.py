@@ -411,7 +411,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
 def test_listing_and_deleting_go_past_one_page(
     s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "PAGE", 20)
+    monkeypatch.setattr(s3_module, "LISTING_PAGE", 20)
     for number in range(45):
         s3_store.put(f"commits/{number:05}", b"")
     paths = [info.path for info in s3_store.list("commits")]

@@ -22,9 +22,9 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
 
-START = 120.0  # seconds a child has at least to start and to import the function's module
-LOOK = 0.5  # seconds between looks whether the child lives
-STARTS = 3  # children in a row that may end before a row begins
+START_SECONDS = 120.0  # seconds a child has at least to start and to import the function's module
+CHILD_LOOK = 0.5  # seconds between looks whether the child lives
+CHILD_STARTS = 3  # children in a row that may end before a row begins
 # Rows in a row that may hang. More mean that a service they wait for is gone: no row is to blame.
 HUNG = 3
 BOOT = (  # the child gets this process's sys.path, so that it finds the same modules
@@ -123,14 +123,14 @@ class Apart:
     def _begun(self, data: bytes) -> Child:
         """The child that has begun with a row, which was sent as `data`."""
         ended = ""
-        for _ in range(STARTS):
+        for _ in range(CHILD_STARTS):
             try:
                 child = self._alive()
             except ConfigError as error:  # it could be had before
                 raise NoChild(str(error)) from None
             try:
                 child.say(data)
-                child.hear(START)
+                child.hear(START_SECONDS)
             except (_Ended, _Late):
                 ended = child.close()
                 continue
@@ -154,7 +154,7 @@ class Child:
         # Kills the child when this object is collected, and when this process ends.
         self._close = weakref.finalize(self, _kill, self._process, self._wire)
         try:
-            kind, *rest = self.hear(None if seconds is None else max(seconds, START))
+            kind, *rest = self.hear(None if seconds is None else max(seconds, START_SECONDS))
         except _Ended:
             raise NoChild(
                 f"{field} {name}: its process ended as its module was imported ({self.close()})"
@@ -173,7 +173,8 @@ class Child:
     def close(self) -> str:
         """Ends it and says how it had ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LOOK)  # its end of the wire closes a little earlier than it ends
+            # Its end of the wire closes a little earlier than it ends.
+            self._process.wait(CHILD_LOOK)
         code = self._process.poll()
         self._close()
         if code is None:
@@ -186,7 +187,7 @@ class Child:
 
     def say(self, data: bytes) -> None:
         """Sends a row. Raises _Ended, _Late."""
-        self._wire.settimeout(START)
+        self._wire.settimeout(START_SECONDS)
         try:
             self._wire.sendall(HEADER.pack(len(data)) + data)
         except TimeoutError:
@@ -230,11 +231,11 @@ class _Waited:
         """Seconds until the next look. Raises _Late."""
         now = time.monotonic()
         if self.rest is not None:
-            self.rest -= min(now - self.since, 2 * LOOK)
+            self.rest -= min(now - self.since, 2 * CHILD_LOOK)
             if self.rest <= 0:
                 raise _Late
         self.since = now
-        return LOOK if self.rest is None else min(self.rest, LOOK)
+        return CHILD_LOOK if self.rest is None else min(self.rest, CHILD_LOOK)
 
 
 def _kill(process: subprocess.Popen[bytes], wire: socket.socket) -> None:

@@ -28,9 +28,9 @@ from typing import IO
 from prefect_raybatch.exits import signal_text
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor can be doing
-KEPT = 86400.0  # seconds after which a note that no actor has read is removed
+NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
-FATAL = {  # faulthandler's names
+FAULTS = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,
     "Bus error": signal.SIGBUS,
@@ -38,7 +38,7 @@ FATAL = {  # faulthandler's names
     "Floating point exception": signal.SIGFPE,
     "Aborted": signal.SIGABRT,
 }
-WORDS = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Note:
         for path in self.folder.glob(f"raybatch-{os.getuid()}-*.note"):
             ours = path.name.split("-")[2:-1] == [_plain(self.attempt)]
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if not ours and time.time() - path.stat().st_mtime < KEPT:
+                if not ours and time.time() - path.stat().st_mtime < NOTES_KEPT:
                     continue
                 with path.open(encoding="utf-8", errors="replace") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or its process is alive
@@ -116,10 +116,10 @@ class Note:
 
 
 def _cause(words: str) -> str:
-    found = WORDS.search(words)
+    found = FATAL_LINE.search(words)
     if found is None:
         return SILENT
-    number = FATAL.get(found[1].strip())
+    number = FAULTS.get(found[1].strip())
     said = signal_text(-number) if number else found[1].strip()
     return f"the engine's process ended with {said}"
 
