@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py --sizes 8b,05b --rows 60000 --gpus 1 --out gpu.jsonl
     python benchmarks/gpu.py --work varied --rows 2000 --peers vllm,vllm@none,auto --out gpu.jsonl
+    python benchmarks/gpu.py --sizes 70b --gpus 4 --tensor-parallel 4 --quantization fp8 \
+        --peers auto
 
 Work, greedy in all cases:
   company    a company's industry from its name: about 104 prompt tokens, one of nine choices
@@ -77,6 +79,14 @@ DIMENSIONS = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
     "05b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -106,6 +116,8 @@ WORDS = [
     "Capital",
     "Home",
 ]
+# What `auto` is told: the rest is for the package to choose.
+CHOSEN = ("load_format", "max_model_len", "quantization", "tensor_parallel_size")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -192,6 +204,10 @@ def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, An
     }
     if args.seqs:
         shared["max_num_seqs"] = args.seqs
+    if args.quantization:
+        shared["quantization"] = args.quantization
+    if args.tensor_parallel > 1:
+        shared["tensor_parallel_size"] = args.tensor_parallel
     if engines > 1:  # engines that share a GPU must not measure its free memory at the same time
         return {**shared, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 12 << 30}
     return {**shared, "gpu_memory_utilization": 0.9}
@@ -274,7 +290,7 @@ def job_of(
     if engines != 1:  # left to the package
         del arguments["gpu_memory_utilization"]
     if engines == "auto":
-        arguments = {name: arguments[name] for name in ("load_format", "max_model_len")}
+        arguments = {name: value for name, value in arguments.items() if name in CHOSEN}
     prompt = {"function": "gpu:ask"} if own else {"system": SYSTEM, "template": "{text}"}
     return BatchJob.from_dict(
         {
@@ -284,7 +300,7 @@ def job_of(
             "sampling": sampling_of(OUT[args.work] if own else 0),
             "engine": {
                 "model": model,
-                "replicas": args.gpus,
+                "replicas": args.gpus // args.tensor_parallel,
                 "engines_per_gpu": engines,
                 "stage": stage,
                 **arguments,
@@ -325,8 +341,18 @@ def peer_ours(
             "prompt_tokens": sums["prompt_tokens"] / args.rows,
             "output_tokens": sums["output_tokens"] / args.rows,
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
+            "middle_rows_s": middle(progress.tally.ends),
+            "driver_cpu_s": time.process_time(),
             **report.figures,
+            **{f"node_{name}": value for name, value in report.nodes[0].figures.items()},
         }
+
+
+def middle(ends: list[tuple[float, float, int]]) -> float:
+    """Rows a second of the shards that ended in the middle 70 % of the time: no head, no tail."""
+    first, last = min(start for start, _, _ in ends), max(end for _, end, _ in ends)
+    low, high = first + 0.15 * (last - first), first + 0.85 * (last - first)
+    return sum(rows for _, end, rows in ends if low <= end < high) / (high - low)
 
 
 def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
@@ -406,6 +432,8 @@ def main() -> int:
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--quantization", help="such as fp8; by default none")
     parser.add_argument("--limit", type=float, default=240, help="seconds a peer may take")
     parser.add_argument("--models", default="/tmp/raybatch-models")
     parser.add_argument("--out", default="gpu.jsonl")
@@ -432,6 +460,8 @@ def main() -> int:
                 "peer": peer,
                 "rows": args.rows,
                 "gpus": args.gpus,
+                "tensor_parallel": args.tensor_parallel,
+                "quantization": args.quantization,
                 **about,
             }
             row |= _run(args, size, peer)
@@ -457,8 +487,9 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     seqs = 0 if own == "none" else int(own or args.seqs)
     given = [f"--{n}={getattr(args, n)}" for n in ("work", "rows", "gpus", "models")]
     given += [f"--batched-tokens={args.batched_tokens}", f"--seqs={seqs}"]
-    given += [f"--sizes={size}", f"--peer={kind}"]
-    log = Path(args.out).with_name(f"{args.work}-{size}-{peer}.log")
+    given += [f"--sizes={size}", f"--peer={kind}", f"--tensor-parallel={args.tensor_parallel}"]
+    given += [f"--quantization={args.quantization}"] if args.quantization else []
+    log = Path(args.out).with_name(f"{args.work}-{size}-{args.gpus}-{peer}.log")
     with log.open("w") as stream:
         try:
             subprocess.run(

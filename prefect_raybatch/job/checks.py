@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
@@ -116,6 +117,21 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
     if value > most:
         raise ValueError(f"should be at most {most}")
     return value
+
+
+def not_finite(value: object) -> str | None:
+    """Where in a plain value NaN or an infinity stands, such as `.bias.3`; None if nowhere."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ""
+    if isinstance(value, Mapping):
+        inner: Iterable[tuple[object, object]] = value.items()
+    else:
+        inner = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for name, item in inner:
+        place = not_finite(item)
+        if place is not None:
+            return f".{name}{place}"
+    return None
 
 
 def check_run_key(key: str) -> str:

@@ -17,8 +17,13 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from prefect_raybatch.job.checks import not_finite
 from prefect_raybatch.job.form import show_plainly
 from prefect_raybatch.job.secrets import hide_argument, hide_env, hide_options, is_masked
+
+
+def _is_group(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 class Group(BaseModel):
@@ -36,6 +41,12 @@ class Group(BaseModel):
                     "name a credentials_block instead, or set the key in the environment where "
                     "the flow runs"
                 )
+            # Fields with a type of their own say it better; a run's records could not hold these.
+            free = name not in cls.model_fields or not _is_group(cls.model_fields[name].annotation)
+            if free and isinstance(value[name], (float, Mapping, list, tuple)):
+                place = not_finite(value[name])
+                if place is not None and (place or name not in cls.model_fields):
+                    raise ValueError(f"{name}{place} is no finite number; set one, or leave it out")
         return value
 
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from prefect_raybatch.errors import CorruptRun
 
@@ -32,9 +33,21 @@ _BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Numbe
 def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:
     """The record in `data`; `CorruptRun` names `what` and the field that is wrong."""
     try:
+        _refuse_constants(data, what)
         return adapter.validate_json(data)
     except ValidationError as error:
         raise CorruptRun(_said(error, what)) from None
+
+
+def _refuse_constants(data: bytes | str, what: str) -> None:
+    """NaN and Infinity are no JSON, but pydantic takes them in a field of free JSON."""
+    text = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    if b"NaN" not in text and b"Infinity" not in text:
+        return
+    try:
+        from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
 
 
 def _said(error: ValidationError, what: str) -> str:

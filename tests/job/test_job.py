@@ -44,6 +44,11 @@ def refused(value: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
+        # numbers that no record could hold
+        ("sampling.logit_bias", {3: float("nan")}, ["sampling", "logit_bias.3 is no finite"]),
+        ("sampling.extra_args", {"a": [1, float("inf")]}, ["extra_args.a.1 is no finite"]),
+        ("engine.gpu_memory_utilization", float("nan"), ["gpu_memory_utilization is no finite"]),
+        ("source.options", {"timeout": float("-inf")}, ["source", "options.timeout is no finite"]),
         # unknown fields, with the nearest name
         ("sorce", {}, ["sorce", "did you mean 'source'"]),
         ("source.uris", "x", ["source.uris", "did you mean 'uri'"]),

@@ -199,6 +199,16 @@ def test_unknown_and_missing_fields_are_a_corrupt_run(kind):
             continue
 
 
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_constant_that_json_has_not_is_refused_where_anything_may_stand(constant):
+    plan = json.loads(READERS["plan"][1])
+    free = {**plan, "job": {**plan["job"], "name": "X"}}
+    with pytest.raises(CorruptRun, match="not readable JSON"):
+        Plan.from_bytes(dump(free).replace(b'"X"', constant.encode()))
+    named = {**plan, "job": {**plan["job"], "name": constant}}  # as text it is fine
+    assert Plan.from_bytes(dump(named)).job["name"] == constant
+
+
 def test_a_record_of_a_later_format_says_so():
     for kind in ("plan", "commit"):
         reader, data = READERS[kind]
