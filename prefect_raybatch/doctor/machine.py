@@ -191,7 +191,7 @@ def check_engines(patient: Patient) -> Iterator[Finding]:
         if info["ppid"] == 1 and "VLLM::" in title and info["status"] != psutil.STATUS_ZOMBIE:
             left.append(process)
     # In a container the driver itself may be process 1: then they are its own.
-    if left and not _driver_is_first():
+    if left and not driver_is_first():
         pids = " ".join(str(process.pid) for process in left)
         yield failed(
             "engines left behind",
@@ -202,7 +202,7 @@ def check_engines(patient: Patient) -> Iterator[Finding]:
         yield passed("engines left behind", "none")
 
 
-def _driver_is_first() -> bool:
+def driver_is_first() -> bool:
     try:
         return "python" in psutil.Process(1).name()
     except psutil.Error:

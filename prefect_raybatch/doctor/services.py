@@ -119,7 +119,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     job = patient.job or BatchJob.from_dict(ANY_JOB)
     server = getattr(job.cluster, "job_server", None)
     if server:
-        yield _job_server(server)
+        yield job_server(server)
         return
     address = cluster.address_of(job.cluster)
     if address is None:
@@ -180,7 +180,7 @@ def _join(job: BatchJob) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
-def _job_server(url: str) -> Finding:
+def job_server(url: str) -> Finding:
     remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
     try:
         with urllib.request.urlopen(f"{url}/api/version", timeout=REQUEST_SECONDS) as answer:

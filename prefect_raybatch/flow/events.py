@@ -71,7 +71,7 @@ class LiveEvents:
         self.events, self.run, self.reported = events, run, reported
         self._committed = self._alarms = 0
         self._at = float("-inf")
-        self._high = False
+        self.told_high = False
 
     def started(self, beat: Beat) -> None:
         """Call first: what is committed then is no news."""
@@ -85,8 +85,8 @@ class LiveEvents:
                 "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
             )
         self._alarms = beat.alarms
-        if beat.failed > self.reported and not self._high:
-            self._high = True
+        if beat.failed > self.reported and not self.told_high:
+            self.told_high = True
             log.warning(
                 "%d rows are in quarantine, more than the %d that limits.warn_failed reports",
                 beat.failed,

@@ -51,7 +51,7 @@ def work(uri: str, number: int) -> int:
     if _superseded(records, number):
         return SUPERSEDED
     over = threading.Event()
-    threading.Thread(target=_guard, args=(records, number, over), daemon=True).start()
+    threading.Thread(target=guard, args=(records, number, over), daemon=True).start()
     try:
         progress = infer_run(job, run, _Lines())
     except Exception as error:
@@ -99,7 +99,7 @@ def _superseded(records: JobRecords, number: int) -> bool:
     return newest > number
 
 
-def _guard(records: JobRecords, number: int, over: threading.Event) -> None:
+def guard(records: JobRecords, number: int, over: threading.Event) -> None:
     """Ends this process when a newer job is recorded: then this one was taken for dead."""
     while not over.wait(NEWER_JOB_LOOK):
         try:

@@ -153,7 +153,7 @@ class Follower:
             server, found = self._ask(newest)
             self._current = newest, server
             if found is None and newest.server == self.url:
-                self._submit(newest, server)
+                self.submit_recorded(newest, server)
                 return newest, server
             if found is not None and found.live:
                 if self.job.cluster.on_crash == "reattach" or _by_us(newest):
@@ -181,7 +181,7 @@ class Follower:
             log.warning("job %s is taken for lost: %s", record.id, error)
             return server, None
 
-    def _submit(self, record: Record, server: JobServer) -> None:
+    def submit_recorded(self, record: Record, server: JobServer) -> None:
         metadata = {
             "raybatch_run_key": self.run.run_key,
             "raybatch_run": self.run.uri,
@@ -256,20 +256,20 @@ class Watch:
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
         self.ledger, self.plan, self.observe = ledger, plan, observe
         self.progress = Progress(plan.rows, plan.shards)
-        self._seen = np.zeros(plan.shards, bool)
+        self.seen = np.zeros(plan.shards, bool)
         self._last = time.time()
         self._next = 0.0
 
     @property
     def whole(self) -> bool:
-        return bool(self._seen.all())
+        return bool(self.seen.all())
 
     def begin(self) -> None:
         """Counts what is committed already."""
         listing = self.ledger.listing(self.plan)
         for commit in self.ledger.commits(self.plan, listing):
             self.progress.add(commit, self._last)
-        self._seen = listing.done.copy()
+        self.seen = listing.done.copy()
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
@@ -314,7 +314,7 @@ class Watch:
 
     def _fresh(self) -> list[Commit]:
         listing = self.ledger.listing(self.plan)
-        fresh = listing.done & ~self._seen
+        fresh = listing.done & ~self.seen
         shards = np.flatnonzero(fresh).tolist()
         read: Iterator[Commit]
         if len(shards) <= ONE_BY_ONE:
@@ -324,7 +324,7 @@ class Watch:
         else:
             read = self.ledger.commits(self.plan, replace(listing, done=fresh))
         found = sorted(read, key=lambda commit: commit.committed)
-        self._seen |= fresh
+        self.seen |= fresh
         return found
 
 

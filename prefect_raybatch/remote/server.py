@@ -62,7 +62,7 @@ class JobServer:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.url, self.patience = url, patience
-        self._connect, self._sleep = connect or _connect, sleep
+        self._connect, self._sleep = connect or connect_client, sleep
         self._made: Any = None
 
     def find(self, id: str) -> RayJob | None:
@@ -166,7 +166,7 @@ class JobServer:
                 pause = min(2 * pause, LONGEST_RETRY_PAUSE)
 
 
-def _connect(url: str) -> Any:
+def connect_client(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):

@@ -110,13 +110,13 @@ def tune(
         ):
             bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
             starts = bench.starts()
-            trials = list(search(starts, _axes(job, have), bench, ends, observe))
+            trials = list(search(starts, axes(job, have), bench, ends, observe))
     finally:
         _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
     best = max(trials, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    return _told(tuple(trials), best, rows, deadline)
+    return tuned_of(tuple(trials), best, rows, deadline)
 
 
 def search(
@@ -303,7 +303,7 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     )
 
 
-def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     """Which fields are moved, and from a value where to."""
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
@@ -327,7 +327,7 @@ def _key(changes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(changes.items()))
 
 
-def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
+def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
     work = rows / best.rows_per_s
     seconds = round(best.start_s + work, 1)
     if deadline is None or seconds <= deadline:

@@ -208,7 +208,7 @@ class _Files:
         self._last_row = [0] * len(task.files)
         for part in (part for parts in task.parts for part in parts):
             self._last_row[part.file] = max(self._last_row[part.file], part.start + part.rows)
-        self._open: tuple[int, _Cursor] | None = None
+        self._open: tuple[int, Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
         # Files touched since the plan whose footers are the same: change time and inode when that
@@ -230,7 +230,7 @@ class _Files:
             handle = self._handle(part.file)
             try:
                 values = dict(self._task.files[part.file].values)
-                cursor = _Cursor(handle, self._schema, self._last_row[part.file], values)
+                cursor = Cursor(handle, self._schema, self._last_row[part.file], values)
             except BaseException:
                 handle.close()
                 raise
@@ -369,7 +369,7 @@ def _is_fatal(error: Exception) -> bool:
     return not is_transient(error)
 
 
-class _Cursor:
+class Cursor:
     """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on.
 
     `values`: the columns that are not in the file, each of one value, as text.

@@ -67,13 +67,13 @@ class FastEngine(EngineStage):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(replace(spec, sort=False, merge=False))
 
-    def _start(self) -> None:
-        self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
+    def start(self) -> None:
+        self.engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self.pending(table)
         if not passes_by(table):
-            engine = self._ready()
+            engine = self.ready()
             if engine is not None:
                 engine.mine.rows = well_rows(table)
         return super().__call__(table)
@@ -172,10 +172,10 @@ class RealEngine(EngineStage):
 class RealEngineOutOfMemory(RealEngine):
     """vLLM whose step runs out of memory once."""
 
-    def _start(self) -> None:
-        super()._start()
+    def start(self) -> None:
+        super().start()
         folder = Path(self.spec.env["CHAOS_DIR"])
-        inner = getattr(self._engine, "_engine", None)
+        inner = getattr(self.engine, "_engine", None)
         if inner is None:
             return
         step, steps = inner.step, iter(range(10**9))

@@ -125,7 +125,7 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(
-        "prefect_raybatch.cli.drive._run_flow", lambda *_: pytest.fail("a flow was started")
+        "prefect_raybatch.cli.drive.run_flow", lambda *_: pytest.fail("a flow was started")
     )
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
     address = closed_address()

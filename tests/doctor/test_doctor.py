@@ -220,10 +220,10 @@ def test_engines_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         Listed(14, 1, "sshd"),
     ]
     monkeypatch.setattr(machine.psutil, "process_iter", lambda names: listed)
-    monkeypatch.setattr(machine, "_driver_is_first", lambda: False)
+    monkeypatch.setattr(machine, "driver_is_first", lambda: False)
     got = one(machine.check_engines)
     assert got.mark == "fail" and got.remedy == "kill 11"
-    monkeypatch.setattr(machine, "_driver_is_first", lambda: True)  # a container's own engines
+    monkeypatch.setattr(machine, "driver_is_first", lambda: True)  # a container's own engines
     assert one(machine.check_engines).mark == "pass"
 
 
@@ -349,9 +349,9 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_job_server(version: str, mark: str) -> None:
     with http({"/api/version": {"ray_version": version}}) as url:
-        got = services._job_server(url)
+        got = services.job_server(url)
     assert got.mark == mark and version in got.found
-    assert services._job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
+    assert services.job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
 
 
 # --- what a job names ---------------------------------------------------------------------------

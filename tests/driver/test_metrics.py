@@ -18,7 +18,7 @@ from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, METRIC_LABELS
-from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.limits import Limits
 
@@ -48,12 +48,14 @@ def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
 
 def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
     run = small_run(tmp_path)
-    made = Monitor("me", run.plan, run.store, Limits(), Heard(), lambda: {"ALIVE": 2})
+    now = [0.0]
+    engines = {"ALIVE": 2}
+    made = Monitor("me", run.plan, run.store, Limits(), Heard(), lambda: engines, lambda: now[0])
     made(Progress(20, 4))
     with made:
         made.counts = counts(rows=20, shards=4, done=15, failed=2, skipped=1, committed=3)
-        made._asked = float("-inf")
-        made._look()
+        now[0] = ASK_ENGINES
+        made.look()
         found = scrape(port)
     assert set(found) == EXPORTED
     assert all(labels == {"job_name": "nightly", "run_key": "key"} for _, labels in found.values())

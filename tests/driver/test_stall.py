@@ -108,15 +108,15 @@ def stalled(tmp_path: Path, **limits) -> tuple[Monitor, Clock, Heard]:
     states = {"ALIVE": 1, "RESTARTING": 1}
     made = Monitor("me", run.plan, run.store, Limits(**limits), heard, lambda: states, clock)
     made(Progress(20, 4, passes=1))
-    made._look()
+    made.look()
     return made, clock, heard
 
 
 def test_a_stall_says_what_engines_and_store_are_doing(tmp_path, caplog):
     made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0)
-    made._write()
+    made.write()
     clock.now = 31.0
-    made._look()
+    made.look()
     (told,) = [r.getMessage() for r in caplog.records]
     for text in (
         "no shard was committed for 31 s, where 30 s are allowed until the first of a pass",
@@ -130,7 +130,7 @@ def test_a_stall_says_what_engines_and_store_are_doing(tmp_path, caplog):
     assert heard.beats[-1].about == told and heard.beats[-1].quiet == 31.0
     assert made.failure is None
     made.counts = counts(committed=1, rows=20, shards=4)
-    made._look()
+    made.look()
     assert "commits flow again after 31 s" in caplog.text
     assert (heard.beats[-1].alarms, heard.beats[-1].about) == (0, "")
 
@@ -149,7 +149,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
 def test_a_stall_can_end_the_run(tmp_path):
     made, clock, _ = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
     clock.now = 30.0
-    made._look()
+    made.look()
     assert isinstance(made.failure, EngineFailure) and made.failure.transient
     assert "limits.fail_on_stall" in str(made.failure)
 

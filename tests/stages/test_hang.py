@@ -275,11 +275,11 @@ class HangsInProcess(EngineStage):
 
     AT = 4
 
-    def _start(self) -> None:
+    def start(self) -> None:
         fake_vllm.install()
-        super()._start()
+        super().start()
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {}
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -324,8 +324,8 @@ class DiesInProcess(HangsInProcess):
     def __call__(self, table: pa.Table) -> pa.Table:
         return EngineStage.__call__(self, table)
 
-    def _start(self) -> None:
-        super()._start()
+    def start(self) -> None:
+        super().start()
         fake_vllm.compute = lambda tokens: os.kill(os.getpid(), signal.SIGILL)  # type: ignore
 
 

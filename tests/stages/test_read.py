@@ -307,14 +307,14 @@ def test_a_changed_time_and_a_missing_file(two, tmp_path):
 
 
 def test_a_file_replaced_while_it_is_read(two, tmp_path, monkeypatch):
-    kept = read._Cursor.take
+    kept = read.Cursor.take
 
     def take(self: Any, start: int, rows: int) -> list[pa.Table]:
         tables = kept(self, start, rows)
         os.utime(tmp_path / "a.parquet", ns=(1, 1))
         return tables
 
-    monkeypatch.setattr(read._Cursor, "take", take)
+    monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert "a.parquet is not what the plan recorded" in lost(first)[0] and lost(first)[1]
     assert "a.parquet" in lost(second)[0]
@@ -349,7 +349,7 @@ def test_other_rows_of_the_same_size_and_time_are_noticed(two, tmp_path, move):
 
 
 def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch):
-    kept = read._Cursor.take
+    kept = read.Cursor.take
 
     def take(self: Any, start: int, rows: int) -> list[pa.Table]:
         tables = kept(self, start, rows)
@@ -357,7 +357,7 @@ def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch
             rewritten(tmp_path / "a.parquet", numbers(10, 10))
         return tables
 
-    monkeypatch.setattr(read._Cursor, "take", take)
+    monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert not blocks.is_lost(first) and not blocks.is_lost(third)
     assert "a.parquet is not what the plan recorded" in lost(second)[0] and lost(second)[1]

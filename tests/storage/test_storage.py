@@ -835,7 +835,7 @@ def test_a_store_that_is_away_is_told_in_time_and_named(
         "refused": "http://127.0.0.1:9",
         "silent": silent,
         "no such host": "http://store.invalid:9000",
-        "busy": answers[1]._connection.options["endpoint_url"],
+        "busy": answers[1].connection.options["endpoint_url"],
     }[away]
     answers[0].spoil[:] = ["short"] * 1000
     keys = {"key": "AKEY", "secret": "ASECRET", "config_kwargs": {"read_timeout": 0.6}}

@@ -144,13 +144,13 @@ class BatchInferenceJob(JobBlock[RunReport]):
         # started by Prefect's engine, so that nothing is pickled and no script is run again.
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect.engine", str(made.id)],
-            env=self._environment(),
+            env=self.environment(),
             stdin=subprocess.DEVNULL,
         )
         _logger().info("%s: flow run %s works on run key %s", job.name, made.name, key)
         return BatchInferenceRun(job, key, made.id, process)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Of the new process: ours, with Prefect's settings of now, without what names our own
         flow run. Secrets of the cluster pass here, not in flow parameters."""
         settings = get_current_settings().to_environment_variables(exclude_unset=True)

@@ -78,9 +78,9 @@ class Apart:
         self.name, self.field = name, field
         self.seconds, self.deaths = seconds, deaths
         self._hung = 0  # how many of the latest rows hung without one between them that did not
-        self._alive()
+        self.child()
 
-    def _alive(self) -> Child:
+    def child(self) -> Child:
         """A child that has imported the function's module: the last one, while it lives."""
         children: dict[tuple[str, str], Child] = _kept.__dict__.setdefault("children", {})
         child = children.get((self.name, self.field))
@@ -125,7 +125,7 @@ class Apart:
         ended = ""
         for _ in range(CHILD_STARTS):
             try:
-                child = self._alive()
+                child = self.child()
             except ConfigError as error:  # it could be had before
                 raise NoChild(str(error)) from None
             try:
@@ -145,14 +145,14 @@ class Child:
         self._wire, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-c", BOOT, json.dumps([str(path) for path in sys.path])]
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), name, field],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that what it starts can be killed with it
             )
         # Kills the child when this object is collected, and when this process ends.
-        self._close = weakref.finalize(self, _kill, self._process, self._wire)
+        self._close = weakref.finalize(self, _kill, self.process, self._wire)
         try:
             kind, *rest = self.hear(None if seconds is None else max(seconds, START_SECONDS))
         except _Ended:
@@ -168,14 +168,14 @@ class Child:
 
     @property
     def lives(self) -> bool:
-        return self._close.alive and self._process.poll() is None
+        return self._close.alive and self.process.poll() is None
 
     def close(self) -> str:
         """Ends it and says how it had ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # Its end of the wire closes a little earlier than it ends.
-            self._process.wait(CHILD_LOOK)
-        code = self._process.poll()
+            self.process.wait(CHILD_LOOK)
+        code = self.process.poll()
         self._close()
         if code is None:
             return "it closed its connection"
@@ -211,7 +211,7 @@ class Child:
                 # What it has started may hold its end of the wire open.
                 if dead:
                     raise _Ended from None
-                dead = self._process.poll() is not None
+                dead = self.process.poll() is not None
                 continue
             except OSError:
                 raise _Ended from None

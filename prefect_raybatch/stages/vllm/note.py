@@ -58,7 +58,7 @@ class Note:
     def __init__(self, attempt: str) -> None:
         self.folder, self.attempt = Path(tempfile.gettempdir()), attempt
         self._lock = threading.RLock()
-        self._file: IO[str] | None = None
+        self.file: IO[str] | None = None
         self._path = Path()
         self._traced = False
 
@@ -92,20 +92,20 @@ class Note:
         with self._lock, contextlib.suppress(OSError):  # a full disk costs the note, no more
             self.over()
             self._path = self.folder / name
-            self._file = self._path.open("w", encoding="utf-8")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
-            self._file.flush()
+            self.file = self._path.open("w", encoding="utf-8")
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
+            self.file.flush()
             self._traced = faulthandler.is_enabled()
             # Where it was enabled before Ray took the signals, only to enable it would leave them
             # with Ray, whose handler says nothing here.
             faulthandler.disable()
-            faulthandler.enable(self._file, all_threads=False)
+            faulthandler.enable(self.file, all_threads=False)
 
     def over(self) -> None:
         """Nothing of the noted kind is being done any more; also where nothing was."""
         with self._lock:
-            file, self._file = self._file, None
+            file, self.file = self.file, None
             if file is None:
                 return
             faulthandler.disable()
