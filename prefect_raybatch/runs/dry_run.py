@@ -62,7 +62,7 @@ def dry_run(
     model_check.check(job.engine, job.sampling, model, files=what_if is None)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
-        sample = sample or counting.SAMPLE
+        sample = sample or counting.SAMPLE_ROWS
         tokens = (
             counting.of_heads(job, model, sample)
             if snapshot

@@ -118,13 +118,13 @@ class Finish:
             data = data.take(pa.array(good)) if len(good) < table.num_rows else data
             for name, values in columns.items():
                 data = data.append_column(name, values)
-            pieces.append(self._piece(shard, "data", data, positions[good]))
+            pieces.append(self.write_piece(shard, "data", data, positions[good]))
         failures = [o for o in outcome if isinstance(o, Failure)]
         failed = [i for i, o in enumerate(outcome) if isinstance(o, Failure)]
         if failed:
             rows = table.select([POSITION, *names]).take(pa.array(failed))
             pieces.append(
-                self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
+                self.write_piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
             )
         skipped = [i for i, o in enumerate(outcome) if o is None]
         load, engine = figures_of(table)
@@ -144,7 +144,7 @@ class Finish:
         """Quarantines a unit whole, after `attempts`; raises the store's errors."""
         positions = rows[POSITION].to_numpy()
         table = quarantine(rows, [failure] * unit.rows, attempts)
-        piece = self._piece(unit.shard, "quarantine", table, positions)
+        piece = self.write_piece(unit.shard, "quarantine", table, positions)
         return Receipt(
             shard=unit.shard,
             attempt=self.attempt,
@@ -242,7 +242,9 @@ class Finish:
             put_record_if_absent(self.store, OUTPUT_SCHEMA, schema)
             return _read_schema(self.store)
 
-    def _piece(self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray) -> Piece:
+    def write_piece(
+        self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
+    ) -> Piece:
         out = io.BytesIO()
         pq.write_table(table, out, compression="zstd")
         data = out.getvalue()
