@@ -131,6 +131,8 @@ def show_plan(found: DryRun) -> None:
     files = counted(found.files, f"{found.format} file")
     table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
     table.add_row("columns", escape(", ".join(found.columns)))
+    for number, (name, kind) in enumerate(found.result):
+        table.add_row("" if number else "result", escape(f"{name}: {kind}"))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")

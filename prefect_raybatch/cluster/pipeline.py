@@ -138,7 +138,8 @@ class Pipeline:
             self.job.engine.context,
             self.job.sampling.max_tokens,
             calls=calls,
-            sampling=self.job.sampling.given(),
+            sampling=self.job.asked(),
+            fixed_form=self.job.output.schema_model is not None,
         )
         finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)

@@ -157,7 +157,14 @@ def measure(
     limits = job.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-    prepare = Prepare(job.prompt, pinned, None, calls=calls, sampling=job.sampling.given())
+    prepare = Prepare(
+        job.prompt,
+        pinned,
+        None,
+        calls=calls,
+        sampling=job.asked(),
+        fixed_form=job.output.schema_model is not None,
+    )
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()

@@ -164,7 +164,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * job.sampling.max_tokens
-    if job.output.on_cut_off == "fail":
+    if job.output.fails_cut_off:
         failed = report.failed_with("AnswerCutOff")
         return failed_answers(report, failed, most) if failed else None
     formed = report.tokens.get("cut_off_structured", 0.0)

@@ -20,7 +20,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.plan.plan import as_planned
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
@@ -98,7 +98,7 @@ def tune(
     ends = time.monotonic() + 60 * minutes
     resolved = resolve(job)
     rows = dry_run(resolved).rows
-    sampled = _sampled(job, uuid.uuid4().hex[:12])
+    sampled = _sampled(resolved.job, uuid.uuid4().hex[:12])
     run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
     store = open_store(run.uri, job.output.options or None)
     try:
@@ -182,7 +182,7 @@ class Bench:
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = load_run(self.ledger, run)
-        self.job = settled(job, self.plan.context)
+        self.job = as_planned(job, self.plan)
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""
