@@ -221,3 +221,8 @@ RAISED: dict[str, BaseException] = {
 
 def deadly_ask(row: Row) -> str:
     return str(deadly(row)["said"])
+
+
+def seats(row):
+    """Takes an answer that is an object."""
+    return {"first": row["response"]["seats"][0]}
