@@ -85,7 +85,7 @@ class Pipeline:
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
         output = self.job.output
-        if self.job.prompt.images is not None:
+        if self.job.prompt.images.used:
             names = decode_schema(self.plan.input_schema).names
             output = output.model_copy(update={"columns": self.job.kept(names)})
         self.finish = Finish(

@@ -141,8 +141,8 @@ class Prompt(Group):
         text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
         "user message loses its beginning or its end, so that there is room for max_tokens.",
     )
-    images: Images | None = field(
-        6, None, title="Images", text="Images that go with the text. By default none."
+    images: Images = field(
+        6, Images(), title="Images", text="Images that go with the text. By default none."
     )
 
     @field_validator("template")
@@ -161,7 +161,12 @@ class Prompt(Group):
     def _one(self) -> Prompt:
         if (self.template is None) == (self.function is None):
             raise ValueError("set exactly one of template and function")
-        if self.images is None:
+        if not self.images.used:
+            if self.images != Images():
+                raise ValueError(
+                    "images.columns is empty; name the columns with the images, or set "
+                    "images.per_row for a function that returns them"
+                )
             return self
         if self.template is not None and not self.images.columns:
             raise ValueError("images.columns is empty; name the columns with the images")
@@ -640,8 +645,7 @@ class BatchJob(Group):
 
     @model_validator(mode="after")
     def _with_images(self) -> BatchJob:
-        images = self.prompt.images
-        if images is None:
+        if not self.prompt.images.used:
             if self.source.media_root is not None:
                 raise ValueError("source.media_root: no images are asked for (prompt.images)")
             return self
@@ -722,8 +726,7 @@ class BatchJob(Group):
         unless output.columns says which."""
         if self.output.columns is not None:
             return self.output.columns
-        images = self.prompt.images.columns if self.prompt.images else ()
-        return [name for name in names if name not in images]
+        return [name for name in names if name not in self.prompt.images.columns]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""

@@ -13,7 +13,7 @@ MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
 ASPECT = 200  # of one side to the other, from which on models refuse an image
 BYTES = 12  # a pixel of what is prepared
 UNKNOWN = (512, 512)  # the size that an image is taken for where none is set
-OTHERS = ("video", "audio")  # what a model may take too, and no request of ours holds
+MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
 
 
 class Images(Group):
@@ -25,8 +25,7 @@ class Images(Group):
         title="Columns",
         text="With an image each, or a list of them: bytes, {bytes, path} as Hugging Face has "
         "them, a path under source.media_root, or a URL (s3, http, https). They stand before the "
-        "text. With prompt.function it may be left out: the function returns parts {type: image, "
-        "image: ...} itself.",
+        "text.",
     )
     resize: int | list[int] | None = field(
         2,
@@ -35,8 +34,14 @@ class Images(Group):
         text="[width, height], bicubic; or the most pixels of the longer side. By default as they "
         "are.",
     )
-    per_row: int = field(
-        3, 1, title="Most images a row", text="A row with more fails.", gt=0, le=256
+    per_row: int | None = field(
+        3,
+        None,
+        title="Most images a row",
+        text="A row with more fails. By default 1 where columns are named. Set it for a "
+        "prompt.function that returns parts {type: image, image: ...} itself.",
+        gt=0,
+        le=256,
     )
     max_pixels: int = field(
         4,
@@ -92,6 +97,15 @@ class Images(Group):
             raise ValueError(f"one side is {ASPECT} times the other, which no model takes")
         return value
 
+    @property
+    def used(self) -> bool:
+        return bool(self.columns) or self.per_row is not None
+
+    @property
+    def most(self) -> int:
+        """Images a row may have."""
+        return self.per_row or 1
+
     def prepared_bytes(self) -> int:
         """About what a row's images come to once a model's processor is done with them, as
         Qwen2.5-VL's does in 16 bits: 12 bytes a pixel."""
@@ -100,8 +114,8 @@ class Images(Group):
         else:
             width, height = self.resize or UNKNOWN
             pixels = width * height
-        return BYTES * pixels * self.per_row
+        return BYTES * pixels * self.most
 
     def limits(self) -> dict[str, int]:
         """vLLM's limit_mm_per_prompt."""
-        return {"image": self.per_row, **dict.fromkeys(OTHERS, 0)}
+        return {"image": self.most, **dict.fromkeys(MODALITIES, 0)}

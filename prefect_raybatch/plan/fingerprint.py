@@ -23,7 +23,11 @@ FINGERPRINTED = {
     "prompt.function": "other requests; its module's source counts",
     "prompt.on_null": "decides between failing and asking",
     "prompt.on_too_long": "decides between failing and asking about less",
-    "prompt.images": "other images, or other sizes of them",
+    "prompt.images.columns": "other images",
+    "prompt.images.resize": "other images",
+    "prompt.images.per_row": "decides between failing and asking",
+    "prompt.images.max_pixels": "decides between failing and asking",
+    "prompt.images.max_bytes": "decides between failing and asking",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
@@ -44,6 +48,8 @@ FREE = {
     "source.options": "how to reach the input; may hold secrets",
     "source.credentials_block": "how to reach the input",
     "source.media_root": "where the files lie that the rows name",
+    "prompt.images.fetch_seconds": "how to reach the images",
+    "prompt.images.allow_private": "how to reach the images",
     "engine.device": "where it runs",
     "engine.replicas": "how many work",
     "engine.tensor_parallel_size": "how one engine is spread",
@@ -121,8 +127,11 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
-    if job.prompt.images is None:
+    if not job.prompt.images.used:
         del parts["prompt"]["images"]
+    else:
+        for name in ("fetch_seconds", "allow_private"):
+            del parts["prompt"]["images"][name]
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
     if job.output.schema_model is not None:

@@ -69,10 +69,9 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
 
     for name in template_fields(job.prompt.template) if job.prompt.template else ():
         known(name, "prompt.template")
-    if job.prompt.images is not None:
-        for name in job.prompt.images.columns:
-            known(name, "prompt.images.columns")
-            _check_image_column(schema.field(name))
+    for name in job.prompt.images.columns:
+        known(name, "prompt.images.columns")
+        _check_image_column(schema.field(name))
     for name in job.output.columns or ():
         known(name, "output.columns")
     kept = job.kept(names)
@@ -110,6 +109,8 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
 
 def _check_image_column(column: pa.Field) -> None:
     """`ConfigError` for a column that cannot hold images; what is in it shows row by row."""
+    import pyarrow as pa
+
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
@@ -157,7 +158,7 @@ def make_plan(
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
-    if job.prompt.images is not None:  # what a block comes to once its images are prepared
+    if job.prompt.images.used:  # what a block comes to once its images are prepared
         row_bytes = max(row_bytes, job.prompt.images.prepared_bytes())
     size = choose_rows_per_shard(
         job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines

@@ -108,7 +108,7 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    if job.prompt.images is not None:
+    if job.prompt.images.used:
         limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
         arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
     arguments = schema_engine_fields(arguments, job.output.answer_form)

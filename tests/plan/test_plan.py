@@ -198,6 +198,14 @@ CHANGED: dict[str, Any] = {
     "output.file_mb": 1,
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
+    "source.media_root": "/media",
+    "prompt.images.columns": ["a"],
+    "prompt.images.resize": [225, 225],
+    "prompt.images.per_row": 3,
+    "prompt.images.max_pixels": 1000,
+    "prompt.images.max_bytes": 1000,
+    "prompt.images.fetch_seconds": 3.0,
+    "prompt.images.allow_private": True,
     "limits.max_failed_fraction": 0.5,
     "limits.max_failed_rows": 7,
     "limits.max_failed": 0.5,
@@ -220,7 +228,20 @@ CHANGED: dict[str, Any] = {
     "cluster.on_crash": "stop",
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
+WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
+    "source.media_root": WITH_IMAGES,
+    **{
+        f"prompt.images.{name}": WITH_IMAGES
+        for name in (
+            "resize",
+            "per_row",
+            "max_pixels",
+            "max_bytes",
+            "fetch_seconds",
+            "allow_private",
+        )
+    },
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prefect_raybatch.stages.images.decode import BadImage, Policy, decode
+from prefect_raybatch.stages.images.decode import BadImage, Policy, decode_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 PLAIN = Policy()
@@ -68,7 +68,7 @@ def png_header(width: int, height: int) -> bytes:
     ],
 )
 def test_each_format_becomes_rgb_of_the_same_size(kind, options):
-    made = decode(saved(photo(), kind, **options), PLAIN)
+    made = decode_image(saved(photo(), kind, **options), PLAIN)
     assert (made.mode, made.size) == ("RGB", (64, 48))
     assert close(made.getpixel((5, 5)), RED) and close(made.getpixel((60, 44)), BLUE)
 
@@ -76,7 +76,7 @@ def test_each_format_becomes_rgb_of_the_same_size(kind, options):
 @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "YCbCr"])
 def test_other_colours_become_rgb(mode):
     kind = "JPEG" if mode in ("CMYK", "YCbCr") else "PNG"
-    made = decode(saved(photo().convert(mode), kind, **{"quality": 95}), PLAIN)
+    made = decode_image(saved(photo().convert(mode), kind, **{"quality": 95}), PLAIN)
     assert made.mode == "RGB" and made.size == (64, 48)
     if mode not in ("L", "1"):
         assert close(made.getpixel((5, 5)), RED, 40)
@@ -86,24 +86,24 @@ def test_other_colours_become_rgb(mode):
 def test_what_is_transparent_lies_on_white(mode):
     image = photo().convert(mode)
     image.putalpha(Image.new("L", image.size, 0))
-    assert decode(saved(image, "PNG"), PLAIN).getpixel((5, 5)) == WHITE
+    assert decode_image(saved(image, "PNG"), PLAIN).getpixel((5, 5)) == WHITE
     image.putalpha(Image.new("L", image.size, 128))
-    half = decode(saved(Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "PNG"), PLAIN)
+    half = decode_image(saved(Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "PNG"), PLAIN)
     assert close(half.getpixel((3, 3)), (127, 127, 127), 2)
 
 
 def test_a_transparent_palette_colour_is_white():
     image = Image.new("P", (8, 8), 1)
     image.putpalette([0, 0, 0, 255, 0, 0])
-    assert decode(saved(image, "GIF", transparency=1), PLAIN).getpixel((3, 3)) == WHITE
-    assert decode(saved(image, "PNG", transparency=1), PLAIN).getpixel((3, 3)) == WHITE
-    assert decode(saved(image, "PNG"), PLAIN).getpixel((3, 3)) == RED
+    assert decode_image(saved(image, "GIF", transparency=1), PLAIN).getpixel((3, 3)) == WHITE
+    assert decode_image(saved(image, "PNG", transparency=1), PLAIN).getpixel((3, 3)) == WHITE
+    assert decode_image(saved(image, "PNG"), PLAIN).getpixel((3, 3)) == RED
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_sixteen_bits_are_scaled_and_not_cut_off(kind):
     ramp = np.linspace(0, 65535, 64).astype(np.uint16)[None, :].repeat(8, 0)
-    made = np.asarray(decode(saved(Image.fromarray(ramp), kind), PLAIN))[0, :, 0]
+    made = np.asarray(decode_image(saved(Image.fromarray(ramp), kind), PLAIN))[0, :, 0]
     assert made[0] == 0 and made[-1] == 255 and abs(int(made[32]) - 129) <= 2
 
 
@@ -111,7 +111,7 @@ def test_the_first_frame_of_an_animation_is_taken():
     frames = [Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE)]
     for kind in ("GIF", "WEBP", "PNG", "TIFF"):
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-        assert close(decode(data, PLAIN).getpixel((8, 8)), RED), kind
+        assert close(decode_image(data, PLAIN).getpixel((8, 8)), RED), kind
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -121,7 +121,7 @@ def test_the_first_frame_of_an_animation_is_taken():
      (8, "bottom left", (48, 64)), (2, "top right", (64, 48)), (4, "bottom left", (64, 48))],
 )  # fmt: skip
 def test_an_image_is_turned_as_its_exif_data_says(kind, orientation, corner, size):
-    made = decode(turned(orientation, kind), PLAIN)
+    made = decode_image(turned(orientation, kind), PLAIN)
     assert made.size == size
     left, top = "left" in corner, "top" in corner
     at = (4 if left else size[0] - 5, 4 if top else size[1] - 5)
@@ -136,14 +136,14 @@ def test_an_image_is_turned_as_its_exif_data_says(kind, orientation, corner, siz
 def test_exif_data_that_is_broken_or_absurd_says_nothing():
     exif = Image.Exif()
     exif[0x0112] = 99
-    assert decode(saved(photo(), "JPEG", exif=exif), PLAIN).size == (64, 48)
-    assert decode(saved(photo(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), PLAIN)
+    assert decode_image(saved(photo(), "JPEG", exif=exif), PLAIN).size == (64, 48)
+    assert decode_image(saved(photo(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), PLAIN)
 
 
 def test_metadata_is_dropped():
     exif = Image.Exif()
     exif[0x010E] = "a secret"
-    made = decode(saved(photo(), "JPEG", exif=exif, comment=b"another", dpi=(1, 2)), PLAIN)
+    made = decode_image(saved(photo(), "JPEG", exif=exif, comment=b"another", dpi=(1, 2)), PLAIN)
     assert made.info == {} and not made.getexif() and made.format is None
 
 
@@ -159,12 +159,12 @@ def test_metadata_is_dropped():
     ],
 )
 def test_an_image_is_sized(resize, size):
-    assert decode(saved(photo(), "PNG"), Policy(resize=resize)).size == size
+    assert decode_image(saved(photo(), "PNG"), Policy(resize=resize)).size == size
 
 
 def test_a_size_is_reached_as_the_guides_do():
     wanted = photo().resize((225, 225), Image.Resampling.BICUBIC)
-    made = decode(saved(photo(), "PNG"), Policy(resize=(225, 225)))
+    made = decode_image(saved(photo(), "PNG"), Policy(resize=(225, 225)))
     assert made.tobytes() == wanted.tobytes()
 
 
@@ -173,7 +173,7 @@ def test_a_size_is_reached_as_the_guides_do():
 def test_a_truncated_image_is_refused(kind, share):
     data = saved(photo(200, 200), kind)
     with pytest.raises(BadImage, match=r"cannot be (decoded|read)|^this is"):
-        decode(data[: int(len(data) * share)], PLAIN)
+        decode_image(data[: int(len(data) * share)], PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -196,40 +196,40 @@ def test_a_truncated_image_is_refused(kind, share):
 )
 def test_what_is_no_image_is_named(data, words):
     with pytest.raises(BadImage, match=words):
-        decode(data, PLAIN)
+        decode_image(data, PLAIN)
 
 
 def test_a_bomb_is_refused_by_its_header():
     with pytest.raises(BadImage, match=r"20000 x 15000 = 300000000|over 178956970 pixels"):
-        decode(png_header(20000, 15000), PLAIN)  # 300 megapixels in 100 bytes
+        decode_image(png_header(20000, 15000), PLAIN)  # 300 megapixels in 100 bytes
     with pytest.raises(BadImage, match=r"8000 x 7000 = 56000000 pixels.*max_pixels 50000000"):
-        decode(png_header(8000, 7000), PLAIN)
+        decode_image(png_header(8000, 7000), PLAIN)
     with pytest.raises(BadImage, match="64 x 48 = 3072"):
-        decode(saved(photo(), "JPEG"), Policy(max_pixels=3000))
+        decode_image(saved(photo(), "JPEG"), Policy(max_pixels=3000))
 
 
 def test_too_many_bytes_are_refused():
     data = saved(photo(), "PNG")
     with pytest.raises(BadImage, match=rf"{len(data)} bytes.*max_bytes 100"):
-        decode(data, Policy(max_bytes=100))
-    assert decode(data, Policy(max_bytes=len(data)))
+        decode_image(data, Policy(max_bytes=100))
+    assert decode_image(data, Policy(max_bytes=len(data)))
 
 
 def test_a_hair_is_refused():
-    assert decode(saved(Image.new("RGB", (199, 1)), "PNG"), PLAIN)
+    assert decode_image(saved(Image.new("RGB", (199, 1)), "PNG"), PLAIN)
     for size in ((200, 1), (1, 4000)):
         with pytest.raises(BadImage, match="200 times"):
-            decode(saved(Image.new("RGB", size), "PNG"), PLAIN)
+            decode_image(saved(Image.new("RGB", size), "PNG"), PLAIN)
 
 
 def test_samples_of_an_unknown_range_are_refused():
     floats = Image.fromarray(np.ones((8, 8), np.float32))
     with pytest.raises(BadImage, match="32-bit"):
-        decode(saved(floats, "TIFF"), PLAIN)
+        decode_image(saved(floats, "TIFF"), PLAIN)
 
 
 def test_the_formats_of_bytes_and_not_names_decide():
     with pytest.raises(BadImage, match="this is"):
-        decode(saved(photo(), "PPM"), PLAIN)
+        decode_image(saved(photo(), "PPM"), PLAIN)
     with pytest.raises(BadImage, match="this is"):
-        decode(saved(photo(), "ICO"), PLAIN)
+        decode_image(saved(photo(), "ICO"), PLAIN)

@@ -17,7 +17,7 @@ from PIL import Image
 from prefect_raybatch.stages.images import http
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable, allowed
-from prefect_raybatch.stages.images.places import Places
+from prefect_raybatch.stages.images.places import ImagePlaces
 
 
 def png() -> bytes:
@@ -140,7 +140,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PAUSE", 0.01)
+    monkeypatch.setattr(http, "RETRY_PAUSE", 0.01)
     _Handler.asked.clear()
     _Handler.headers_seen.clear()
     _Handler.flaky = 0
@@ -323,11 +323,11 @@ def test_a_query_is_in_no_message(server):
 
 
 def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
-    places = Places()
+    places = ImagePlaces()
     assert places.fetch(PNG) == PNG == places.fetch(bytearray(PNG))
     assert places.fetch({"bytes": PNG, "path": "a.png"}) == PNG
     (tmp_path / "a.png").write_bytes(PNG)
-    assert Places(str(tmp_path)).fetch({"bytes": None, "path": "a.png"}) == PNG
+    assert ImagePlaces(str(tmp_path)).fetch({"bytes": None, "path": "a.png"}) == PNG
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
 )
 def test_what_is_no_reference_is_named(value, words):
     with pytest.raises(BadImage, match=words):
-        Places().fetch(value)
+        ImagePlaces().fetch(value)
 
 
 def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
@@ -357,7 +357,7 @@ def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
     (root / "way").symlink_to(tmp_path)
     (root / "in").symlink_to(root / "deep" / "a.png")
     os.mkfifo(root / "pipe")
-    places = Places(str(root), max_bytes=len(PNG))
+    places = ImagePlaces(str(root), max_bytes=len(PNG))
     for good in ("deep/a.png", "in", str(root / "deep" / "a.png"), f"file://{root}/deep/a.png"):
         assert places.fetch(good) == PNG
     for bad, words in {

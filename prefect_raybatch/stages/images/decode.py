@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prefect_raybatch.job.images import ASPECT, MOST_PIXELS
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never EPS, which runs Ghostscript
-NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
-MAX_PIXELS = 50_000_000
-MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
-MAX_BYTES = 20_000_000
-ASPECT = 200  # models refuse images of which one side is so many times the other
+_NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
+_MAX_PIXELS = 50_000_000
+_MAX_BYTES = 20_000_000
 ORIENTATION = 0x0112  # of EXIF
-WHITE = (255, 255, 255)
+_WHITE = (255, 255, 255)
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")  # 16 bits a pixel, grey
-KNOWN = (  # what arrives in place of an image, by how it begins
+_KNOWN = (  # what arrives in place of an image, by how it begins
     (b"%!PS", "an EPS or PostScript file"),
     (b"\xc5\xd0\xd3\xc6", "an EPS file"),
     (b"%PDF", "a PDF file"),
@@ -46,11 +46,11 @@ class Policy:
     height), or the most pixels of its longer side."""
 
     resize: tuple[int, int] | int | None = None
-    max_pixels: int = MAX_PIXELS
-    max_bytes: int = MAX_BYTES
+    max_pixels: int = _MAX_PIXELS
+    max_bytes: int = _MAX_BYTES
 
 
-def decode(data: bytes, policy: Policy) -> Image:
+def decode_image(data: bytes, policy: Policy) -> Image:
     """The first frame as it is meant to be seen, in RGB on white, sized, without metadata."""
     check_size(len(data), policy)
     image = _loaded(data, policy)
@@ -74,7 +74,7 @@ def check_size(size: int, policy: Policy) -> None:
 def looks_like(start: bytes) -> str | None:
     """What data that begins so is, where it is known to be no image we take; None otherwise."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
-    for magic, name in KNOWN:
+    for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():
             return name
     if start[4:8] == b"ftyp":
@@ -92,7 +92,7 @@ def _loaded(data: bytes, policy: Policy) -> Image:
         raise BadImage(f"the image has over {MOST_PIXELS} pixels") from None
     except PIL.UnidentifiedImageError:
         found = looks_like(data) or f"data that begins with {data[:8].hex(' ')}"
-        raise BadImage(f"this is {found}; {NAMES} are read") from None
+        raise BadImage(f"this is {found}; {_NAMES} are read") from None
     except Exception as error:  # a header that contradicts itself: any of a dozen kinds
         raise BadImage(f"the image's header cannot be read: {_said(error)}") from None
     width, height = image.size
@@ -154,7 +154,7 @@ def _rgb(image: Image) -> Image:
         raise BadImage(
             f"the image's colours ({image.mode}) cannot be converted: {_said(error)}"
         ) from None
-    made = PIL.Image.new("RGB", clear.size, WHITE)
+    made = PIL.Image.new("RGB", clear.size, _WHITE)
     made.paste(clear, mask=clear.getchannel("A"))
     return made
 

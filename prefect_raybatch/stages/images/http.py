@@ -24,12 +24,12 @@ from prefect_raybatch.stages.images.decode import BadImage, looks_like
 
 REDIRECTS = 3
 TRIES = 3
-PAUSE = 0.5  # seconds before the second try, twice that before the third
-CHUNK = 64 << 10
+RETRY_PAUSE = 0.5  # seconds before the second try, twice that before the third
+_CHUNK = 64 << 10
 PORTS = {"http": 80, "https": 443}
 AGAIN = {408, 425, 429}  # and all from 500 on
 MOVED = {301, 302, 303, 307, 308}
-HEADERS = {
+_HEADERS = {
     "User-Agent": "prefect_raybatch",
     "Accept": "image/*",
     "Accept-Encoding": "identity",  # a compressed answer may be a bomb
@@ -66,7 +66,7 @@ class Http:
         ImageUnavailable for what may pass, after a few tries."""
         for attempt in range(TRIES):
             if attempt:
-                time.sleep(PAUSE * 2 ** (attempt - 1))
+                time.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
             try:
                 return self._try(url)
             except ImageUnavailable as error:
@@ -76,16 +76,16 @@ class Http:
     def _try(self, url: str) -> bytes:
         until = time.monotonic() + self.seconds
         for _ in range(REDIRECTS + 1):
-            parts = checked(url, self.allow_private)
+            parts = checked_url(url, self.allow_private)
             found = self._ask(parts, until)
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
-        raise BadImage(f"{shown(url)}: more than {REDIRECTS} redirects")
+        raise BadImage(f"{shown_url(url)}: more than {REDIRECTS} redirects")
 
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
         """The body of one answer, or where it points to."""
-        where = shown(parts.geturl())
+        where = shown_url(parts.geturl())
         address = _resolved(parts, until, self.allow_private)
         handles: list[socket.socket] = []
         connection = _connection(parts, address, _left(until, where), handles)
@@ -94,7 +94,7 @@ class Http:
         timer.start()  # a server that sends a byte a second keeps within each time limit
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers=HEADERS)
+            connection.request("GET", path, headers=_HEADERS)
             found = self._answer(connection.getresponse(), where)
             _left(until, where)  # cut off, an answer without a length looks whole
             return found
@@ -138,7 +138,7 @@ class Http:
 
     def _body(self, answer: http.client.HTTPResponse, where: str, length: int | None) -> bytes:
         data = bytearray()
-        while chunk := answer.read1(CHUNK):
+        while chunk := answer.read1(_CHUNK):
             if not data and (found := looks_like(chunk)):
                 kind = answer.headers.get("Content-Type", "no type")
                 raise BadImage(f"{where}: the answer is {found} ({kind}), not an image")
@@ -153,22 +153,24 @@ class Http:
         return f"{where}: {size}more than prompt.images.max_bytes {self.max_bytes}"
 
 
-def checked(url: str, allow_private: bool) -> SplitResult:
+def checked_url(url: str, allow_private: bool) -> SplitResult:
     """A URL's parts; BadImage for one that is not asked, whatever its name stands for."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise BadImage(f"{shown(url)} is no URL: {error}") from None
+        raise BadImage(f"{shown_url(url)} is no URL: {error}") from None
     if parts.scheme not in PORTS:
-        raise BadImage(f"{shown(url)}: a redirect to {parts.scheme or 'no scheme'}, not http(s)")
+        raise BadImage(
+            f"{shown_url(url)}: a redirect to {parts.scheme or 'no scheme'}, not http(s)"
+        )
     if not parts.hostname or any(c <= " " or c == "\x7f" for c in url):
-        raise BadImage(f"{shown(url)!r} is no URL of a host")
+        raise BadImage(f"{shown_url(url)!r} is no URL of a host")
     if parts.username is not None or parts.password is not None:
         raise BadImage(f"{parts.scheme}://...@{parts.hostname}: a URL with a user or a password")
     if port not in (None, *PORTS.values()) and not allow_private:
         raise BadImage(
-            f"{shown(url)}: port {port}; 80 and 443 are asked, others where "
+            f"{shown_url(url)}: port {port}; 80 and 443 are asked, others where "
             "prompt.images.allow_private is true"
         )
     return parts
@@ -192,7 +194,7 @@ def innermost(address: Address) -> Address:
     return address
 
 
-def shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """A URL in a message: without its query, which often holds a signature."""
     plain = url.partition("#")[0].partition("?")[0]
     return plain[:200] + ("?..." if "?" in url else "")
@@ -200,7 +202,7 @@ def shown(url: str) -> str:
 
 def _resolved(parts: SplitResult, until: float, allow_private: bool) -> str:
     """The one address that is asked; BadImage unless every address of the name is allowed."""
-    host, where = parts.hostname or "", shown(parts.geturl())
+    host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
 
     def look_up() -> list[str]:

@@ -19,7 +19,7 @@ SHOWN = 200  # characters of a path or URL in a message
 
 
 @dataclass(frozen=True)
-class Places:
+class ImagePlaces:
     """What rows may refer to. `media_root` is the folder of local files, None for no such files;
     `options` are the input store's; `seconds` and `allow_private` are of `Http`."""
 

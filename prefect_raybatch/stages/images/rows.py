@@ -13,9 +13,9 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import Failure, Messages, rows_of
-from prefect_raybatch.stages.images.decode import BadImage, Policy, decode
+from prefect_raybatch.stages.images.decode import BadImage, Policy, decode_image
 from prefect_raybatch.stages.images.http import ImageUnavailable
-from prefect_raybatch.stages.images.places import Places
+from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, renderer
 
 TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
@@ -32,7 +32,7 @@ class RowImages:
     which its model is given them. `empty`: a null is no image, and no failure."""
 
     images: Images
-    places: Places
+    places: ImagePlaces
     empty: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -86,9 +86,9 @@ class RowImages:
     def _put(self, row: Mapping[str, Any], messages: Messages) -> Messages:
         given = [found for name in self.images.columns for found in self._of(name, row[name])]
         count = len(given) + sum(map(is_image, _parts(messages)))
-        if count > self.images.per_row:
+        if count > self.images.most:
             raise BadImage(
-                f"the row has {count} images, more than prompt.images.per_row {self.images.per_row}"
+                f"the row has {count} images, more than prompt.images.per_row {self.images.most}"
             )
         shown = [{**m, "content": self._content(m["content"])} for m in messages]
         if given:
@@ -112,13 +112,15 @@ class RowImages:
         if not isinstance(content, list):
             return content
         return [
-            self._decoded("prompt.function's image", reference(part)) if is_image(part) else part
+            self._decoded("prompt.function's image", image_reference(part))
+            if is_image(part)
+            else part
             for part in content
         ]
 
     def _decoded(self, where: str, value: Any) -> dict[str, Any]:
         try:
-            image = decode(self.places.fetch(value), self.policy)
+            image = decode_image(self.places.fetch(value), self.policy)
         except (BadImage, ImageUnavailable) as error:
             raise type(error)(f"{where}: {error}") from None
         return {"type": "image_pil", "image_pil": image}
@@ -127,9 +129,9 @@ class RowImages:
 def row_images(job: BatchJob, arguments: Mapping[str, Any]) -> RowImages | None:
     """What a job says of images; None where it has none. `arguments` are its engines'."""
     images = job.prompt.images
-    if images is None:
+    if not images.used:
         return None
-    places = Places(
+    places = ImagePlaces(
         job.source.media_root,
         job.source.options,
         images.max_bytes,
@@ -145,7 +147,7 @@ def is_image(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
-def reference(part: Mapping[str, Any]) -> Any:
+def image_reference(part: Mapping[str, Any]) -> Any:
     """What an image part holds: bytes, {bytes, path}, a path or a URL."""
     kind = part["type"]
     if kind not in part:

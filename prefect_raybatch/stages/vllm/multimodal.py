@@ -183,7 +183,8 @@ def _tensor(data: Any, kind: str, shape: tuple[int, ...]) -> Any:
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
     """Why an engine here cannot take a block's features (`MM_TYPE`): another vLLM made them."""
-    made = set(column.combine_chunks().field("vllm").drop_null().to_pylist())
+    # `flatten` and not `field`: what is under a null is then null as well.
+    made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := version()}:
         return None
     return Loss(
@@ -197,8 +198,8 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
 def seen(keys: Sequence[bytes], column: pa.ChunkedArray) -> tuple[list[bytes], list[Any]]:
     """Keys of the requests that tell apart equal text about other images, and each row's features,
     which stay where they lie in the block."""
-    rows = column.combine_chunks()
-    images = rows.field("key").to_pylist()
-    features = [f.as_buffer() if f.is_valid else None for f in rows.field("features")]
+    _, names, sent = column.combine_chunks().flatten()
+    images = names.to_pylist()
+    features = [f.as_buffer() if f.is_valid else None for f in sent]
     # Of one length in each row: where the tokens end must not depend on what follows them.
     return [key + (image or NO_IMAGE) for key, image in zip(keys, images, strict=True)], features

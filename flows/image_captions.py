@@ -1,0 +1,39 @@
+"""Captions for a table of images, as a flow.
+
+    python flows/image_captions.py DATA OUT [MODEL]
+
+DATA is a folder of Parquet files with a column `image`; each row gets a caption, and rows whose
+image cannot be read go to quarantine with the reason. The job is image_captions.yaml beside this
+file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prefect import flow
+
+from prefect_raybatch import BatchJob, RunReport, batch_inference
+
+JOB = Path(__file__).with_suffix(".yaml")
+
+
+def captions_job(data: str, out: str, model: str | None = None) -> BatchJob:
+    """The job of the file, about these images."""
+    job = BatchJob.from_yaml(JOB).to_dict()
+    job["source"]["uri"] = data
+    job["output"]["uri"] = out
+    if model is not None:
+        job["engine"]["model"] = model
+    return BatchJob.from_dict(job)
+
+
+@flow
+def image_captions(data: str, out: str, model: str | None = None) -> RunReport:
+    """Images in, captions out."""
+    return batch_inference(captions_job(data, out, model))
+
+
+if __name__ == "__main__":
+    image_captions(*sys.argv[1:])

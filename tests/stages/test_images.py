@@ -1,0 +1,312 @@
+"""Rows with images through the stages: what prepare makes of them, and real vLLM's answers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.small import make_job, receipts
+from helpers.vision import make_vision_model
+from PIL import Image
+
+from prefect_raybatch.job.images import Images
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.stages.block import ERROR, MM, TOKENS, Failure, is_lost, losses, tag
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.images.http import ImageUnavailable
+from prefect_raybatch.stages.images.places import ImagePlaces
+from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.vllm import multimodal
+from prefect_raybatch.storage import open_store
+
+pytest.importorskip("vllm")
+CONTEXT = 256
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def picture(*colour: int, side: int = 300) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (side, side), tuple(colour)).save(out, "PNG")
+    return out.getvalue()
+
+
+RED, BLUE, GREEN = picture(255, 0, 0), picture(0, 0, 255), picture(0, 255, 0)
+
+
+def conversation(text: str = "What is it?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def put(rows: dict[str, Any], messages: Any = None, **given: Any) -> list[Any]:
+    table = pa.table(rows)
+    empty = given.pop("empty", False)
+    given.setdefault("columns", list(rows))
+    images = RowImages(Images(**given), ImagePlaces(), empty)
+    return images.put(table, [messages or conversation()] * table.num_rows)
+
+
+# --- gathering ----------------------------------------------------------------------------------
+
+
+def test_images_of_columns_stand_before_the_text_of_the_last_user_message():
+    system = {"role": "system", "content": "Be short."}
+    (made,) = put({"A": [RED], "B": [[BLUE, GREEN]]}, [system, *conversation()], per_row=3)
+    assert made[0] == system
+    kinds = [part["type"] for part in made[1]["content"]]
+    assert kinds == ["image_pil"] * 3 + ["text"]
+    colours = [part["image_pil"].getpixel((1, 1)) for part in made[1]["content"][:3]]
+    assert colours == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+
+
+def test_parts_that_a_function_returns_are_decoded_where_they_stand():
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": RED},
+        {"type": "image_url", "image_url": {"url": "nowhere.png"}},
+    ]
+    (made,) = put({"x": [1]}, [{"role": "user", "content": parts[:2]}], columns=[], per_row=1)
+    assert [part["type"] for part in made[0]["content"]] == ["text", "image_pil"]
+    (made,) = put({"x": [1]}, [{"role": "user", "content": parts}], columns=[], per_row=2)
+    assert made.kind == "BadImage" and "media_root" in made.message
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "column A is null"),
+        ({"bytes": None, "path": None}, "column A is null"),
+        (b"", "column A: the image is empty"),
+        (b"<html>", "column A: this is HTML"),
+        (RED[: len(RED) // 2], "column A: "),
+    ],
+)
+def test_a_bad_image_fails_its_row_alone(value, words):
+    good = {"bytes": RED, "path": None}
+    value = {"bytes": value, "path": None} if isinstance(value, bytes) else value
+    rows = put({"A": [good, value, good]})
+    assert isinstance(rows[1], Failure) and words in rows[1].message
+    assert rows[1].kind == "BadImage" and not isinstance(rows[0], Failure)
+    assert not isinstance(rows[2], Failure)
+
+
+def test_a_null_may_be_no_image():
+    rows = put({"A": [RED, None]}, empty=True)
+    assert len(rows[0][0]["content"]) == 2 and rows[1][0]["content"] == "What is it?"
+
+
+def test_too_many_images_fail_their_row():
+    (row,) = put({"A": [[RED, RED]]})
+    assert row.kind == "BadImage" and "2 images" in row.message and "per_row 1" in row.message
+
+
+class Away(ImagePlaces):
+    def fetch(self, value: Any) -> bytes:
+        if value == "away":
+            raise ImageUnavailable("HTTP 503")
+        return RED
+
+
+@pytest.mark.parametrize(("away", "lost"), [(2, False), (3, True)])
+def test_a_place_that_is_away_loses_the_block_and_not_the_rows(away, lost):
+    table = pa.table({"A": ["away"] * away + ["here"] * (10 - away)})
+    images = RowImages(Images(columns=["A"]), Away())
+    if lost:
+        with pytest.raises(TooManyAway, match="503"):
+            images.put(table, [conversation()] * 10)
+        job = make_job(prompt={"template": "What?", "images": {"columns": "A"}})
+        made = Prepare(job.prompt, {}, 100, images=images)(tag(table, Unit(0, 0, 10)))
+        (why,) = losses(made)
+        assert is_lost(made) and why.kind == "TooManyAway" and not why.fatal
+    else:
+        rows = images.put(table, [conversation()] * 10)
+        assert [r.kind for r in rows if isinstance(r, Failure)] == ["ImageUnavailable"] * away
+
+
+# --- with real vLLM -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        folder = make_vision_model(tmp_path_factory.mktemp("vision"))
+        yield {"source": folder, "revision": None, "identity": "0" * 64}
+
+
+def vision_job(model: dict[str, Any], **output: Any) -> Any:
+    return make_job(
+        prompt={"template": "{ask}", "images": {"columns": ["image"], "resize": [225, 225]}},
+        engine={"model": model["source"], "max_model_len": CONTEXT},
+        sampling={"max_tokens": 6},
+        output={"uri": "out", **output},
+    )
+
+
+def prepared(model: dict[str, Any], job: Any, table: pa.Table) -> pa.Table:
+    limits = {"limit_mm_per_prompt": job.prompt.images.limits(), "max_model_len": CONTEXT}
+    images = row_images(job, {"dtype": "float32", **limits})
+    return Prepare(job.prompt, model, CONTEXT, images=images)(tag(table, Unit(0, 0, len(table))))
+
+
+def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
+    job = vision_job(model)
+    table = pa.table(
+        {
+            "id": [1, 2, 3, 4, 5, 6],
+            "ask": ["What is it?"] * 5 + ["long " * 300],
+            "image": [RED, BLUE, RED, b"<html>no</html>", RED[:60], RED],
+        }
+    )
+    block = prepared(model, job, table)
+    errors = block[ERROR].to_pylist()
+    assert [e and e["kind"] for e in errors] == [
+        *[None] * 3, "BadImage", "BadImage", "PromptTooLong"
+    ]  # fmt: skip
+    tokens, sent = block[TOKENS].to_pylist(), block[MM].to_pylist()
+    assert tokens[0] == tokens[1] and len(tokens[0]) > 40  # room for the same tiles
+    assert sent[0]["key"] == sent[2]["key"] != sent[1]["key"]
+    assert sent[3] is None and sent[5] is None
+    spec = EngineSpec(
+        model,
+        job.sampling.given(),
+        {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 512,
+            "limit_mm_per_prompt": job.prompt.images.limits(),
+            **multimodal.WITH_IMAGES,
+        },
+    )
+    stage = EngineStage(spec)
+    try:
+        answers = stage(block)
+        again = stage(prepared(model, job, table.slice(1, 1)))
+    finally:
+        stage.engine.close()
+    assert not is_lost(answers), losses(answers)
+    assert MM not in answers.column_names
+    ids = answers["__rb_answers"].to_pylist()
+    assert ids[0] == ids[2] != ids[1]  # merged by image, and not by text alone
+    assert answers["__rb_merged"].to_pylist()[:3].count(True) == 1
+    assert again["__rb_answers"].to_pylist()[0] == ids[1]
+    _finished(job, model, answers, table, tmp_path)
+
+
+def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: Path) -> None:
+    output = job.output.model_copy(update={"columns": job.kept(table.column_names)})
+    (receipt,) = receipts(Finish(output, model, open_store(str(folder)), "a")(answers))
+    pieces = {p.kind: pq.read_table(next(folder.rglob(p.name))) for p in receipt.pieces}
+    assert pieces["data"].column_names[1:] == ["id", "ask", "response"]
+    assert pieces["data"]["id"].to_pylist() == [1, 2, 3]
+    bad = pieces["quarantine"].to_pylist()
+    assert [row["input"]["image"] for row in bad] == [b"<html>no</html>", RED[:60], RED]
+    assert "HTML" in bad[0]["message"] and "column image" in bad[0]["message"]
+
+
+def test_features_of_another_vllm_are_refused_whole(model):
+    job = vision_job(model)
+    block = prepared(model, job, pa.table({"ask": ["a", "b"], "image": [RED, RED]}))
+    sent = [{**row, "vllm": "0.0.1"} for row in block[MM].to_pylist()]
+    column = pa.chunked_array([pa.array(sent, block.schema.field(MM).type)])
+    why = multimodal.other_version(column)
+    assert why is not None and why.fatal and "0.0.1" in why.message
+    assert multimodal.other_version(block[MM]) is None
+
+
+def test_a_model_of_text_alone_is_refused(model, tmp_path):
+    from prefect_raybatch import demo
+
+    job = vision_job(model)
+    table = pa.table({"ask": ["a"], "image": [RED]})
+    images = row_images(job, {})
+    path = {"source": demo.demo_model_path(), "revision": None}
+    made = Prepare(job.prompt, path, CONTEXT, images=images)(tag(table, Unit(0, 0, 1)))
+    (why,) = losses(made)
+    assert "takes no images" in why.message
+
+
+# --- the job ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"prompt": {"template": "x", "images": {"resize": 9}}}, "images.columns is empty"),
+        ({"prompt": {"template": "x", "images": {"per_row": 2}}}, "images.columns is empty"),
+        ({"prompt": {"template": "x", "images": {"columns": ["a", "a"]}}}, "stands there twice"),
+        ({"prompt": {"template": "x", "images": {"columns": "a", "resize": [1]}}}, "225"),
+        ({"prompt": {"template": "x", "images": {"columns": "a", "resize": 0}}}, "no side"),
+        ({"prompt": {"template": "x", "images": {"columns": "a", "resize": [1, 400]}}}, "200"),
+        (
+            {
+                "prompt": {
+                    "template": "x",
+                    "images": {"columns": "a"},
+                    "on_too_long": "truncate_left",
+                }
+            },
+            "on_too_long",
+        ),
+        ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
+        ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
+        ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
+        ({"engine": {"max_model_len": "auto"}}, "such as 8192"),
+        ({"engine": {"limit_mm_per_prompt": {"image": 9}}}, "per_row"),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused(groups, words):
+    from prefect_raybatch.errors import ConfigError
+
+    images = {"prompt": {"template": "x", "images": {"columns": "a"}}} if "engine" in groups else {}
+    with pytest.raises(ConfigError, match=words):
+        make_job(**{**images, **groups})
+
+
+def test_what_images_are_is_in_the_fingerprint_and_changes_none_without():
+    from prefect_raybatch.plan.fingerprint import fingerprint
+
+    plain, parts = fingerprint(make_job())
+    assert "images" not in parts["prompt"]
+    made = {
+        json.dumps(images): fingerprint(make_job(prompt={"template": "x", "images": images}))[0]
+        for images in (
+            {"columns": "a"},
+            {"columns": "b"},
+            {"columns": "a", "resize": [225, 225]},
+            {"columns": "a", "max_pixels": 1000},
+        )
+    }
+    assert len({plain, *made.values()}) == 5
+
+
+def test_a_column_that_cannot_hold_images_is_refused_at_plan():
+    from prefect_raybatch.errors import ConfigError
+    from prefect_raybatch.plan.plan import check_against_schema
+
+    job = make_job(prompt={"template": "x", "images": {"columns": "image"}})
+    media = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for kind in (pa.binary(), pa.large_binary(), pa.string(), media, pa.list_(media)):
+        check_against_schema(job, pa.schema([("image", kind)]))
+    for kind in (pa.int64(), pa.list_(pa.float32()), pa.struct([("x", pa.int8())])):
+        with pytest.raises(ConfigError, match=r"prompt\.images\.columns"):
+            check_against_schema(job, pa.schema([("image", kind)]))
+    with pytest.raises(ConfigError, match="no column 'image'"):
+        check_against_schema(job, pa.schema([("picture", pa.binary())]))
