@@ -707,7 +707,7 @@ class BatchJob(Group):
 
     def asked(self) -> dict[str, Any]:
         """The sampling fields of each request, as plain values."""
-        return answer_schema.sampling_fields(self.sampling.given(), self.output.answer_form)
+        return answer_schema.schema_sampling_fields(self.sampling.given(), self.output.answer_form)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:

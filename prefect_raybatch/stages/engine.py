@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.answer_schema import engine_fields
+from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import pinned as models
@@ -114,7 +114,7 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    arguments = engine_fields(arguments, job.output.answer_form)
+    arguments = schema_engine_fields(arguments, job.output.answer_form)
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
