@@ -28,7 +28,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.pinned import DEMO, tokenizer_place, with_tokenizer
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
-FIELD = "output.probabilities"
 ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of an answer
 
 
@@ -47,7 +46,7 @@ class LabelTokens:
             token = _first_token(tokenizer, label)
             if token in tokens:
                 raise ConfigError(
-                    f"{FIELD}: the labels {tokens[token]!r} and {label!r} of sampling.choice begin "
+                    f"output.probabilities: the labels {tokens[token]!r} and {label!r} of sampling.choice begin "
                     f"with the same token ({_text(tokenizer, token)!r}), so that the first step of "
                     "an answer cannot tell them apart; reword one, such as with a number or letter "
                     "in front, or leave probabilities out"
@@ -93,7 +92,7 @@ def _first_token(tokenizer: Tokenizer, label: str) -> int:
         if label.startswith(_text(tokenizer, token).lstrip("\ufffd") or "\ufffd"):
             return token
     raise ConfigError(
-        f"{FIELD}: the model's tokenizer has no token that the label {label!r} of sampling.choice "
+        f"output.probabilities: the model's tokenizer has no token that the label {label!r} of sampling.choice "
         "begins with in whole characters; reword it, or leave probabilities out"
     )
 

@@ -11,7 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from prefect_raybatch.demo import demo_model_path
-from prefect_raybatch.job.answer_schema import engine_fields, sampling_fields, schema_text
+from prefect_raybatch.job.answer_schema import (
+    schema_engine_fields,
+    schema_sampling_fields,
+    schema_text,
+)
 from prefect_raybatch.stages.block import Failure, load_tokenizer
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.typed_answers import reader_of
@@ -55,7 +59,7 @@ def engine() -> Iterator[SteppedEngine]:
             max_num_batched_tokens=1024,
             seed=0,
         )
-        with SteppedEngine(engine_fields(fields, SCHEMA)) as made:
+        with SteppedEngine(schema_engine_fields(fields, SCHEMA)) as made:
             yield made
 
 
@@ -72,7 +76,7 @@ def text_of(done: Completion) -> str:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_answer_of_an_engine_fits_the_schema_or_was_cut_off(engine, temperature):
     sampling = {"temperature": temperature, "max_tokens": 160, "seed": 5}
-    params = sampling_fields(sampling, SCHEMA)
+    params = schema_sampling_fields(sampling, SCHEMA)
     done = engine.run([Request(tokens(prompt), params) for prompt in PROMPTS])
     reader = reader_of(SCHEMA)
     for one in done:
