@@ -139,7 +139,7 @@ class Pipeline:
             self.job.sampling.max_tokens,
             calls=calls,
             sampling=self.job.asked(),
-            fixed_form=self.job.output.schema_model is not None,
+            fixed_form=self.job.fixed_form,
         )
         finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
