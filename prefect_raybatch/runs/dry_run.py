@@ -17,6 +17,7 @@ from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.stages.result_columns import answers_of, result_columns
 from prefect_raybatch.storage import join
 
@@ -64,6 +65,7 @@ def dry_run(
     planning.check_against_schema(job, found.schema)
     model = resolved.pinned().model
     model_check.check(job.engine, job.sampling, model, files=what_if is None)
+    check_labels(job, model)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
         sample = sample or counting.SAMPLE_ROWS

@@ -56,8 +56,8 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against; with `fixed_form` it may not have another form than the job's. `images`: where
-    a row's images come from; None for text alone.
+    checked against; with `fixed_form`, a field that needs one form for all, it may set none.
+    `images`: where a row's images come from; None for text alone.
     """
 
     prompt: Prompt
@@ -66,7 +66,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
-    fixed_form: bool = False
+    fixed_form: str | None = None
     images: RowImages | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -193,6 +193,8 @@ CHANGED: dict[str, Any] = {
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
     "output.on_cut_off": "fail",
+    "output.extras": ["finish_reason"],
+    "output.probabilities": True,
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
@@ -244,6 +246,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     },
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
+    "output.probabilities": {"sampling.choice": ["a", "b"]},
 }
 
 

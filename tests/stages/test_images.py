@@ -213,7 +213,7 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
 def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: Path) -> None:
     output = job.output.model_copy(update={"columns": job.kept(table.column_names)})
     (receipt,) = receipts(Finish(output, model, open_store(str(folder)), "a")(answers))
-    pieces = {p.kind: pq.read_table(next(folder.rglob(p.name))) for p in receipt.pieces}
+    pieces = {p.kind: pq.read_table(next(folder.rglob(p.path))) for p in receipt.pieces}
     assert pieces["data"].column_names[1:] == ["id", "ask", "response"]
     assert pieces["data"]["id"].to_pylist() == [1, 2, 3]
     bad = pieces["quarantine"].to_pylist()
