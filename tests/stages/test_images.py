@@ -310,3 +310,15 @@ def test_a_column_that_cannot_hold_images_is_refused_at_plan():
             check_against_schema(job, pa.schema([("image", kind)]))
     with pytest.raises(ConfigError, match="no column 'image'"):
         check_against_schema(job, pa.schema([("picture", pa.binary())]))
+
+
+def test_the_flow_of_captions_asks_as_the_guides_do(monkeypatch):
+    import importlib
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "flows"))
+    job = importlib.import_module("image_captions").captions_job("data", "out", "demo")
+    assert (job.source.uri, job.output.uri, job.engine.model) == ("data", "out", "demo")
+    assert (job.prompt.images.columns, job.prompt.images.resize) == (["image"], [225, 225])
+    assert (job.sampling.temperature, job.sampling.max_tokens) == (0.3, 256)
+    assert (job.engine.max_model_len, job.engine.batch_size) == (8192, 16)
+    assert job.kept(["image", "id"]) == []
