@@ -25,7 +25,7 @@ WORK = {
     "varied": "long outputs of varied length: 128 to 512 tokens out",
     "prefix": "shared prefixes: 256 of about 512 tokens, shuffled, 128 tokens out",
 }
-SIZE = {"8b": "8B", "05b": "0.5B"}
+SIZE = {"70b": "70B", "8b": "8B", "05b": "0.5B"}
 PEERS = {"vllm": "`LLM.chat`", "raydata": "`ray.data.llm`"}
 USUAL = "256"  # sequences, where a peer is told no other number
 # (work, size) -> (peer, least ratio of ours to it)
@@ -36,7 +36,7 @@ BARS = {
     ("varied", "8b"): (("vllm", 1.15),),
     ("prefix", "8b"): (("raydata", 1.3),),
 }
-LINEAR = 0.94  # of one GPU's rate, on each of several
+LINEAR = 0.95  # of one GPU's rate, on each of several
 WIDTH, ROW, LEFT, RIGHT = 760, 22, 370, 100
 BESIDE: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
 
@@ -153,26 +153,66 @@ def resumes(records: list[dict[str, Any]]) -> list[str]:
 
 
 def scaling(records: list[dict[str, Any]]) -> list[str]:
-    """The same work on one GPU and on several."""
+    """The same work on one GPU and on several, a table for each work and size."""
     lines = []
-    by = {
-        (r["file"], r["work"], r["size"], r["peer"], r["gpus"]): r for r in records if "rows_s" in r
-    }
-    for (file, work, size, peer, gpus), record in sorted(by.items()):
-        one = by.get((file, work, size, peer, 1))
-        if one is None or (file, work, size, peer, 2) not in by:
-            continue
-        share = record["rows_s"] / gpus / one["rows_s"]
-        lines.append(f"| {gpus} | {record['rows']:,} | {record['rows_s']:,.0f} | {share:.2f} |")
+    for (_, work, size), found in series(records):
+        one = found[0]["rows_s"] / found[0]["gpus"]
+        last = found[-1]
+        lines += [
+            f"{SIZE[size]}, {WORK[work].partition(':')[0]}, ours as it comes (aim: {LINEAR} of "
+            f"linear). {last['date']}, {last['device']}, {last['versions']}.",
+            "",
+            f"    {last['command']}",
+            "",
+            "| GPUs | rows | rows/s | of linear | seconds | GPUs busy |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for r in found:
+            share, rate = r["rows_s"] / r["gpus"] / one, r["rows_s"]
+            digits = 0 if rate >= 200 else 1
+            lines.append(
+                f"| {r['gpus']} | {r['rows']:,} | {rate:,.{digits}f} | {share:.2f} | "
+                f"{r['rows'] / rate:.0f} | {r['gpu']:.0%} |"
+            )
+        lines.append("")
+    return ["### Several GPUs", "", *lines] if lines else []
+
+
+Series = tuple[tuple[str, str, str], list[dict[str, Any]]]
+
+
+def series(records: list[dict[str, Any]]) -> list[Series]:
+    """Runs of one file that differ in the number of GPUs, fewest first."""
+    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for r in records:
+        if r["peer"] == "auto" and "rows_s" in r and r.get("tensor_parallel", 1) == 1:
+            found.setdefault((r["file"], r["work"], r["size"]), {})[r["gpus"]] = r
+    return [
+        (key, [by[gpus] for gpus in sorted(by)]) for key, by in sorted(found.items()) if len(by) > 1
+    ]
+
+
+def big(records: list[dict[str, Any]]) -> list[str]:
+    """One model over several GPUs, and beside it copies on one each."""
+    lines = []
+    for r in sorted((r for r in records if r["size"] == "70b"), key=lambda r: -r["rows_s"]):
+        copies = r["gpus"] // r["tensor_parallel"]
+        lines.append(
+            f"| {r['quantization'] or 'bf16'} | {copies} x TP {r['tensor_parallel']} | "
+            f"{r['rows_s']:,.0f} | {r['gpu']:.0%} | {r['gpu_memory_peak']:,.0f} GiB | "
+            f"{r['first_row_s']:.0f} s |"
+        )
     if not lines:
         return []
     return [
-        "### Several GPUs",
+        "### 70B on four GPUs",
         "",
-        f"8B, company task, ours as it comes (aim: {LINEAR} of linear).",
+        f"Company task, ours as it comes. {r['date']}, {r['device']}, {r['versions']}.",
         "",
-        "| GPUs | rows | rows/s | of linear |",
-        "| --- | --- | --- | --- |",
+        f"    {r['command']}",
+        "",
+        "| weights | copies | rows/s | GPUs busy | memory a GPU | first row after |",
+        "| --- | --- | --- | --- | --- | --- |",
         *lines,
         "",
     ]
@@ -180,8 +220,9 @@ def scaling(records: list[dict[str, Any]]) -> list[str]:
 
 def markdown(records: list[dict[str, Any]]) -> str:
     lines = ["![Rows a second, peers and this package](images/gpu.svg)", ""]
+    scaled = {id(record) for _, found in series(records) for record in found}
     for (work, size, gpus), group in groups(records):
-        if len(group) < 2 and (not group or work == "company"):  # alone in the table of GPUs
+        if size == "70b" or all(id(record) in scaled for record in group):  # tables of their own
             continue
         first = group[0]
         lines += [
@@ -198,7 +239,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
             "",
             *(f"{line}\n" for line in verdicts(work, size, group)),
         ]
-    return "\n".join([*lines, *resumes(records), *scaling(records)]).rstrip() + "\n"
+    return "\n".join([*lines, *resumes(records), *scaling(records), *big(records)]).rstrip() + "\n"
 
 
 def plot(records: list[dict[str, Any]]) -> str:
@@ -212,19 +253,19 @@ def plot(records: list[dict[str, Any]]) -> str:
             shown.append((title, rates))
     height = 18 + sum(ROW * (len(rates) + 2) for _, rates in shown)
 
-    def draw(card: drawing.Card) -> None:
+    def draw(panel: drawing.Panel) -> None:
         y = 34.0
         for title, rates in shown:
-            card.text(14, y, title, size=13, color=drawing.INK)
-            _bars(card, y, rates)
+            panel.text(14, y, title, size=13, color=drawing.INK)
+            _bars(panel, y, rates)
             y += ROW * (len(rates) + 2)
 
     return drawing.svg("Rows a second, peers and this package", [drawing.Plot(height, draw)])
 
 
-def _bars(card: drawing.Card, y: float, rates: list[dict[str, Any]]) -> None:
+def _bars(panel: drawing.Panel, y: float, rates: list[dict[str, Any]]) -> None:
     """Below the title at `y`, slowest first."""
-    axes = card.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
+    axes = panel.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
     axes.set(xlim=(0, rates[-1]["rows_s"]), ylim=(len(rates) - 0.5, -0.5))
     axes.axis("off")
     rows = range(len(rates))

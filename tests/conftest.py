@@ -25,6 +25,8 @@ from xdist.scheduler import LoadScopeScheduling
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
+# Processes that tests start keep what they compile: an engine start is half as dear.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
@@ -41,12 +43,14 @@ settings.load_profile("prefect_raybatch")
 
 # Where several processes run the tests (pytest -n), the files that use a shared server stay in one
 # of them, so that there is one of it, and come first, being the longest; of two servers the first
-# here counts. Other files go to whoever is free.
+# here counts. Other files go to whoever is free, those that start engines before the rest: begun
+# last, one of them would keep its process at work when the other has nothing left.
 SHARED = {
     "ray": re.compile(r"\b(ray_head|local_ray)\b"),
     "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
     "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
 }
+LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
 
 
 @cache
@@ -56,9 +60,16 @@ def group(path: Path) -> str:
     return next((name for name, uses in SHARED.items() if uses.search(text)), str(path))
 
 
+@cache
+def turn(path: Path) -> int:
+    """Which files come before which: those of a server, in its order, the long ones, the rest."""
+    if (name := group(path)) in SHARED:
+        return list(SHARED).index(name)
+    return len(SHARED) + (not LONG.search(path.read_text(encoding="utf-8")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(SHARED)}
-    items.sort(key=lambda item: order.get(group(item.path), len(order)))
+    items.sort(key=lambda item: turn(item.path))
 
 
 class ByServer(LoadScopeScheduling):

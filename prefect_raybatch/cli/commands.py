@@ -192,7 +192,7 @@ def tune(
         print_json({**asdict(found), "settings": tuning.settings(found), "written": str(path)})
         return
     show_rows(tuning.table(found))
-    for line in tuning.verdict(found):
+    for line in tuning.conclusion(found):
         out.print(line, markup=False)
     out.print(f"written to {path}", markup=False)
 
@@ -267,7 +267,7 @@ def retry_failed(
 
     wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
-    asked = retry.request(*wanted, keys=with_keys)
+    asked = retry.retry_request(*wanted, keys=with_keys)
     made: RunReport | retry.Nothing
     if isinstance(asked, retry.Nothing):
         made = asked

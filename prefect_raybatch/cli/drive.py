@@ -16,7 +16,7 @@ from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
 from prefect_raybatch.runs.run import Run, default_run_key, run_store
 
 if TYPE_CHECKING:
-    from prefect_raybatch.runs.retry import Nothing, Request
+    from prefect_raybatch.runs.retry import Nothing, RetryRequest
 
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
 
@@ -52,7 +52,7 @@ def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgre
 
 
 def retry_rows(
-    asked: Request, arguments: RetryArguments, prefect: bool, quiet: bool
+    asked: RetryRequest, arguments: RetryArguments, prefect: bool, quiet: bool
 ) -> RunReport | Nothing:
     """The report of the run that retries, or `Nothing` when no row was free."""
     from prefect_raybatch.runs import retry

@@ -240,7 +240,7 @@ def _measured() -> int:
     return int(min((gpu.mib for gpu in nvml.gpus_here()[0]), default=0)) << 20
 
 
-def dashboard() -> str:
+def dashboard_url() -> str:
     """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
     from prefect_raybatch.stages.ray_internals import dashboard_address
 

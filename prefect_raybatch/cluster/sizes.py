@@ -17,7 +17,7 @@ from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 
 
-def expected_engines(job: BatchJob) -> int:
+def engines_to_plan_for(job: BatchJob) -> int:
     """Engines that the shards of a new plan are cut for."""
     return sizing.expected_engines(job, cluster.glance(job))
 
@@ -28,7 +28,7 @@ def for_attempt(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> Si
     if row_bytes is None:  # a plan from before this was kept; files are compressed, so it is little
         row_bytes = sum(file.size for file in ledger.files(plan)) / max(1, plan.rows)
     model, unknown = model_sizes(job.engine, plan.model, have)
-    return sizing.resolve(
+    return sizing.sizes_of(
         job, plan.rows, row_bytes, have, model, unknown, planned=plan.rows_per_shard
     )
 
@@ -58,7 +58,7 @@ def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
     return cluster.glance(job) or sizing.assumed(job.engine), []
 
 
-def needs(job: BatchJob, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:
+def checked_needs(job: BatchJob, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:
     if not have.assumed:
         try:
             cluster.check_fit(job, have, size.pool)

@@ -125,7 +125,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
             ),
             "report": MarkdownArtifact(
-                markdown=reports.markdown(report, plots.markdown(report)),
+                markdown=reports.markdown(report, plots.image_lines(report)),
                 description=f"Report of the run {run.run_key}.",
             ),
         }
@@ -169,7 +169,9 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         wanted = deadline or job.limits.deadline
         limit = seconds_of(wanted) if wanted else None
         found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
-        table = TableArtifact(table=tune.table(found), description="\n\n".join(tune.verdict(found)))
+        table = TableArtifact(
+            table=tune.table(found), description="\n\n".join(tune.conclusion(found))
+        )
         put(table, tune_key(job.name))
         return tune.settings(found)
 

@@ -26,13 +26,13 @@ def charts(tally: Tally, shards: int) -> Charts:
         for values in (series.rows, series.prompt, series.output, series.shard, series.failed)
     )
     return Charts(
-        throughput=throughput(started, ended, np.stack([rows, prompt, output])),
-        durations=durations({k: np.array(v[:number]) for k, v in series.seconds.items()}),
+        throughput=throughput_points(started, ended, np.stack([rows, prompt, output])),
+        durations=duration_quantiles({k: np.array(v[:number]) for k, v in series.seconds.items()}),
         cells=cells(shards, shard.astype(int), failed.astype(int), rows.astype(int)),
     )
 
 
-def throughput(
+def throughput_points(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray
 ) -> tuple[tuple[float, ...], ...]:
     """(time, a second of each amount) over equal times of work.
@@ -81,7 +81,7 @@ def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndar
     return started - origin - idle, ended - origin - idle
 
 
-def durations(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
+def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
     """Quantiles of the seconds that tasks of each stage took; stages that nothing is known of are
     left out."""
     found = {}

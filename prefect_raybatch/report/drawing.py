@@ -78,7 +78,7 @@ _LOCK = threading.Lock()  # matplotlib's settings are the whole process's
 
 
 @dataclass(frozen=True)
-class Card:
+class Panel:
     """One picture's white ground, `top` below the upper edge of the figure."""
 
     figure: Figure
@@ -86,7 +86,7 @@ class Card:
     height: float
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """A position from the card's upper left corner, as shares of the figure."""
+        """A position from the panel's upper left corner, as shares of the figure."""
         width, height = self.figure.get_size_inches() * self.figure.dpi
         return x / width, 1 - (self.top + y) / height
 
@@ -128,10 +128,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn on a card of this height."""
+    """What is drawn on a panel of this height."""
 
     height: float
-    draw: Callable[[Card], None]
+    draw: Callable[[Panel], None]
 
 
 def svg(title: str, plots: Sequence[Plot]) -> str:
@@ -146,9 +146,9 @@ def svg(title: str, plots: Sequence[Plot]) -> str:
         figure.patch.set_visible(False)
         top = 0.0
         for plot in plots:
-            card = Card(figure, top, plot.height)
-            card.ground()
-            plot.draw(card)
+            panel = Panel(figure, top, plot.height)
+            panel.ground()
+            plot.draw(panel)
             top += plot.height + GAP
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -206,16 +206,16 @@ def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
     edges = [0.0, *(point[0] / unit for point in points)]
     kinds = {2: (GREEN, "tokens in"), 3: (ORANGE, "tokens out")}
 
-    def draw(card: Card) -> None:
-        card.title(title)
-        upper, lower = card.axes(LEFT, 66, RIGHT, 176), card.axes(LEFT, 226, RIGHT, 326)
+    def draw(panel: Panel) -> None:
+        panel.title(title)
+        upper, lower = panel.axes(LEFT, 66, RIGHT, 176), panel.axes(LEFT, 226, RIGHT, 326)
         _rates(upper, edges, points, {1: (BLUE, "rows/s")})
         _rates(lower, edges, points, kinds)
         upper.tick_params(bottom=False, labelbottom=False)
         lower.set_xlabel(f"time of work, {name}")
-        card.text(LEFT - 8, 56, "rows/s")
-        card.text(LEFT - 8, 216, "tokens/s")
-        card.legend(RIGHT, 206, list(kinds.values()), "upper right")
+        panel.text(LEFT - 8, 56, "rows/s")
+        panel.text(LEFT - 8, 216, "tokens/s")
+        panel.legend(RIGHT, 206, list(kinds.values()), "upper right")
 
     return Plot(372, draw)
 
@@ -261,9 +261,9 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
     wide = high / low > 20
     bottom = 50 + 40 * len(names)
 
-    def draw(card: Card) -> None:
-        card.title(title)
-        axes = card.axes(90, 44, WIDTH - 96, bottom)
+    def draw(panel: Panel) -> None:
+        panel.title(title)
+        axes = panel.axes(90, 44, WIDTH - 96, bottom)
         if wide:
             axes.set_xscale("log")
             axes.minorticks_off()
@@ -281,7 +281,7 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
         note = "seconds a task (log scale)" if wide else "seconds a task"
         axes.set_xlabel(f"{note}: box 25-75 %, line 5-95 %, dot the longest")
         for row, name in enumerate(names):
-            card.text(WIDTH - 88, 71 + 40 * row, f"{stages[name][2]:.3g} s")
+            panel.text(WIDTH - 88, 71 + 40 * row, f"{stages[name][2]:.3g} s")
 
     return Plot(bottom + 46, draw)
 
@@ -324,11 +324,11 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
         PENDING: "pending",
     }
 
-    def draw(card: Card) -> None:
-        card.title(f"{title}: {what}")
+    def draw(panel: Panel) -> None:
+        panel.title(f"{title}: {what}")
         entries = [(COLOURS[kind], words) for kind, words in names.items()]
-        card.legend(LEFT, 41, entries, "upper left")
-        axes = card.axes(LEFT, 66, LEFT + columns * size, 66 + rows * size)
+        panel.legend(LEFT, 41, entries, "upper left")
+        axes = panel.axes(LEFT, 66, LEFT + columns * size, 66 + rows * size)
         axes.set(xlim=(0, columns * size), ylim=(rows * size, 0))
         axes.axis("off")
         # A path of lines as thick as a cell: a rectangle each would take ten times the text. What
@@ -346,7 +346,7 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
         _lines(axes, upright + across, WHITE, 1.5 if size > 12 else 0.7, "grid")
         for row in range(0, rows, max(1, math.ceil(16 / size))):
             first = short(row * columns * a_cell)
-            card.text(LEFT - 8, 66 + row * size + min(size, 12), first, ha="right")
+            panel.text(LEFT - 8, 66 + row * size + min(size, 12), first, ha="right")
 
     return Plot(66 + rows * size + 20, draw)
 
@@ -411,9 +411,9 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
     more = len(workers) - len(shown)
     names = [shorten(clean(worker.name), 30) for worker in shown]
 
-    def draw(card: Card) -> None:
-        card.title(title + (f" ({more} more not shown)" if more else ""))
-        axes = card.axes(220, 40, right, bottom)
+    def draw(panel: Panel) -> None:
+        panel.title(title + (f" ({more} more not shown)" if more else ""))
+        axes = panel.axes(220, 40, right, bottom)
         bars = axes.barh(range(len(shown)), [worker.rows for worker in shown], 16 / 22, color=BLUE)
         for row, bar in enumerate(bars):
             bar.set(gid=f"engine-{row}", clip_on=False)
@@ -426,6 +426,6 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
         axes.set_xlabel("rows; the dashed line is the mean engine")
         for row, worker in enumerate(shown):
             note = f"{short(worker.rows)} rows, {worker.shards:,} shards"
-            card.text(right + 10, 59 + 22 * row, note)
+            panel.text(right + 10, 59 + 22 * row, note)
 
     return Plot(bottom + 46, draw)

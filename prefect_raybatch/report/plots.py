@@ -46,7 +46,7 @@ def whole(report: RunReport) -> str | None:
     return _image(_plots(report.charts, report.workers))
 
 
-def markdown(report: RunReport) -> list[str]:
+def image_lines(report: RunReport) -> list[str]:
     """Lines of Markdown that show the plots of a report, as images within the text."""
     lines: list[str] = []
     for name, picture in of_report(report).items():

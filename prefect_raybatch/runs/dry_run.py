@@ -72,14 +72,14 @@ def dry_run(
     rows = sum(file.rows for file in found.files)
     have, wrong = (what_if, []) if what_if else sized.ask(job)
     known, unknown = sized.model_sizes(job.engine, model, have)
-    expected = sizes.expected_engines(job, what_if) if what_if else sized.expected_engines(job)
+    expected = sizes.expected_engines(job, what_if) if what_if else sized.engines_to_plan_for(job)
     try:
-        size = sizes.resolve(job, rows, found.row_bytes, have, known, unknown, expected=expected)
+        size = sizes.sizes_of(job, rows, found.row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
-        size = sizes.resolve(job, rows, found.row_bytes, have, expected=expected)
+        size = sizes.sizes_of(job, rows, found.row_bytes, have, expected=expected)
     wrong += size.problems
-    needs = sized.needs(job, have, size, wrong)
+    needs = sized.checked_needs(job, have, size, wrong)
     return DryRun(
         job=job.name,
         rows=rows,

@@ -70,7 +70,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
-        dashboard=dashboard(store),
+        dashboard=last_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
     if ledger.finished(plan) is not None:
@@ -143,7 +143,7 @@ def html_page(report: RunReport) -> str:
     return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
-def dashboard(store: Store) -> str:
+def last_dashboard(store: Store) -> str:
     """Ray's dashboard as the latest heartbeat names it; "" where none does."""
     from prefect_raybatch.driver.heartbeat import newest
 

@@ -72,7 +72,7 @@ def infer_run(
     with ExitStack() as stack:
         stack.enter_context(monitor)
         capacity = stack.enter_context(cluster.connected(job, user))
-        monitor.dashboard = cluster.dashboard()
+        monitor.dashboard = cluster.dashboard_url()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
         size = sized.for_attempt(job, plan, ledger, capacity)

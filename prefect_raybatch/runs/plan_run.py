@@ -154,7 +154,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         found.schema,
         found.row_bytes,
         snapshot=copied,
-        engines=sized.expected_engines(job),
+        engines=sized.engines_to_plan_for(job),
         context=context,
     )
     return ledger.create_plan(plan, tables)

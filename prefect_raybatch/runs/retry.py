@@ -57,7 +57,7 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Request:
+class RetryRequest:
     """A retry that can be begun: `job` is the child's, `going` the unfinished run it goes on with
     and `selection` ({parent, errors}) the rows it is about. `limited`: a limit on failed rows is
     among the fields that were given. `known` is the job with keys, resolved."""
@@ -83,14 +83,14 @@ def plan_retry(
     `errors` are error classes; by default all failed rows that no other child has taken. The job
     is the run's own or `job`, with the fields `overrides` ({"sampling.max_tokens": 99}) replaced.
     All rows of the child may fail again, unless a limit on failed rows is among these: they count
-    against the limit of the run they are from. Raises as `request`, and `PlanMismatch` when
+    against the limit of the run they are from. Raises as `retry_request`, and `PlanMismatch` when
     another retry of these rows began at the same moment.
     """
-    asked = request(run_dir, errors, overrides, job, keys)
+    asked = retry_request(run_dir, errors, overrides, job, keys)
     return asked if isinstance(asked, Nothing) else begin(asked)
 
 
-def begin(asked: Request) -> Retry | Nothing:
+def begin(asked: RetryRequest) -> Retry | Nothing:
     """Makes the child run of a request, or goes on with it; see `plan_retry`."""
     if asked.going is not None:
         ledger, plan = asked.going.ledger, asked.going.plan
@@ -110,13 +110,13 @@ def begin(asked: Request) -> Retry | Nothing:
     return Retry(job, run, asked.parent.key)
 
 
-def request(
+def retry_request(
     run_dir: str,
     errors: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
-) -> Request | Nothing:
+) -> RetryRequest | Nothing:
     """What a retry would be, from the records alone: writes nothing and reads no row.
 
     Raises `ConfigError` for an unfinished run, a wrong job, a class in `errors` that no failed row
@@ -152,7 +152,7 @@ def request(
     check_schema_names(known.job.output)
     planning.check_against_schema(known.job, decode_schema(parent.plan.input_schema))
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
-    return Request(family, parent, child, known, selection, going, bool(limited))
+    return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
 
 def _check_classes(parent: Member, errors: Sequence[str]) -> None:
@@ -214,7 +214,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
     return BatchJob.from_dict(changed, told)
 
 
-def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
+def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     """A child with the rows that are asked for and free, under the next key."""
     from prefect_raybatch import source
 
@@ -240,7 +240,7 @@ def _new_child(asked: Request) -> tuple[Ledger, Plan] | Nothing:
         found.row_bytes,
         snapshot=True,
         numbers=numbers_table(numbers),
-        engines=sized.expected_engines(job),
+        engines=sized.engines_to_plan_for(job),
         context=context,
     )
     try:
@@ -346,7 +346,7 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
     return resolved.pinned()
 
 
-def _same_types(asked: Request, ledger: Ledger) -> None:
+def _same_types(asked: RetryRequest, ledger: Ledger) -> None:
     """Gives the child the output types that the parent's first shard fixed: the results are to be
     one table. Whoever comes first fixes them, as in any run."""
     from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA

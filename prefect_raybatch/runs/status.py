@@ -16,7 +16,7 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.runs.finalize_run import dashboard, load_report, of_whom
+from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         state, notes = ("unfinished" if tally.shards else "planned"), of_whom(plan)
         stop = _stop_of(_attempts(ledger), listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        return reports.build(store.uri, plan, tally, state, notes=notes, dashboard=dashboard(store))
+        return reports.build(
+            store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
+        )
     return replace(final, charts=charts(tally, plan.shards))
 
 

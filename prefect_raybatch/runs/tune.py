@@ -382,7 +382,7 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
     ]
 
 
-def verdict(tuned: Tuned) -> list[str]:
+def conclusion(tuned: Tuned) -> list[str]:
     """What it comes to, in sentences."""
     engines = counted(tuned.best.engines, "engine")
     said = [
@@ -409,6 +409,6 @@ def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
     import yaml
 
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
-    said = "".join(f"# {text}\n" for text in [*rows, *verdict(tuned)])
+    said = "".join(f"# {text}\n" for text in [*rows, *conclusion(tuned)])
     made = with_fields(value, settings(tuned))
     return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)

@@ -50,7 +50,7 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class EngineGpu:
     """The GPU that engines run on, as far as it is known: `card` is None where its kind is not, or
     is not the only one; `memory` in bytes, 0 where that is not known. `most` is what it has where
     it is the largest card of its name; 0: it was measured."""

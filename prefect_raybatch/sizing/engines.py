@@ -15,7 +15,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Prompt, Sampling
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
-from prefect_raybatch.sizing.cards import Card, Gpu
+from prefect_raybatch.sizing.cards import Card, EngineGpu
 
 HOST = 0.9e-3  # seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200
 PEAK = 0.6  # share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55
@@ -106,10 +106,10 @@ def fitting(
     return 1
 
 
-def choose(
+def choose_engines_per_gpu(
     *,
     model: Model | None,
-    gpu: Gpu,
+    gpu: EngineGpu,
     cpus_a_gpu: float,
     cpus_an_engine: float,
     arguments: EngineArguments,

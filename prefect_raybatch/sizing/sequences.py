@@ -17,7 +17,7 @@ MORE = 512  # the most for which vLLM captures CUDA graphs: 1024 gave no more on
 GAIN = 0.05  # that they must bring
 
 
-def choose(
+def choose_max_num_seqs(
     *,
     asked: int | Literal["auto"],
     fit: Fit | None,

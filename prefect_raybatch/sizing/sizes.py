@@ -14,7 +14,7 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing import sequences
-from prefect_raybatch.sizing.cards import Gpu, card
+from prefect_raybatch.sizing.cards import EngineGpu, card
 from prefect_raybatch.sizing.engines import Tokens
 from prefect_raybatch.sizing.fit import Fit, check_memory, cramped, over_pcie, step_tokens
 from prefect_raybatch.sizing.shards import (
@@ -173,14 +173,14 @@ def device(engine: Engine, gpus: float) -> str:
     return "gpu" if gpus >= 1 else "cpu"
 
 
-def gpu_of(accelerator: str | None, have: Capacity) -> Gpu:
+def gpu_of(accelerator: str | None, have: Capacity) -> EngineGpu:
     """The one that the job asks for or the cluster's only kind."""
     kinds = [accelerator] if accelerator else list(have.accelerators)
     if len(kinds) != 1:
-        return Gpu(" and ".join(kinds) or "unknown", None, have.gpu_bytes, 0)
+        return EngineGpu(" and ".join(kinds) or "unknown", None, have.gpu_bytes, 0)
     found = card(kinds[0])
     memory = have.gpu_bytes or (found.memory if found else 0)
-    return Gpu(kinds[0], found, memory, found.most if found and not have.gpu_bytes else 0)
+    return EngineGpu(kinds[0], found, memory, found.most if found and not have.gpu_bytes else 0)
 
 
 def choose_pool(
@@ -189,7 +189,7 @@ def choose_pool(
     *,
     model: Model | None,
     unknown: str,
-    gpu: Gpu,
+    gpu: EngineGpu,
     arguments: EngineArguments,
     row: Tokens,
     length: int | None,
@@ -209,7 +209,7 @@ def choose_pool(
             packing_why="on a CPU replicas count engines",
         )
     if engine.engines_per_gpu == "auto":
-        each, packed_why = packing.choose(
+        each, packed_why = packing.choose_engines_per_gpu(
             model=model,
             gpu=gpu,
             cpus_a_gpu=have.cpus_a_gpu,
@@ -278,7 +278,7 @@ def _asked(engine: Engine, kind: str) -> EngineArguments:
 # --- all of it ----------------------------------------------------------------------------------
 
 
-def resolve(
+def sizes_of(
     job: BatchJob,
     rows: int,
     row_bytes: float,
@@ -312,7 +312,7 @@ def resolve(
     fit = None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
-    seqs, seqs_why = sequences.choose(
+    seqs, seqs_why = sequences.choose_max_num_seqs(
         asked=engine.max_num_seqs,
         fit=fit,
         card=gpu.card,

@@ -8,19 +8,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 def read_ahead(
-    read: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int
-) -> Iterator[Result]:
+    read: Callable[[Item], Value], items: Iterable[Item], threads: int, ahead: int
+) -> Iterator[Value]:
     """`read(item)` for each item, in order; `threads` threads work up to `ahead` items ahead.
 
     Memory is that of `ahead` results, however many items there are. What `read` raises comes out
     at its item; then, or when the consumer stops early, what has not begun is dropped and what has
     is not waited for.
     """
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[Future[Value]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:
         for item in items:

@@ -99,7 +99,7 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
     assert (have.cpus, have.gpus, have.gpus_by_node) == (5, GPUS, (GPUS,))
     assert have.cpus_a_gpu == pytest.approx(5 / GPUS)
     assert cluster.glance(make_job()) == have
-    assert sized.expected_engines(make_job(sampling={"max_tokens": 999})) == GPUS
+    assert sized.engines_to_plan_for(make_job(sampling={"max_tokens": 999})) == GPUS
 
 
 # --- without a cluster --------------------------------------------------------------------------

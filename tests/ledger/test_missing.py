@@ -33,7 +33,7 @@ def said(root: Path, path: str) -> str:
         lambda uri: verify(open_store(uri)),
         lambda uri: reap(open_store(uri)),
         lambda uri: load_family(open_store(uri).above(), "gone"),
-        lambda uri: retry.request(uri),
+        lambda uri: retry.retry_request(uri),
     ],
     ids=["status", "report", "verify", "reap", "chain", "retry"],
 )

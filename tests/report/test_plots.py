@@ -25,7 +25,14 @@ from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import drawing, plots
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.report.charts import CELLS, POINTS, cells, charts, durations, throughput
+from prefect_raybatch.report.charts import (
+    CELLS,
+    POINTS,
+    cells,
+    charts,
+    duration_quantiles,
+    throughput_points,
+)
 from prefect_raybatch.report.records import Charts, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.words import clean
@@ -92,7 +99,7 @@ def areas(text: str) -> dict[str, float]:
 def test_rates_are_the_amounts_over_the_time_of_work():
     start, end = np.array([100.0, 110.0]), np.array([110.0, 120.0])
     amounts = np.array([[50.0, 100.0], [500.0, 1000.0], [5.0, 10.0]])
-    points = throughput(start, end, amounts)
+    points = throughput_points(start, end, amounts)
     assert len(points) == 10 and points[-1][0] == 20
     assert [p[1] for p in points] == [5.0] * 5 + [10.0] * 5
     assert points[0][1:] == (5.0, 50.0, 0.5)
@@ -100,7 +107,7 @@ def test_rates_are_the_amounts_over_the_time_of_work():
 
 def test_pauses_between_attempts_take_no_room():
     start, end = np.array([100.0, 90_000.0]), np.array([110.0, 90_010.0])
-    points = throughput(start, end, np.ones((3, 2)) * 30)
+    points = throughput_points(start, end, np.ones((3, 2)) * 30)
     assert points[-1][0] == 20
     assert {p[1] for p in points} == {3.0}
 
@@ -116,7 +123,7 @@ def test_no_row_is_lost_or_doubled_in_the_rates(shards):
     start = np.array([s for s, _, _ in shards])
     end = start + np.array([length for _, length, _ in shards])
     rows = np.array([n for _, _, n in shards], float)
-    points = throughput(start, end, np.stack([rows, rows, rows]))
+    points = throughput_points(start, end, np.stack([rows, rows, rows]))
     times = [0.0, *(p[0] for p in points)]
     drawn = sum(p[1] * (b - a) for p, a, b in zip(points, times, times[1:], strict=False))
     assert drawn == pytest.approx(rows.sum(), rel=0.02, abs=1)
@@ -124,12 +131,12 @@ def test_no_row_is_lost_or_doubled_in_the_rates(shards):
 
 
 def test_shards_without_times_are_in_no_rate():
-    assert throughput(np.zeros(2), np.zeros(2), np.ones((3, 2))) == ()
-    assert throughput(np.array([]), np.array([]), np.ones((3, 0))) == ()
+    assert throughput_points(np.zeros(2), np.zeros(2), np.ones((3, 2))) == ()
+    assert throughput_points(np.array([]), np.array([]), np.ones((3, 0))) == ()
 
 
 def test_durations_are_quantiles_of_what_is_known():
-    found = durations({"read": np.array([math.nan]), "engine": np.arange(101.0)})
+    found = duration_quantiles({"read": np.array([math.nan]), "engine": np.arange(101.0)})
     assert found == {"engine": (5.0, 25.0, 50.0, 75.0, 95.0, 100.0)}
 
 
@@ -266,7 +273,7 @@ def test_names_of_others_are_text_and_nothing_else():
     assert "</text><scrip" in words(text)
     assert "& $x^2$" in words(text)  # no formula
     assert "</scr" in clean(evil)
-    title = drawing.svg(evil, [drawing.Plot(10, lambda card: card.title(evil))])
+    title = drawing.svg(evil, [drawing.Plot(10, lambda panel: panel.title(evil))])
     assert "script" not in {e.tag.removeprefix(SVG) for e in parsed(title).iter()}
 
 
@@ -323,7 +330,7 @@ def test_a_quarter_of_a_million_shards_stay_small():
         failures={f"engine|{'E' * 90}|{i:0500}": 1 for i in range(20)},
         parts=tuple(Part(f"data/part-{i:05}.parquet", 1, 1, "0" * 64) for i in range(20_000)),
     )
-    page = reports.markdown(report, plots.markdown(report))
+    page = reports.markdown(report, plots.image_lines(report))
     assert page.count("data:image/svg+xml;base64,") == 4
     assert len(page) < 200_000  # what a Prefect artifact may have at most
     assert len(plots.whole(report) or "") < 200_000
@@ -340,7 +347,7 @@ def test_pictures_are_stacked_into_one():
     heights = [float(picture.attrib["height"]) for picture in (one, two)]
     assert float(parsed(text).attrib["height"]) == sum(heights) + 14
     assert plots.live(Charts(cells=((1, 0, 0, 0),))) is None  # nothing committed yet
-    assert plots.whole(REPORT) is None and plots.markdown(REPORT) == []
+    assert plots.whole(REPORT) is None and plots.image_lines(REPORT) == []
 
 
 def test_only_what_is_known_is_drawn():

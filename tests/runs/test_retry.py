@@ -35,7 +35,7 @@ from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run, load_report
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.retry import Nothing, Request, Retry, plan_retry, request
+from prefect_raybatch.runs.retry import Nothing, Retry, RetryRequest, plan_retry, retry_request
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -323,8 +323,8 @@ def test_a_plan_cannot_say_how_stores_are_reached(tmp_path):
     value["job"]["engine"] = {"env": {"LD_PRELOAD": "x"}}
     path.write_text(json.dumps(value))
     adopt(tmp_path / "key")
-    asked = request(run.store.uri)
-    assert isinstance(asked, Request)
+    asked = retry_request(run.store.uri)
+    assert isinstance(asked, RetryRequest)
     assert asked.job.output.options == asked.job.engine.env == {}
 
 

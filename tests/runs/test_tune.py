@@ -26,12 +26,12 @@ from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.tune import (
     Trial,
     Tuned,
+    conclusion,
     job_file,
     search,
     settings,
     spread,
     steady,
-    verdict,
 )
 from prefect_raybatch.stages.block import passes_by
 
@@ -128,11 +128,11 @@ def test_a_deadline_says_how_many_engines():
     # 8,000 s of work in 3,600 s: 2 * 8000 / 3600 * 1.1 = 4.9 engines
     assert found.needs == 5
     assert settings(found) == {"engine.max_num_seqs": 512, "engine.replicas": 5}
-    assert "needs engine.replicas: 5" in "\n".join(verdict(found))
+    assert "needs engine.replicas: 5" in "\n".join(conclusion(found))
     met = tune._told(trials, trials[1], 1_000_000, 9000.0)
-    assert met.needs is None and "is met" in "\n".join(verdict(met))
+    assert met.needs is None and "is met" in "\n".join(conclusion(met))
     never = tune._told(trials, trials[1], 1_000_000, 15.0)
-    assert never.needs is None and "no number of them helps" in "\n".join(verdict(never))
+    assert never.needs is None and "no number of them helps" in "\n".join(conclusion(never))
 
 
 class Slow(FakeEngine):

@@ -24,7 +24,7 @@ from prefect_raybatch.sizing.shards import (
     choose_rows_per_shard,
     concurrent_batches,
 )
-from prefect_raybatch.sizing.sizes import Capacity, Sizing, expected_engines, imagined, resolve
+from prefect_raybatch.sizing.sizes import Capacity, Sizing, expected_engines, imagined, sizes_of
 
 LLAMA_05B = {
     **LLAMA_8B,
@@ -58,7 +58,7 @@ def sized(
         prompt=prompt or {"template": "What is {Company}?", "system": "Be short. " * 30},
     )
     model = describe(config, job.engine.model_extra or {}) if config else None
-    return resolve(job, rows, row_bytes, have, model)
+    return sizes_of(job, rows, row_bytes, have, model)
 
 
 # --- rows a shard -------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
     calls = concurrent_batches(job.engine, rows, seqs)
     assert calls >= 2
     assert (calls - 1) * rows >= seqs  # one more is being filled
-    assert resolve(job, rows, 1.0, NO_GPU, planned=rows).saturated
+    assert sizes_of(job, rows, 1.0, NO_GPU, planned=rows).saturated
 
 
 def test_starving_and_idle_engines_are_told_with_the_remedy():
@@ -118,7 +118,7 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
         engine={"max_num_seqs": 256, "max_concurrent_batches": 2, "replicas": 8},
         source={"uri": "in", "rows_per_shard": 100},
     )
-    found = resolve(job, 1000, 50, NO_GPU)
+    found = sizes_of(job, 1000, 50, NO_GPU)
     assert (found.shards, found.pool.engines, found.shards_a_worker) == (10, 8, 1.25)
     assert not found.saturated
     text = "\n".join(found.problems)
@@ -127,14 +127,14 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
     better = job.model_copy(
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
     )
-    assert resolve(better, 1000, 50, NO_GPU).saturated  # the remedy helps
+    assert sizes_of(better, 1000, 50, NO_GPU).saturated  # the remedy helps
 
 
 @pytest.mark.parametrize("planned", [None, 1])
 @pytest.mark.parametrize("seqs", [1, 256])
 def test_a_run_of_one_row_needs_no_advice(seqs, planned):
     job = make_job(engine={"max_num_seqs": seqs, "max_concurrent_batches": 1})
-    found = resolve(job, 1, 50, NO_GPU, planned=planned)
+    found = sizes_of(job, 1, 50, NO_GPU, planned=planned)
     assert found.saturated and (found.shards, found.rows_per_shard) == (1, 1)
     assert not found.problems
 
@@ -151,7 +151,7 @@ def test_a_run_of_one_row_needs_no_advice(seqs, planned):
 )
 def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice):
     source = {"uri": "in", "rows_per_shard": per_shard}
-    found = resolve(make_job(engine={"replicas": replicas}, source=source), rows, 50, NO_GPU)
+    found = sizes_of(make_job(engine={"replicas": replicas}, source=source), rows, 50, NO_GPU)
     assert list(found.problems) == ([advice] if advice else [])
 
 
@@ -519,7 +519,7 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 
 
 def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
-    size = resolve(job, 100_000, ROW, have, model)
+    size = sizes_of(job, 100_000, ROW, have, model)
     return {f.name: (f.value, f.why) for f in figures(job, have, size, model)}
 
 

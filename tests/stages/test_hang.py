@@ -29,7 +29,7 @@ from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.sizing.sizes import Capacity, resolve
+from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.vllm import last_words
@@ -261,7 +261,7 @@ def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung()
 
 
 def test_the_time_allowed_is_the_jobs() -> None:
-    size = resolve(make_job(), 100, 50, Capacity(16, 0, 1, "here"))
+    size = sizes_of(make_job(), 100, 50, Capacity(16, 0, 1, "here"))
     for given, seconds in (({}, 600), ({"hang_seconds": 42}, 42)):
         assert engine_spec(make_job(limits=given), {}, size).hang_seconds == seconds
     for never in (0, None):
