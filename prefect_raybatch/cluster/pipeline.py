@@ -31,6 +31,7 @@ from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
@@ -90,6 +91,7 @@ class Pipeline:
             self.attempt,
             bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
             int((sampling.model_extra or {}).get("n") or 1),
+            parsing=Parsing.of(self.job),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -139,6 +141,7 @@ class Pipeline:
             self.job.sampling.max_tokens,
             calls=calls,
             sampling=self.job.sampling.given(),
+            parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)
         spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import sampling_ranges, vllm_fields
+from prefect_raybatch.job import chat, sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
@@ -125,6 +125,55 @@ class Prompt(Group):
         "user message loses its beginning or its end, so that there is room for max_tokens.",
     )
 
+    messages: str | None = field(
+        6,
+        None,
+        title="Conversation column",
+        text="Column that holds whole conversations, in place of the template: lists of {role, "
+        "content, ...}, or JSON text of such a list. The last message is not the assistant's.",
+    )
+    chat_template: str | None = field(
+        7,
+        None,
+        title="Chat template",
+        text="Jinja file (local or s3://) or text in place of the model's own chat template. Read "
+        "when the run is planned.",
+    )
+    chat_template_kwargs: dict[str, Any] = field(
+        8,
+        {},
+        title="Chat template arguments",
+        text="What the chat template takes beside the messages, such as {enable_thinking: false}.",
+    )
+    prefill: str | None = field(
+        9,
+        None,
+        title="Beginning of the answer",
+        text="Text that each answer goes on from. The answer column holds what follows it.",
+        min_length=1,
+    )
+    continue_final_message: bool = field(
+        10,
+        False,
+        title="Continue the last message",
+        text="The conversation ends with a message of the assistant, which the answer goes on "
+        "from. The answer column holds what follows it.",
+    )
+    tools: list[dict[str, Any]] | None = field(
+        11,
+        None,
+        title="Tools",
+        text="What the model may call: definitions {type: function, function: {name, description, "
+        "parameters}}, for the chat template.",
+    )
+    documents: str | None = field(
+        12,
+        None,
+        title="Documents column",
+        text="Column of documents for a chat template that takes them: lists of {title, text} or "
+        "of texts, or JSON text of such a list.",
+    )
+
     @field_validator("template")
     @classmethod
     def _template(cls, value: str | None) -> str | None:
@@ -137,11 +186,48 @@ class Prompt(Group):
     def _function(cls, value: str | None) -> str | None:
         return None if value is None else check_function(value)
 
+    @field_validator("messages", "documents", "chat_template")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty; name it, or leave it out")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return chat.check_template_arguments(value)
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return chat.check_tools(value)
+
     @model_validator(mode="after")
     def _one(self) -> Prompt:
-        if (self.template is None) == (self.function is None):
-            raise ValueError("set exactly one of template and function")
+        if [self.template, self.function, self.messages].count(None) != 2:
+            raise ValueError("set exactly one of template, function and messages")
+        if self.continue_final_message and self.template is not None:
+            raise ValueError(
+                "continue_final_message: a template makes no message of the assistant; set prefill"
+            )
+        if self.continue_final_message and self.prefill is not None:
+            raise ValueError(
+                "prefill and continue_final_message exclude each other: an answer goes on from "
+                "one text; keep one"
+            )
         return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the input that are named, with the field that names them; what a function
+        reads is not known."""
+        named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
+        if self.messages is not None:
+            named[self.messages] = "prompt.messages"
+        if self.documents is not None:
+            named[self.documents] = "prompt.documents"
+        return named
 
 
 # Fields of vLLM that change nothing but what a result does not hold.
@@ -437,6 +523,35 @@ class Output(Group):
         "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
         "a form (choice, JSON, ...) and is not whole.",
     )
+    reasoning_parser: str | None = field(
+        12,
+        None,
+        title="Reasoning parser",
+        text="vLLM's parser of the model's thinking, such as qwen3 or deepseek_r1: thinking and "
+        "answer are two columns.",
+    )
+    reasoning_column: str = field(
+        13,
+        "reasoning",
+        title="Reasoning column",
+        text="Name of the column with the thinking, where a reasoning parser is set.",
+        min_length=1,
+    )
+    tool_parser: str | None = field(
+        14,
+        None,
+        title="Tool parser",
+        text="vLLM's parser of the model's tool calls, such as hermes or llama3_json: calls and "
+        "text are two columns.",
+    )
+    tool_calls_column: str = field(
+        15,
+        "tool_calls",
+        title="Tool calls column",
+        text="Name of the column with the calls, where a tool parser is set: a list of {id, name, "
+        "arguments}, the arguments as JSON text.",
+        min_length=1,
+    )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
@@ -460,8 +575,35 @@ class Output(Group):
             raise ValueError(f"{value!r} cannot be a column name here; choose another")
         return value
 
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _reasoning_parser(cls, value: str | None) -> str | None:
+        return chat.check_parser(value, vllm_fields.reasoning_parsers())
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _tool_parser(cls, value: str | None) -> str | None:
+        return chat.check_parser(value, vllm_fields.tool_parsers())
+
+    @property
+    def parsed_columns(self) -> dict[str, str]:
+        """Columns that parsers fill beside the answer's, by the field that names them."""
+        fields = {}
+        if self.reasoning_parser:
+            fields["output.reasoning_column"] = self.reasoning_column
+        if self.tool_parser:
+            fields["output.tool_calls_column"] = self.tool_calls_column
+        return fields
+
     @model_validator(mode="after")
     def _declared(self) -> Output:
+        parsed = list(self.parsed_columns.values())
+        for name in parsed:
+            if [self.column, *parsed].count(name) > 1:
+                raise ValueError(
+                    f"column {name!r} would be written twice; name column, reasoning_column and "
+                    "tool_calls_column apart"
+                )
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
         return self
@@ -571,6 +713,12 @@ class BatchJob(Group):
         ):
             raise ValueError(
                 "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
+            )
+        own = (self.engine.model_extra or {}).get("reasoning_parser")
+        if own and self.output.reasoning_parser not in (None, own):
+            raise ValueError(
+                f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
+                f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
             )
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(

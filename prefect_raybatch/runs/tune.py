@@ -20,7 +20,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.plan.plan import planned
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.dry_run import dry_run
@@ -182,7 +182,7 @@ class Bench:
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = load_run(self.ledger, run)
-        self.job = settled(job, self.plan.context)
+        self.job = planned(job, self.plan)
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""

@@ -45,6 +45,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
+from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, note
 
 if TYPE_CHECKING:
@@ -106,10 +107,16 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    sampling, output = job.sampling.given(), job.output
+    if output.reasoning_parser and (has_form(sampling) or job.prompt.function):
+        # The form is of the answer, and thinking comes before it. A function may ask for one.
+        arguments.setdefault("reasoning_parser", output.reasoning_parser)
+    if output.parsed_columns:  # the marks that parsers look for may be special tokens
+        sampling["skip_special_tokens"] = False
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=model,
-        sampling=job.sampling.given(),
+        sampling=sampling,
         arguments=arguments,
         env={**ours, **job.engine.env},
         engines_per_gpu=size.pool.engines_per_gpu,

@@ -45,6 +45,7 @@ from prefect_raybatch.stages.block import (
     TIMES,
     TRUNCATED,
     Failure,
+    Tokenizer,
     copied,
     input_columns,
     is_lost,
@@ -55,6 +56,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
+from prefect_raybatch.stages.parsing import Parsers, Parsing
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
 
@@ -68,7 +70,7 @@ class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
     `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n);
-    `calls`: how the user's function is called.
+    `calls`: how the user's function is called; `parsing`: which parsers take the answers apart.
     """
 
     output: Output
@@ -78,6 +80,7 @@ class Finish:
     skip_special_tokens: bool = True
     answers: int = 1
     calls: Calls = HERE
+    parsing: Parsing | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -158,22 +161,35 @@ class Finish:
         """What became of each row: its output columns, its failure, or None where left out."""
         texts = self._texts(table)
         errors = self._errors(table, texts)
+        columns = self._columns(table, texts, errors)
         if self.output.postprocess is None:
-            return [
-                Failure(**e) if e else {self.output.column: t}
-                for e, t in zip(errors, texts, strict=True)
-            ]
+            return list(columns)
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
         kept = names if self.output.columns is None else self.output.columns
         taken = {POSITION, self.output.row_number, *kept}
-        made = []
+        made: list[dict[str, Any] | Failure | None] = []
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
-            for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
-                answer = {self.output.column: t, "finish_reason": f}
-                made.append(Failure(**e) if e else _post(function, row, answer, taken))
+            for row, own, f in zip(rows, columns, finish, strict=True):
+                if not isinstance(own, dict):
+                    made.append(own)
+                    continue
+                made.append(_post(function, row, {**own, "finish_reason": f}, taken))
         return made
+
+    def _columns(
+        self, table: pa.Table, texts: list[Any], errors: list[dict[str, str] | None]
+    ) -> list[dict[str, Any] | Failure]:
+        """Of each row its failure, or its answer by the columns that hold it."""
+        column = self.output.column
+        if self.parsing is not None:
+            parsers = Parsers(self.parsing, self._tokenizer())
+            return parsers.columns(table, texts, errors, column, self.answers > 1)
+        return [Failure(**e) if e else {column: t} for e, t in zip(errors, texts, strict=True)]
+
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(*models.tokenizer_place(self.model))
 
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
         """Why each row failed before this stage, or because its answer is not whole."""
@@ -191,9 +207,11 @@ class Finish:
         answers = table[ANSWERS].to_pylist()
         todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
         if todo:
-            tokenizer = load_tokenizer(*models.tokenizer_place(self.model))
+            tokenizer, skip = self._tokenizer(), self.skip_special_tokens
             flat = [ids for i in todo for ids in answers[i]]
-            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=self.skip_special_tokens))
+            if self.parsing is not None:  # their marks may be special tokens
+                flat, skip = list(map(Parsers(self.parsing, tokenizer).visible, flat)), False
+            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:
                 ready[i] = [next(texts) for _ in answers[i]]
         return [t if t is None or self.answers > 1 else t[0] for t in ready]
@@ -230,8 +248,10 @@ class Finish:
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
         if self.output.postprocess is None:
-            kind = pa.list_(pa.string()) if self.answers > 1 else pa.string()
-            return pa.schema([(self.output.column, kind)])
+            columns = [(self.output.column, pa.string())]
+            columns += self.parsing.types() if self.parsing is not None else []
+            several = self.answers > 1
+            return pa.schema([(name, pa.list_(k) if several else k) for name, k in columns])
         if self.output.output_schema is not None:
             return declared(self.output.output_schema)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.batch_job import Prompt
@@ -16,16 +16,27 @@ from prefect_raybatch.stages.row_sampling import check_own
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Chat messages of one row and the sampling fields it overrides."""
+    """Chat messages of one row, the sampling fields it overrides, documents for its template."""
 
     messages: Messages
     sampling: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
     def under(self, system: str) -> ChatRequest:
         """The same with a system message in front, unless it brings its own."""
         if self.messages[0]["role"] == "system":
             return self
-        return ChatRequest([{"role": "system", "content": system}, *self.messages], self.sampling)
+        return replace(self, messages=[{"role": "system", "content": system}, *self.messages])
+
+    def continued(self) -> ChatRequest:
+        """The same; ValueError where its last message is none that an answer can go on from."""
+        role = self.messages[-1]["role"]
+        if role != "assistant":
+            raise ValueError(
+                f"the last message is of role {role!r}, and prompt.continue_final_message goes on "
+                "from one of the assistant"
+            )
+        return self
 
     def answer(self, most: int) -> int:
         """Most tokens out: its own max_tokens, or the job's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     FORMED,
+    OPEN,
     PARAMS,
     TOKENS,
     TRUNCATED,
@@ -33,9 +34,11 @@ from prefect_raybatch.stages.block import (
     timed,
 )
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
+from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.row_sampling import has_form
-from prefect_raybatch.stages.tokens import TokenIds, fitting, render, shortened, tokenize
+from prefect_raybatch.stages.tokens import Chat, TokenIds, fitting, render, shortened, tokenize
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against.
+    checked against. With a reasoning parser in `parsing`, prompts that leave the
+    thinking open are marked.
     """
 
     prompt: Prompt
@@ -54,6 +58,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
+    parsing: Parsing | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -89,6 +94,12 @@ class Prepare:
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling, given) for given in own]
             table = table.append_column(FORMED, pa.array(form, pa.bool_()))
+        if self.parsing is not None and self.parsing.reasoning:
+            parser = self.parsing.reasoning_parser(self._tokenizer())
+            opened = [
+                None if isinstance(t, Failure) else not parser.is_reasoning_end(t) for t in tokens
+            ]
+            table = table.append_column(OPEN, pa.array(opened, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
@@ -99,7 +110,8 @@ class Prepare:
         `Failure` in either place for a row that has none."""
         tokenizer = self._tokenizer()
         requests = self._requests(table)
-        return requests, tokenize(tokenizer, render(tokenizer, requests))
+        chat = Chat.of(self.prompt)
+        return requests, tokenize(tokenizer, render(tokenizer, requests, chat), chat)
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
@@ -118,12 +130,36 @@ class Prepare:
             return fitting(tokens, limit)
         left = self.prompt.on_too_long == "truncate_left"
         try:
-            cut = shortened(self._tokenizer(), request, len(tokens), room, left)
+            chat = Chat.of(self.prompt)
+            cut = shortened(self._tokenizer(), request, len(tokens), room, left, chat)
         except Exception as error:
             return Failure.of("prepare", error)
         return fitting(tokens, limit) if cut is None else cut
 
     def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
+        made = self._asked(table)
+        if self.prompt.continue_final_message:
+            made = [
+                r if isinstance(r, Failure) else guarded(ChatRequest.continued, r) for r in made
+            ]
+        name = self.prompt.documents
+        if name is None:
+            return made
+        cells = rows_of(table, [name])
+
+        def with_documents(request: ChatRequest, row: dict[str, Any]) -> ChatRequest:
+            return replace(request, documents=documents_of(row[name], name))
+
+        return [
+            r if isinstance(r, Failure) else guarded(with_documents, r, row)
+            for r, row in zip(made, cells, strict=True)
+        ]
+
+    def _asked(self, table: pa.Table) -> list[ChatRequest | Failure]:
+        if self.prompt.messages:
+            converse = Conversation(self.prompt)
+            rows = rows_of(table, [self.prompt.messages])
+            return [guarded(converse, row) for row in rows]
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:

@@ -72,8 +72,8 @@ def refused(value: dict[str, Any]) -> str:
         ("prompt.template", "{", ["no valid template", "{{"]),
         ("prompt.template", "a}", ["no valid template", "{{"]),
         # prompt
-        ("prompt", {}, ["exactly one of template and function"]),
-        ("prompt.function", "m:f", ["exactly one of template and function"]),
+        ("prompt", {}, ["exactly one of template, function and messages"]),
+        ("prompt.function", "m:f", ["exactly one of template, function and messages"]),
         ("prompt", {"function": "mf"}, ["prompt.function", "'mf'", "package.module:function"]),
         ("prompt", {"function": "m:f()"}, ["package.module:function"]),
         ("prompt", {"function": "os.path:join;x"}, ["package.module:function"]),

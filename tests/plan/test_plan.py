@@ -157,6 +157,13 @@ CHANGED: dict[str, Any] = {
     "prompt.function": "helpers.functions:as_text",
     "prompt.on_null": "empty",
     "prompt.on_too_long": "truncate_left",
+    "prompt.messages": "Chat",
+    "prompt.chat_template": "{{ messages }}",
+    "prompt.chat_template_kwargs": {"enable_thinking": False},
+    "prompt.prefill": "It is",
+    "prompt.continue_final_message": True,
+    "prompt.tools": [{"type": "function", "function": {"name": "f"}}],
+    "prompt.documents": "Papers",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],
@@ -193,6 +200,10 @@ CHANGED: dict[str, Any] = {
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
     "output.on_cut_off": "fail",
+    "output.reasoning_parser": "qwen3",
+    "output.reasoning_column": "thinking",
+    "output.tool_parser": "hermes",
+    "output.tool_calls_column": "calls",
     "output.compact": False,
     "output.file_mb": 1,
     "output.options": {"anon": True},
@@ -220,7 +231,10 @@ CHANGED: dict[str, Any] = {
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
 NEEDS: dict[str, dict[str, Any]] = {
+    "prompt.continue_final_message": {"prompt.messages": "Chat"},
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
+    "output.reasoning_column": {"output.reasoning_parser": "qwen3"},
+    "output.tool_calls_column": {"output.tool_parser": "hermes"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
 }
 
@@ -233,7 +247,7 @@ def job_with(**fields: Any) -> BatchJob:
         for group in groups:
             at = at.setdefault(group, {})
         at[last] = new
-        if path == "prompt.function":
+        if path in ("prompt.function", "prompt.messages"):
             del at["template"]
     return BatchJob.from_dict(value)
 
