@@ -69,9 +69,9 @@ def _list(cell: Any, name: str, what: str) -> list[Any]:
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
     message: dict[str, Any] = _plain(value)
+    if not isinstance(message, dict):
+        raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}.role is missing; name who speaks: system, user, assistant, tool")

@@ -221,3 +221,8 @@ RAISED: dict[str, BaseException] = {
 
 def deadly_ask(row: Row) -> str:
     return str(deadly(row)["said"])
+
+
+def thought_and_said(row: dict[str, Any]) -> dict[str, Any]:
+    """Both columns of an answer with thinking."""
+    return {"both": f"{row['reasoning']}/{row['response']}"}
