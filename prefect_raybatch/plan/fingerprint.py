@@ -46,6 +46,7 @@ FINGERPRINTED = {
     "output.tool_parser": "what is text and what is a call",
     "output.tool_calls_column": "other result columns; counts with a tool parser",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
+    "output.schema_model": "decides the answers and the columns; its text counts",
 }
 
 FREE = {
@@ -145,6 +146,8 @@ def fingerprint(
     parts |= job.output.parsed_columns
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
+    if job.output.schema_model is not None:
+        parts["output.schema_model"] = job.output.answer_form
     if job.engine.max_model_len == "auto":
         parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     if job.prompt.function:

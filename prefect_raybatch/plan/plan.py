@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import UNWRITTEN, BatchJob, Prompt
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.secrets import hide_argument, is_masked
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def planned(job: BatchJob, plan: Plan) -> BatchJob:
-    """The job as its plan settled it: with the context length that auto came to, and with the text
-    of its chat template, whose file need not be here."""
-    job = settled(job, plan.context)
-    if job.prompt.chat_template is None:
-        return job
-    text = plan.job.get("prompt", {}).get("chat_template")
-    if not isinstance(text, str):
-        raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
-    prompt = job.prompt.model_copy(update={"chat_template": text})
-    return job.model_copy(update={"prompt": prompt})
-
-
 def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
     """The job with engine.max_model_len: auto replaced by what a plan's `context` says."""
     if job.engine.max_model_len != "auto":
@@ -44,6 +32,21 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
         raise CorruptRun("plan.json says nothing of the context length that auto came to")
     engine = job.engine.model_copy(update={"max_model_len": context["max_model_len"]})
     return job.model_copy(update={"engine": engine})
+
+
+def as_planned(job: BatchJob, plan: Plan) -> BatchJob:
+    """The job with what its plan settled: the context length, and the schema of the answers and
+    the chat template, whose file or class may have changed since, or not be here."""
+    job = settled(job, plan.context)
+    output = job.output.with_form(plan.parts.get("output.schema_model"))
+    job = job if output is job.output else job.model_copy(update={"output": output})
+    if job.prompt.chat_template is None:
+        return job
+    text = plan.parts.get("prompt", {}).get("chat_template")
+    if not isinstance(text, str):
+        raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
+    prompt = job.prompt.model_copy(update={"chat_template": text})
+    return job.model_copy(update={"prompt": prompt})
 
 
 def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
@@ -81,7 +84,9 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     kept = names if job.output.columns is None else job.output.columns
     added = [job.output.row_number]
     if job.output.postprocess is None:
-        added += [job.output.column, *job.output.parsed_columns.values()]
+        form = job.output.answer_form
+        added += [job.output.column] if form is None else columns_of(form)
+        added += job.output.parsed_columns.values()
     added += list(job.output.output_schema or ())
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:

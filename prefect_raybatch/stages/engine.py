@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import pinned as models
@@ -107,7 +108,8 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    sampling, output = job.sampling.given(), job.output
+    arguments = schema_engine_fields(arguments, job.output.answer_form)
+    sampling, output = job.asked(), job.output
     if output.reasoning_parser and (has_form(sampling) or job.prompt.function):
         # The form is of the answer, and thinking comes before it. A function may ask for one.
         arguments.setdefault("reasoning_parser", output.reasoning_parser)
@@ -145,7 +147,7 @@ class EngineStage:
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
-        self._engine: SteppedEngine | None = None
+        self.engine: SteppedEngine | None = None
         self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
@@ -153,14 +155,14 @@ class EngineStage:
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
-        self._ready()
+        self.ready()
 
-    def _ready(self) -> SteppedEngine | None:
+    def ready(self) -> SteppedEngine | None:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
-            if self._engine is None and self._refused is None:
+            if self.engine is None and self._refused is None:
                 self._begin()
-            return self._engine
+            return self.engine
 
     def _begin(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
@@ -174,10 +176,10 @@ class EngineStage:
             starts += left.times if left.doing == note.START else 0
             prompts += left.times if left.doing == note.PROMPT else 0
         self._note.write(note.START, starts, self._suspect or "")
-        self._start()
+        self.start()
         if self._suspect is not None:
             self._prove(self._suspect, prompts)
-        if self._engine is None:
+        if self.engine is None:
             self._note.over()
         else:
             self._note.write(note.ROWS)
@@ -192,30 +194,30 @@ class EngineStage:
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
         fields = canary.fields_for(self.spec.sampling)
-        for attempt in range(first, canary.TRIES + 1):
-            if self._engine is None:  # it did not start: `_refused`
+        for attempt in range(first, canary.PROMPT_TRIES + 1):
+            if self.engine is None:  # it did not start: `_refused`
                 return
             self._note.write(note.PROMPT, attempt, cause)
             try:
-                self._engine.run([Request(canary.PROMPT, fields)])
+                self.engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
                 log.error("the engine died of a prompt that is always the same: %s", death)
-                self._engine = None
-                if attempt == canary.TRIES or canary.same(cause, str(death)):
+                self.engine = None
+                if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
                     self._refused = canary.refusal(str(death))
                     return
                 cause = str(death)
-                self._start()
+                self.start()
             else:
                 self._suspect = None
                 return
 
-    def _start(self) -> None:
+    def start(self) -> None:
         from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
-        for attempt in range(canary.STARTS):
+        for attempt in range(canary.ENGINE_STARTS):
             try:
-                self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
+                self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:
@@ -226,11 +228,11 @@ class EngineStage:
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
+                if not isinstance(error, RuntimeError) or attempt + 1 == canary.ENGINE_STARTS:
                     return
                 time.sleep(PAUSE)
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         path = models.local_path(self.spec.model)
         arguments = self.spec.arguments
         if self.spec.engines_per_gpu > 1:
@@ -256,7 +258,7 @@ class EngineStage:
         if passes_by(table):
             return table
         began = time.time()
-        engine = self._ready()
+        engine = self.ready()
         if engine is None:
             return lost_all(table, self._refused or Loss("", "the engine did not start", True))
         prompts = table[TOKENS].to_pylist()
@@ -269,8 +271,8 @@ class EngineStage:
             done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
         except EngineDied as death:
             with self._lock:
-                if self._engine is engine:
-                    self._engine = None
+                if self.engine is engine:
+                    self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
         if any(answer.error is None for answer in done):
@@ -282,7 +284,7 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _load(self) -> dict[str, float]:
-        engine = self._engine
+        engine = self.engine
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:

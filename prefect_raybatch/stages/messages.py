@@ -11,7 +11,6 @@ from typing import Any
 from prefect_raybatch.job.batch_job import Prompt
 from prefect_raybatch.stages.block import Failure, Messages, copied
 from prefect_raybatch.stages.calls.apart import NoChild
-from prefect_raybatch.stages.row_sampling import check_own
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Filler:
 
 
 def from_function(
-    function: Callable[[dict[str, Any]], Any], sampling: dict[str, Any], row: dict[str, Any]
+    function: Callable[[dict[str, Any]], Any], check: Callable[[Any], None], row: dict[str, Any]
 ) -> ChatRequest:
     made = function(row)
     if isinstance(made, str):
@@ -76,11 +75,11 @@ def from_function(
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
+        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), check))
     return ChatRequest(_messages(made))
 
 
-def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
+def _sampling(value: Any, check: Callable[[Any], None]) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
@@ -88,7 +87,7 @@ def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
     # It travels as JSON: what cannot fails its row here, and the function may change it later.
     made: dict[str, Any] | None = json.loads(json.dumps(value))
     if made:
-        check_own(made, job)
+        check(made)
     return made
 
 

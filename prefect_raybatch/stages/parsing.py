@@ -94,44 +94,40 @@ class Parsers:
         """An answer without the token that ended it, as vLLM shows it to its parsers."""
         return ids[:-1] if len(ids) and ids[-1] in self.special else ids
 
-    def columns(
+    def take_apart(
         self,
         table: pa.Table,
         texts: list[Any],
         errors: list[dict[str, str] | None],
-        column: str,
         several: bool,
-    ) -> list[dict[str, Any] | Failure]:
-        """Of each row of an answered block its failure, or what its columns hold; the text stands
-        in `column`. `several`: each row has a list of answers."""
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The texts of an answered block without what stands in columns beside them, and those
+        columns; what no parser can read puts its row into `errors`. `several`: each row has a list
+        of answers."""
         _ = self._open, self._closed  # one that cannot be had is not of a row
         ids = table[ANSWERS].to_pylist()
         opened = table[OPEN].to_pylist() if OPEN in table.column_names else [True] * len(ids)
-        names = [
-            f"{shard:x}-{position:x}"
-            for shard, position in zip(
-                table[SHARD].to_pylist(), table[POSITION].to_pylist(), strict=True
-            )
-        ]
+        places = zip(table[SHARD].to_pylist(), table[POSITION].to_pylist(), strict=True)
+        names = [f"{shard:x}-{position:x}" for shard, position in places]
 
         def made(i: int) -> dict[str, Any]:
-            given = texts[i] if several else [texts[i]]
+            if not several:
+                return self.parse(texts[i], ids[i][0], opened[i], names[i])
             found = [
-                self.parse(one, own, opened[i], f"{names[i]}-{number}" if several else names[i])
-                for number, (one, own) in enumerate(zip(given, ids[i], strict=True))
+                self.parse(one, own, opened[i], f"{names[i]}-{number}")
+                for number, (one, own) in enumerate(zip(texts[i], ids[i], strict=True))
             ]
-            return {
-                name or column: [one[name] for one in found] if several else found[0][name]
-                for name in found[0]
-            }
+            return {name: [one[name] for one in found] for name in found[0]}
 
-        rows: list[dict[str, Any] | Failure] = []
+        left, beside = list(texts), [dict[str, Any]() for _ in texts]
         for i, error in enumerate(errors):
-            try:
-                rows.append(Failure(**error) if error else made(i))
-            except Exception as why:
-                rows.append(Failure.of("postprocess", why))
-        return rows
+            if error is None:
+                try:
+                    beside[i] = made(i)
+                    left[i] = beside[i].pop("")
+                except Exception as why:
+                    errors[i] = Failure.of("postprocess", why).to_dict()
+        return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
         """What an answer's columns hold, its text under "". `opened`: it may begin with thinking.

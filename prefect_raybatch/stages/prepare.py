@@ -37,7 +37,7 @@ from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import Parsing
-from prefect_raybatch.stages.row_sampling import has_form
+from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import Chat, TokenIds, fitting, render, shortened, tokenize
 
 
@@ -48,8 +48,8 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against. With a reasoning parser in `parsing`, prompts that leave the
-    thinking open are marked.
+    checked against; with `fixed_form` it may not have another form than the job's. With a
+    reasoning parser in `parsing`, prompts that leave the thinking open are marked.
     """
 
     prompt: Prompt
@@ -58,6 +58,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
+    fixed_form: bool = False
     parsing: Parsing | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -136,6 +137,9 @@ class Prepare:
             return Failure.of("prepare", error)
         return fitting(tokens, limit) if cut is None else cut
 
+    def _own(self, fields: dict[str, Any]) -> None:
+        check_own(fields, self.sampling, self.fixed_form)
+
     def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
         made = self._asked(table)
         if self.prompt.continue_final_message:
@@ -163,7 +167,7 @@ class Prepare:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
-                made = [guarded(from_function, function, self.sampling, row) for row in rows]
+                made = [guarded(from_function, function, self._own, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""

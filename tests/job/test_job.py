@@ -104,6 +104,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
             {"uri": "o", "reasoning_parser": "qwen3", "reasoning_column": "response"},
             ["column 'response' would be written twice"],
         ),
+        (
+            "output",
+            {"uri": "o", "tool_parser": "hermes", "schema_model": {"type": "object"}},
+            ["schema_model and tool_parser exclude each other"],
+        ),
         ("prompt.on_null", "skip", ["prompt.on_null", "'fail'", "'empty'", "'skip'"]),
         # places
         ("source.uri", "", ["source.uri", "is empty", "data/customers.csv"]),
@@ -454,6 +459,10 @@ def test_the_json_schema_carries_title_description_and_position():
             field = {**schema["$defs"].get(field.get("$ref", "").split("/")[-1], {}), **field}
             assert {"title", "description", "position"} <= set(field), f"{item['title']}.{name}"
     assert "schema" in schema["$defs"]["Output"]["properties"]
+
+
+def test_what_is_written_out_has_a_schema_too() -> None:
+    assert BatchJob.model_json_schema(mode="serialization")["type"] == "object"
 
 
 def test_ray_data_llm_does_not_tell_what_was_cut_off() -> None:

@@ -12,7 +12,7 @@ from helpers.thinking import TEMPLATE, WEATHER
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.plan.plan import planned
+from prefect_raybatch.plan.plan import as_planned
 from prefect_raybatch.plan.resolved import resolve
 
 TOOLS = {"template": "{Company}", "tools": [WEATHER]}
@@ -59,7 +59,7 @@ def test_where_a_run_works_the_file_need_not_be(tmp_path):
 
     run = small_run(tmp_path, prompt={"template": "{Company}", "chat_template": TEMPLATE})
     elsewhere = make_job(prompt={"template": "{Company}", "chat_template": "only/there.jinja"})
-    assert planned(elsewhere, run.plan).prompt.chat_template == TEMPLATE
+    assert as_planned(elsewhere, run.plan).prompt.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(

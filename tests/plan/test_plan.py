@@ -204,6 +204,7 @@ CHANGED: dict[str, Any] = {
     "output.reasoning_column": "thinking",
     "output.tool_parser": "hermes",
     "output.tool_calls_column": "calls",
+    "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
     "output.options": {"anon": True},

@@ -138,6 +138,14 @@ def test_postprocess_sees_the_columns(asked):
     assert good[0]["both"] == "a/b"
 
 
+def test_an_answer_after_thinking_has_typed_columns(asked):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    texts = ['<think>two</think>{"n": 2}', "<think>two", "<think>x</think>none"]
+    good, bad = asked(texts, cut=(1,), reasoning_parser="qwen3", schema_model=schema)
+    assert good == [{"__rb_pos": 0, "a": "row 0", "n": 2, "reasoning": "two"}]
+    assert [row["error"] for row in bad] == ["AnswerCutOff", "AnswerNotValid"]
+
+
 # --- tool calls ---------------------------------------------------------------------------------
 
 
