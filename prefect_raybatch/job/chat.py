@@ -18,7 +18,7 @@ TAKEN = frozenset(
         "tokenizer_kwargs",
     )
 )
-FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
+FIELDS_FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
 
 
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +77,6 @@ def _ordered(value: Any) -> Any:
         return [_ordered(inner) for inner in value]
     if not isinstance(value, Mapping):
         return value
-    places = {name: place for place, name in enumerate(FIRST)}
-    names = sorted(value, key=lambda name: (places.get(name, len(FIRST)), name))
+    places = {name: place for place, name in enumerate(FIELDS_FIRST)}
+    names = sorted(value, key=lambda name: (places.get(name, len(FIELDS_FIRST)), name))
     return {name: _ordered(value[name]) for name in names}

@@ -17,8 +17,8 @@ from prefect_raybatch.storage import Store, is_remote, join, open_store
 if TYPE_CHECKING:
     import jinja2
 
-MAX_BYTES = 1 << 20
-MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TOKENIZER_BYTES = 16 << 20
 JINJA = ("{{", "{%", "{#")  # a text without any of these says nothing, so it is a file's name
 
 
@@ -34,7 +34,7 @@ def with_text(job: BatchJob) -> BatchJob:
     return job.model_copy(update={"prompt": prompt})
 
 
-def check(job: BatchJob, model: Mapping[str, Any]) -> None:
+def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
     """Raises `ConfigError` where the chat template, the job's or the model's, does not know what
     the job gives it. `model` is what `pinned.pin` gives; of one that is not in a folder nothing is
     known here."""
@@ -50,7 +50,7 @@ def check(job: BatchJob, model: Mapping[str, Any]) -> None:
     if text is None:
         return
     if not text:
-        raise ConfigError(missing(fields, str(model["source"])))
+        raise ConfigError(no_template(fields, str(model["source"])))
     try:
         names = _names(text)
     except ConfigError:  # of a model's own: transformers may know more than we do
@@ -80,7 +80,7 @@ def needing(prompt: Prompt) -> tuple[str, ...]:
     return tuple(f"prompt.{name}" for name, value in fields.items() if value)
 
 
-def missing(fields: tuple[str, ...], model: str) -> str:
+def no_template(fields: tuple[str, ...], model: str) -> str:
     """The words for a model without chat template that `fields` need."""
     return (
         f"{fields[0]}: {model} has no chat template, which alone says how messages become a "
@@ -92,7 +92,7 @@ def _read(name: str) -> str:
     folder, _, file = name.rpartition("/")
     try:
         if is_remote(name):
-            data = open_store(folder).read(file, MAX_BYTES)
+            data = open_store(folder).read(file, MAX_TEMPLATE_BYTES)
         else:
             data = Path(join(name)).read_bytes()
     except (OSError, ValueError) as error:
@@ -100,9 +100,9 @@ def _read(name: str) -> str:
             f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "
             "the template's text"
         ) from None
-    if len(data) > MAX_BYTES:
+    if len(data) > MAX_TEMPLATE_BYTES:
         raise ConfigError(
-            f"prompt.chat_template: {name!r} has {len(data):,} bytes, more than {MAX_BYTES:,}; a "
+            f"prompt.chat_template: {name!r} has {len(data):,} bytes, more than {MAX_TEMPLATE_BYTES:,}; a "
             "chat template is a short text"
         )
     try:
@@ -131,7 +131,7 @@ def _stored(store: Store, tools: bool) -> str | None:
     known = {}
     if "tokenizer_config.json" in files:
         try:
-            config = json.loads(store.read("tokenizer_config.json", MAX_CONFIG_BYTES))
+            config = json.loads(store.read("tokenizer_config.json", MAX_TOKENIZER_BYTES))
             held = config.get("chat_template")
         except (ValueError, AttributeError):
             return None  # not ours to judge
@@ -140,10 +140,14 @@ def _stored(store: Store, tools: bool) -> str | None:
         elif held:
             known = {"default": held}
     if "chat_template.jinja" in files:
-        known = {"default": store.read("chat_template.jinja", MAX_BYTES).decode("utf-8", "replace")}
+        known = {
+            "default": store.read("chat_template.jinja", MAX_TEMPLATE_BYTES).decode(
+                "utf-8", "replace"
+            )
+        }
     more = "additional_chat_templates/tool_use.jinja"
     if more in files:
-        known["tool_use"] = store.read(more, MAX_BYTES).decode("utf-8", "replace")
+        known["tool_use"] = store.read(more, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
     if "chat_template.json" in files or not {"tokenizer.json", "tokenizer_config.json"} & files:
         return known.get("default")  # of a processor, or of a tokenizer of another kind
     if tools and "tool_use" in known:

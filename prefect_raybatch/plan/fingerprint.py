@@ -97,7 +97,7 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
 )
 
 
-LATER = (  # fields of the prompt that came after the first runs
+PROMPT_LATER = (  # fields of the prompt that came after the first runs
     *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
     *("tools", "documents"),
 )
@@ -136,7 +136,7 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
-    for name in LATER:
+    for name in PROMPT_LATER:
         if parts["prompt"][name] == Prompt.model_fields[name].default:
             del parts["prompt"][name]
     if job.output.reasoning_parser:

@@ -65,7 +65,7 @@ def dry_run(
     planning.check_against_schema(job, found.schema)
     model = resolved.pinned().model
     model_check.check(job.engine, job.sampling, model, files=what_if is None)
-    chat_template.check(job, model)
+    chat_template.check_template(job, model)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
         sample = sample or counting.SAMPLE_ROWS

@@ -123,7 +123,7 @@ def _checked(resolved: Resolved) -> Resolved:
     """Its model can be loaded and answers, as far as the files tell; looks at them once."""
     if not resolved.checked:
         model_check.check(resolved.job.engine, resolved.job.sampling, resolved.model)
-        chat_template.check(resolved.job, resolved.model)
+        chat_template.check_template(resolved.job, resolved.model)
     return replace(resolved, checked=True)
 
 

@@ -36,7 +36,9 @@ FINISH = "__rb_finish"  # string: vLLM's finish reason
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
-OPEN = "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
+REASONING_OPEN = (
+    "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
+)
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])

@@ -16,7 +16,14 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.stages.block import ANSWERS, OPEN, POSITION, SHARD, Failure, Tokenizer
+from prefect_raybatch.stages.block import (
+    ANSWERS,
+    POSITION,
+    REASONING_OPEN,
+    SHARD,
+    Failure,
+    Tokenizer,
+)
 from prefect_raybatch.stages.vllm import internals
 
 if TYPE_CHECKING:
@@ -106,7 +113,11 @@ class Parsers:
         of answers."""
         _ = self._open, self._closed  # one that cannot be had is not of a row
         ids = table[ANSWERS].to_pylist()
-        opened = table[OPEN].to_pylist() if OPEN in table.column_names else [True] * len(ids)
+        opened = (
+            table[REASONING_OPEN].to_pylist()
+            if REASONING_OPEN in table.column_names
+            else [True] * len(ids)
+        )
         places = zip(table[SHARD].to_pylist(), table[POSITION].to_pylist(), strict=True)
         names = [f"{shard:x}-{position:x}" for shard, position in places]
 

@@ -20,8 +20,8 @@ from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     FORMED,
-    OPEN,
     PARAMS,
+    REASONING_OPEN,
     TOKENS,
     TRUNCATED,
     Failure,
@@ -38,7 +38,14 @@ from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.row_sampling import check_own, has_form
-from prefect_raybatch.stages.tokens import Chat, TokenIds, fitting, render, shortened, tokenize
+from prefect_raybatch.stages.tokens import (
+    Chat,
+    TokenIds,
+    fitting_tokens,
+    render,
+    shortened,
+    tokenize,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Prepare:
             opened = [
                 None if isinstance(t, Failure) else not parser.is_reasoning_end(t) for t in tokens
             ]
-            table = table.append_column(OPEN, pa.array(opened, pa.bool_()))
+            table = table.append_column(REASONING_OPEN, pa.array(opened, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
@@ -124,18 +131,18 @@ class Prepare:
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
-            return fitting(tokens, limit)
+            return fitting_tokens(tokens, limit)
         room = limit - request.answer(self.max_tokens)
         room = room if room > 0 else limit - 1
         if len(tokens) <= room:
-            return fitting(tokens, limit)
+            return fitting_tokens(tokens, limit)
         left = self.prompt.on_too_long == "truncate_left"
         try:
             chat = Chat.of(self.prompt)
             cut = shortened(self._tokenizer(), request, len(tokens), room, left, chat)
         except Exception as error:
             return Failure.of("prepare", error)
-        return fitting(tokens, limit) if cut is None else cut
+        return fitting_tokens(tokens, limit) if cut is None else cut
 
     def _own(self, fields: dict[str, Any]) -> None:
         check_own(fields, self.sampling, self.fixed_form)

@@ -48,7 +48,7 @@ class Chat:
         if self.template or getattr(tokenizer, "chat_template", None):
             return True
         if self.fields:
-            raise ConfigError(chat_template.missing(self.fields, "the model's tokenizer"))
+            raise ConfigError(chat_template.no_template(self.fields, "the model's tokenizer"))
         return False
 
 
@@ -165,7 +165,7 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     return [(i * len(text) // count, (i + 1) * len(text) // count) for i in range(count)]
 
 
-def fitting(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
+def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if limit and len(tokens) >= limit:

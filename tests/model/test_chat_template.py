@@ -30,7 +30,7 @@ def folder(root: Path, **files: Any) -> dict[str, Any]:
 
 def refused(prompt: dict[str, Any], model: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        chat_template.check(make_job(prompt=prompt), model)
+        chat_template.check_template(make_job(prompt=prompt), model)
     return str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_tools_and_documents_that_a_template_would_lose_are_refused(tmp_path):
     plain = folder(tmp_path / "m", chat_template__jinja="{{ messages }}")
     assert "prompt.tools: the chat template of" in refused(TOOLS, plain)
     assert "prompt.documents" in refused({"template": "{Company}", "documents": "d"}, plain)
-    chat_template.check(make_job(prompt={**TOOLS, "chat_template": TEMPLATE}), plain)
+    chat_template.check_template(make_job(prompt={**TOOLS, "chat_template": TEMPLATE}), plain)
 
 
 def test_a_misspelt_argument_is_named_with_the_nearest(tmp_path):
@@ -107,15 +107,17 @@ def test_a_misspelt_argument_is_named_with_the_nearest(tmp_path):
     prompt = {"template": "{Company}", "chat_template_kwargs": {"enable_thinkin": False}}
     assert "did you mean 'enable_thinking'" in refused(prompt, model)
     prompt["chat_template_kwargs"] = {"enable_thinking": False}
-    chat_template.check(make_job(prompt=prompt), model)
+    chat_template.check_template(make_job(prompt=prompt), model)
 
 
 def test_a_model_without_chat_template_is_told_by_the_field_that_helps(tmp_path):
     model = folder(tmp_path / "m", tokenizer_config__json={})
     said = refused({"messages": "chat"}, model)
     assert "prompt.messages" in said and "set prompt.chat_template" in said
-    chat_template.check(make_job(), model)  # a plain prompt goes without, as ever
-    chat_template.check(make_job(prompt={"messages": "c", "chat_template": TEMPLATE}), model)
+    chat_template.check_template(make_job(), model)  # a plain prompt goes without, as ever
+    chat_template.check_template(
+        make_job(prompt={"messages": "c", "chat_template": TEMPLATE}), model
+    )
 
 
 def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
@@ -123,7 +125,7 @@ def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
         {"name": "default", "template": "{{x}}"},
         {"name": "tool_use", "template": "{{tools}}"},
     ]
-    chat_template.check(
+    chat_template.check_template(
         make_job(prompt=TOOLS),
         folder(tmp_path / "m", tokenizer_config__json={"chat_template": several}),
     )
@@ -131,4 +133,4 @@ def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
 
 def test_of_a_model_that_is_not_here_nothing_is_known():
     model = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
-    chat_template.check(make_job(prompt=TOOLS), model)
+    chat_template.check_template(make_job(prompt=TOOLS), model)

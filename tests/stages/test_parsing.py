@@ -15,7 +15,15 @@ from helpers.thinking import WEATHER, save_tokenizer
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import LOST, OPEN, TOKENS, load_tokenizer, losses, tag, timed
+from prefect_raybatch.stages.block import (
+    LOST,
+    REASONING_OPEN,
+    TOKENS,
+    load_tokenizer,
+    losses,
+    tag,
+    timed,
+)
 from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.parsing import Parsing
@@ -193,9 +201,9 @@ def test_prepare_marks_the_prompts_that_leave_thinking_open(tokenizer):
         prompt={"template": "{a}"}, output={"uri": "o", "reasoning_parser": "deepseek_r1"}
     )
     made = Prepare(job.prompt, model, None, parsing=Parsing.of(job))(table)
-    assert made[OPEN].to_pylist()[0] is True
+    assert made[REASONING_OPEN].to_pylist()[0] is True
     plain = Prepare(job.prompt, model, None)(table)
-    assert OPEN not in plain.column_names
+    assert REASONING_OPEN not in plain.column_names
     assert plain[TOKENS].to_pylist() == made[TOKENS].to_pylist()
 
 
