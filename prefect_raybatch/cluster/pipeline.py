@@ -141,7 +141,7 @@ class Pipeline:
             self.job.sampling.max_tokens,
             calls=calls,
             sampling=self.job.asked(),
-            fixed_form=self.job.output.schema_model is not None,
+            fixed_form=self.job.fixed_form,
             parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)

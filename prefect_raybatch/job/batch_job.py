@@ -235,7 +235,10 @@ NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stre
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
+PROBABILITIES = "probabilities"  # the column of output.probabilities
+
 MOST_REPLICAS = 4096
+MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
 MOST_SEQUENCES = 65536
 
 
@@ -531,29 +534,43 @@ class Output(Group):
         "(package.module:Class). Its properties become typed columns in place of the answer "
         "column; with postprocess that gets the parsed object there.",
     )
-    reasoning_parser: str | None = field(
+    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens"]] = field(
         13,
+        [],
+        title="About the answers",
+        text="Columns of these names: why an answer ended (stop or length), and the tokens of the "
+        "prompt and of the answer. With several answers a row, lists but for prompt_tokens.",
+    )
+    probabilities: bool = field(
+        14,
+        False,
+        title="Label probabilities",
+        text="With sampling.choice: a column of this name, a map of each label to how probable the "
+        "model held it.",
+    )
+    reasoning_parser: str | None = field(
+        15,
         None,
         title="Reasoning parser",
         text="vLLM's parser of the model's thinking, such as qwen3 or deepseek_r1: thinking and "
         "answer are two columns.",
     )
     reasoning_column: str = field(
-        14,
+        16,
         "reasoning",
         title="Reasoning column",
         text="Name of the column with the thinking, where a reasoning parser is set.",
         min_length=1,
     )
     tool_parser: str | None = field(
-        15,
+        17,
         None,
         title="Tool parser",
         text="vLLM's parser of the model's tool calls, such as hermes or llama3_json: calls and "
         "text are two columns.",
     )
     tool_calls_column: str = field(
-        16,
+        18,
         "tool_calls",
         title="Tool calls column",
         text="Name of the column with the calls, where a tool parser is set: a list of {id, name, "
@@ -575,6 +592,13 @@ class Output(Group):
     @classmethod
     def _function(cls, value: str | None) -> str | None:
         return None if value is None else check_function(value)
+
+    @field_validator("extras")
+    @classmethod
+    def _extras(cls, value: list[Any]) -> list[Any]:
+        if len(set(value)) < len(value):
+            raise ValueError("a name stands there twice; remove one")
+        return value
 
     @field_validator("schema_model")
     @classmethod
@@ -619,6 +643,11 @@ class Output(Group):
                 )
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
+        if self.probabilities and self.reasoning_parser is not None:
+            raise ValueError(
+                "probabilities and reasoning_parser exclude each other: probabilities are those of "
+                "an answer's first token, and thinking comes before it; keep one"
+            )
         if self.schema_model is not None and self.tool_parser is not None:
             raise ValueError(
                 "schema_model and tool_parser exclude each other: an answer that has the form of "
@@ -768,10 +797,36 @@ class BatchJob(Group):
                 f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
                 f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
             )
+        if self.engine.stage == "ray.data.llm" and "finish_reason" in self.output.extras:
+            raise ValueError(
+                "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
+                "vllm, or leave finish_reason out"
+            )
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(
                 "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
                 "engine.stage to vllm, or on_cut_off to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _labels(self) -> BatchJob:
+        if not self.output.probabilities:
+            return self
+        if not self.sampling.choice:
+            raise ValueError("output.probabilities: are those of labels; set sampling.choice")
+        if len(self.sampling.choice) > MOST_LABELS:
+            raise ValueError(
+                f"output.probabilities: of at most {MOST_LABELS} labels, and sampling.choice has "
+                f"{len(self.sampling.choice)}; leave some out"
+            )
+        if ((self.sampling.model_extra or {}).get("n") or 1) > 1:
+            raise ValueError(
+                "output.probabilities: are the same for all answers to a row; leave sampling.n out"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "output.probabilities: ray.data.llm does not tell them; set engine.stage to vllm"
             )
         return self
 
@@ -800,6 +855,13 @@ class BatchJob(Group):
                 "engine.stage to vllm"
             )
         return self
+
+    @property
+    def fixed_form(self) -> str | None:
+        """The field for which all answers must have one form, so that no row may set another."""
+        if self.output.schema_model is not None:
+            return "output.schema_model"
+        return "output.probabilities" if self.output.probabilities else None
 
     def asked(self) -> dict[str, Any]:
         """The sampling fields of each request, as plain values."""

@@ -94,7 +94,8 @@ def _read(name: str) -> str:
         if is_remote(name):
             data = open_store(folder).read(file, MAX_TEMPLATE_BYTES)
         else:
-            data = Path(join(name)).read_bytes()
+            with Path(join(name)).open("rb") as stream:
+                data = stream.read(MAX_TEMPLATE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "
@@ -102,8 +103,8 @@ def _read(name: str) -> str:
         ) from None
     if len(data) > MAX_TEMPLATE_BYTES:
         raise ConfigError(
-            f"prompt.chat_template: {name!r} has {len(data):,} bytes, more than {MAX_TEMPLATE_BYTES:,}; a "
-            "chat template is a short text"
+            f"prompt.chat_template: {name!r} has more than {MAX_TEMPLATE_BYTES:,} bytes; a chat "
+            "template is a short text"
         )
     try:
         return data.decode("utf-8")
@@ -140,19 +141,19 @@ def _stored(store: Store, tools: bool) -> str | None:
         elif held:
             known = {"default": held}
     if "chat_template.jinja" in files:
-        known = {
-            "default": store.read("chat_template.jinja", MAX_TEMPLATE_BYTES).decode(
-                "utf-8", "replace"
-            )
-        }
+        known = {"default": _text(store, "chat_template.jinja")}
     more = "additional_chat_templates/tool_use.jinja"
     if more in files:
-        known["tool_use"] = store.read(more, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
+        known["tool_use"] = _text(store, more)
     if "chat_template.json" in files or not {"tokenizer.json", "tokenizer_config.json"} & files:
         return known.get("default")  # of a processor, or of a tokenizer of another kind
     if tools and "tool_use" in known:
         return str(known["tool_use"])
     return str(known.get("default", ""))
+
+
+def _text(store: Store, name: str) -> str:
+    return store.read(name, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
 
 
 def _names(text: str) -> frozenset[str]:

@@ -46,6 +46,8 @@ FINGERPRINTED = {
     "output.tool_parser": "what is text and what is a call",
     "output.tool_calls_column": "other result columns; counts with a tool parser",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
+    "output.extras": "other result columns; counts where there are any",
+    "output.probabilities": "another result column; counts where it is written",
     "output.schema_model": "decides the answers and the columns; its text counts",
 }
 
@@ -146,6 +148,10 @@ def fingerprint(
     parts |= job.output.parsed_columns
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
+    if job.output.extras:
+        parts["output.extras"] = list(job.output.extras)
+    if job.output.probabilities:
+        parts["output.probabilities"] = True
     if job.output.schema_model is not None:
         parts["output.schema_model"] = job.output.answer_form
     if job.engine.max_model_len == "auto":

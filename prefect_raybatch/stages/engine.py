@@ -29,21 +29,26 @@ from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
+    CHANCES,
+    ENDS,
     ERROR,
     ERROR_TYPE,
     FINISH,
     MERGED,
     PARAMS,
+    PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     TEXTS,
     TIMES,
     TOKENS,
     Failure,
+    load_tokenizer,
     lost_all,
     passes_by,
     timed,
     units_of,
 )
+from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
@@ -81,7 +86,8 @@ class EngineSpec:
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take, None any; by `attempt` an actor finds what one of
+    `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
+    written; by `attempt` an actor finds what one of
     the same driver left that died on its node."""
 
     model: dict[str, Any]
@@ -96,6 +102,7 @@ class EngineSpec:
     merge: bool = True
     hang_seconds: float | None = None
     attempt: str = ""
+    labels: tuple[str, ...] = ()
 
 
 def engine_spec(
@@ -117,7 +124,7 @@ def engine_spec(
         sampling["skip_special_tokens"] = False
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
-        model=model,
+        model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
         sampling=sampling,
         arguments=arguments,
         env={**ours, **job.engine.env},
@@ -130,6 +137,7 @@ def engine_spec(
         merge=job.engine.deduplicate and not arguments.get("logits_processors"),
         hang_seconds=job.limits.hang_seconds or None,
         attempt=attempt,
+        labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
     )
 
 
@@ -142,6 +150,7 @@ class EngineStage:
 
     sampler: Sampler | None = None
     _note = note.Note("")
+    _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, when no row was through
 
     def __init__(self, spec: EngineSpec):
@@ -166,6 +175,13 @@ class EngineStage:
 
     def _begin(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
+        if self.spec.labels and self._labels is None:
+            try:
+                tokenizer = load_tokenizer(*models.tokenizer_place(self.spec.model))
+                self._labels = LabelTokens.of(tokenizer, self.spec.labels)
+            except Exception as error:
+                self._refused = Loss(type(error).__name__, str(error), fatal=True)
+                return
         left, self._left = self._left, None
         starts = prompts = 1
         if left is not None:  # of an actor that this one takes the place of
@@ -263,7 +279,8 @@ class EngineStage:
             return lost_all(table, self._refused or Loss("", "the engine did not start", True))
         prompts = table[TOKENS].to_pylist()
         errors = table[ERROR].to_pylist()
-        params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
+        sampling = self._labels.asked(self.spec.sampling) if self._labels else self.spec.sampling
+        params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(errors) if error is None]
         keys = token_keys(table[TOKENS])
         asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
@@ -278,7 +295,7 @@ class EngineStage:
         if any(answer.error is None for answer in done):
             self._note.over()
         answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
-        table = answered(table, answers, began)
+        table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
             table = self.sampler.tell(table, began)
         return timed(table, "engine", began)
@@ -315,7 +332,15 @@ _TYPES = {
     PROMPT_TOKENS: pa.int32(),
     CACHED_TOKENS: pa.int32(),
     MERGED: pa.bool_(),
+    ENDS: pa.list_(pa.string()),
 }
+
+
+UNTOLD = Failure(
+    "engine",
+    "ProbabilitiesMissing",
+    "vLLM told the probability of no label; retry the row, or leave output.probabilities out",
+)
 
 
 def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
@@ -324,29 +349,42 @@ def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
 
 
 def answered(
-    table: pa.Table, answers: Iterable[tuple[int, Sequence[int], Completion]], began: float
+    table: pa.Table,
+    answers: Iterable[tuple[int, Sequence[int], Completion]],
+    began: float,
+    labels: LabelTokens | None = None,
 ) -> pa.Table:
     """A prepared block with the columns of its answers, and when it came to the engine.
 
-    `answers` are (the row that was asked about, the rows that get its answer, the answer).
+    `answers` are (the row that was asked about, the rows that get its answer, the answer); with
+    `labels` there is a column of their probabilities.
     """
     errors = table[ERROR].to_pylist()
     columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
+    chances: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
                 errors[i] = Failure("engine", *completion.error).to_dict()
                 continue
+            if labels is not None:
+                chances[i] = labels.probabilities(completion.logprobs or {})
+                if chances[i] is None:
+                    errors[i] = UNTOLD.to_dict()
+                    continue
             columns[ANSWERS][i] = completion.token_ids
             columns[TEXTS][i] = completion.texts
             columns[FINISH][i] = completion.finish_reason
             columns[MERGED][i] = i != row
+            columns[ENDS][i] = completion.finish_reasons
+            columns[PROMPT_TOKENS][i] = completion.prompt_tokens
             if i == row:  # tokens count where they were computed
-                columns[PROMPT_TOKENS][i] = completion.prompt_tokens
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     table = table.drop_columns([TOKENS, PARAMS, ERROR])
     table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values, _TYPES[name]))
+    if labels is not None:
+        table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
     when = pa.array([began] * table.num_rows, pa.float64())
     return table.append_column(f"{TIMES}_began", when)

@@ -55,7 +55,7 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against; with `fixed_form` it may not have another form than the job's. With a
+    checked against; with `fixed_form`, a field that needs one form for all, it may set none. With a
     reasoning parser in `parsing`, prompts that leave the thinking open are marked.
     """
 
@@ -65,7 +65,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
-    fixed_form: bool = False
+    fixed_form: str | None = None
     parsing: Parsing | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -494,3 +494,9 @@ def test_the_engines_reasoning_parser_is_that_of_the_output():
         make_job(
             engine={"reasoning_parser": "olmo3"}, output={"uri": "o", "reasoning_parser": "qwen3"}
         )
+
+
+def test_probabilities_are_not_those_of_thinking():
+    output = {"uri": "o", "probabilities": True, "reasoning_parser": "qwen3"}
+    with pytest.raises(ConfigError, match="probabilities and reasoning_parser exclude"):
+        make_job(sampling={"choice": ["a", "b"]}, output=output)

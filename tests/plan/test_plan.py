@@ -200,6 +200,8 @@ CHANGED: dict[str, Any] = {
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
     "output.on_cut_off": "fail",
+    "output.extras": ["finish_reason"],
+    "output.probabilities": True,
     "output.reasoning_parser": "qwen3",
     "output.reasoning_column": "thinking",
     "output.tool_parser": "hermes",
@@ -237,6 +239,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output.reasoning_column": {"output.reasoning_parser": "qwen3"},
     "output.tool_calls_column": {"output.tool_parser": "hermes"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
+    "output.probabilities": {"sampling.choice": ["a", "b"]},
 }
 
 

@@ -20,6 +20,7 @@ class Params(Protocol):
 
     n: int
     detokenize: bool
+    logprob_token_ids: list[int] | None
 
 
 class CompletionOutput(Protocol):
@@ -28,6 +29,7 @@ class CompletionOutput(Protocol):
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
+    logprobs: Any  # of each step, by token
 
 
 class RequestOutput(Protocol):
@@ -78,6 +80,14 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
     fields["output_kind"] = RequestOutputKind.FINAL_ONLY
     fields["skip_clone"] = True
     return cast(Params, SamplingParams(**fields))
+
+
+def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
+    """The logarithms of the probabilities that the first step of the first answer was asked for."""
+    steps = output.outputs[0].logprobs
+    if not steps:
+        return None
+    return {int(token): float(found.logprob) for token, found in steps[0].items()}
 
 
 def accept_always(params: Params) -> None:
