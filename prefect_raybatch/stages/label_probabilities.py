@@ -46,7 +46,8 @@ class LabelTokens:
             token = _first_token(tokenizer, label)
             if token in tokens:
                 raise ConfigError(
-                    f"output.probabilities: the labels {tokens[token]!r} and {label!r} of sampling.choice begin "
+                    f"output.probabilities: the labels {tokens[token]!r} and {label!r} of "
+                    "sampling.choice begin "
                     f"with the same token ({_text(tokenizer, token)!r}), so that the first step of "
                     "an answer cannot tell them apart; reword one, such as with a number or letter "
                     "in front, or leave probabilities out"
@@ -82,18 +83,18 @@ def check_labels(job: BatchJob, model: Mapping[str, Any]) -> None:
 
 def _first_token(tokenizer: Tokenizer, label: str) -> int:
     """The first token of an answer that is this label."""
-    alone = _tokens(tokenizer, label)
-    if alone and label.startswith(_text(tokenizer, alone[0])):
-        return alone[0]
-    # Some tokenizers put a blank in front of every text, which an answer does not begin with.
+    # Behind an anchor, since some tokenizers put a blank in front of every text, which an answer
+    # does not begin with and which they leave out again when they decode.
     before, both = _tokens(tokenizer, ANCHOR), _tokens(tokenizer, ANCHOR + label)
-    if both[: len(before)] == before and len(both) > len(before):
-        token = both[len(before)]
-        if label.startswith(_text(tokenizer, token).lstrip("\ufffd") or "\ufffd"):
-            return token
+    if before and both[: len(before)] == before and len(both) > len(before):
+        return both[len(before)]
+    alone = _tokens(tokenizer, label)
+    text = _text(tokenizer, alone[0]) if alone else ""
+    if text and label.startswith(text):
+        return alone[0]
     raise ConfigError(
-        f"output.probabilities: the model's tokenizer has no token that the label {label!r} of sampling.choice "
-        "begins with in whole characters; reword it, or leave probabilities out"
+        f"output.probabilities: the model's tokenizer has no token that the label {label!r} of "
+        "sampling.choice begins with; reword it, or leave probabilities out"
     )
 
 
