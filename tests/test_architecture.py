@@ -77,7 +77,7 @@ ANYWHERE = {
     "s3fs": {"storage"},
     "botocore": {"storage"},
     "matplotlib": {"report.drawing"},
-    "jinja2": {"report.html"},
+    "jinja2": {"report.html", "model.chat_template"},
     "pynvml": {"nvml"},
     "prefect": {*PREFECT_SIDE, "doctor.services"},
 }

@@ -105,6 +105,20 @@ def test_the_full_example_is_a_job_that_uses_only_known_fields() -> None:
         BatchJob.from_dict(yaml.safe_load(block))
 
 
+def test_the_examples_of_the_chat_page_are_jobs_and_a_conversation() -> None:
+    import yaml
+
+    from prefect_raybatch.stages.conversations import messages_of
+
+    jobs = re.findall(r"```yaml\n(.*?)```", text_of("chat.md"), re.S)
+    made = [BatchJob.from_dict(yaml.safe_load(block)) for block in jobs]
+    assert [job.name for job in made] == ["sums", "weather"]
+    (chat,) = re.findall(r"```json\n(.*?)```", text_of("chat.md"), re.S)
+    asked, called, told = messages_of(chat, "chat")
+    assert called["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn"}
+    assert (asked["role"], told["tool_call_id"]) == ("user", "c1")
+
+
 def test_the_job_of_the_readme_can_be_run_from_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 

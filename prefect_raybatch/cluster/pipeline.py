@@ -32,6 +32,7 @@ from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.images.rows import row_images
+from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
@@ -95,6 +96,7 @@ class Pipeline:
             self.attempt,
             bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
             int((sampling.model_extra or {}).get("n") or 1),
+            parsing=Parsing.of(self.job),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -147,6 +149,7 @@ class Pipeline:
             sampling=self.job.asked(),
             fixed_form=self.job.fixed_form,
             images=row_images(self.job, spec.arguments),
+            parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)
         prepared = (

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import answer_schema, sampling_ranges, vllm_fields
+from prefect_raybatch.job import answer_schema, chat, sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
@@ -110,6 +110,13 @@ class Source(Group):
         return [self.uri] if isinstance(self.uri, str) else list(self.uri)
 
 
+# Fields of the prompt that vLLM's preparing of images is not told of.
+WITHOUT_IMAGES = (
+    *("chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
+    *("tools", "documents"),
+)
+
+
 class Prompt(Group):
     """How a row becomes a request: a template or a function of yours."""
 
@@ -141,8 +148,57 @@ class Prompt(Group):
         text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
         "user message loses its beginning or its end, so that there is room for max_tokens.",
     )
+    messages: str | None = field(
+        6,
+        None,
+        title="Conversation column",
+        text="Column that holds whole conversations, in place of the template: lists of {role, "
+        "content, ...}, or JSON text of such a list. The last message is not the assistant's.",
+    )
+    chat_template: str | None = field(
+        7,
+        None,
+        title="Chat template",
+        text="Jinja file (local or s3://) or text in place of the model's own chat template. Read "
+        "when the run is planned.",
+    )
+    chat_template_kwargs: dict[str, Any] = field(
+        8,
+        {},
+        title="Chat template arguments",
+        text="What the chat template takes beside the messages, such as {enable_thinking: false}.",
+    )
+    prefill: str | None = field(
+        9,
+        None,
+        title="Beginning of the answer",
+        text="Text that each answer goes on from. The answer column holds what follows it.",
+        min_length=1,
+    )
+    continue_final_message: bool = field(
+        10,
+        False,
+        title="Continue the last message",
+        text="The conversation ends with a message of the assistant, which the answer goes on "
+        "from. The answer column holds what follows it.",
+    )
+    tools: list[dict[str, Any]] | None = field(
+        11,
+        None,
+        title="Tools",
+        text="What the model may call: definitions {type: function, function: {name, description, "
+        "parameters}}, for the chat template.",
+    )
+    documents: str | None = field(
+        12,
+        None,
+        title="Documents column",
+        text="Column of documents for a chat template that takes them: lists of {title, text} or "
+        "of texts, or JSON text of such a list.",
+    )
+
     images: Images = field(
-        6, Images(), title="Images", text="Images that go with the text. By default none."
+        13, Images(), title="Images", text="Images that go with the text. By default none."
     )
 
     @field_validator("template")
@@ -157,15 +213,45 @@ class Prompt(Group):
     def _function(cls, value: str | None) -> str | None:
         return None if value is None else check_function(value)
 
+    @field_validator("messages", "documents", "chat_template")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty; name it, or leave it out")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return chat.check_template_arguments(value)
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return chat.check_tools(value)
+
     @model_validator(mode="after")
     def _one(self) -> Prompt:
-        if (self.template is None) == (self.function is None):
-            raise ValueError("set exactly one of template and function")
+        if [self.template, self.function, self.messages].count(None) != 2:
+            raise ValueError("set exactly one of template, function and messages")
+        if self.continue_final_message and self.template is not None:
+            raise ValueError(
+                "continue_final_message: a template makes no message of the assistant; set prefill"
+            )
+        if self.continue_final_message and self.prefill is not None:
+            raise ValueError(
+                "prefill and continue_final_message exclude each other: an answer goes on from "
+                "one text; keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _seen(self) -> Prompt:
         if not self.images.used:
             if self.images != Images():
                 raise ValueError(
                     "images.columns is empty; name the columns with the images, or set "
-                    "images.per_row for a function that returns them"
+                    "images.per_row for a function or conversations that bring them"
                 )
             return self
         if self.template is not None and not self.images.columns:
@@ -175,7 +261,21 @@ class Prompt(Group):
                 f"on_too_long {self.on_too_long} cuts text, which does not go with images; leave "
                 "it at quarantine"
             )
+        for name in WITHOUT_IMAGES:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} does not go with images yet; leave one of them out")
         return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the input that are named, with the field that names them; what a function
+        reads is not known."""
+        named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
+        if self.messages is not None:
+            named[self.messages] = "prompt.messages"
+        if self.documents is not None:
+            named[self.documents] = "prompt.documents"
+        return named
 
 
 # Fields of vLLM that change nothing but what a result does not hold.
@@ -499,6 +599,35 @@ class Output(Group):
         text="With sampling.choice: a column of this name, a map of each label to how probable the "
         "model held it.",
     )
+    reasoning_parser: str | None = field(
+        15,
+        None,
+        title="Reasoning parser",
+        text="vLLM's parser of the model's thinking, such as qwen3 or deepseek_r1: thinking and "
+        "answer are two columns.",
+    )
+    reasoning_column: str = field(
+        16,
+        "reasoning",
+        title="Reasoning column",
+        text="Name of the column with the thinking, where a reasoning parser is set.",
+        min_length=1,
+    )
+    tool_parser: str | None = field(
+        17,
+        None,
+        title="Tool parser",
+        text="vLLM's parser of the model's tool calls, such as hermes or llama3_json: calls and "
+        "text are two columns.",
+    )
+    tool_calls_column: str = field(
+        18,
+        "tool_calls",
+        title="Tool calls column",
+        text="Name of the column with the calls, where a tool parser is set: a list of {id, name, "
+        "arguments}, the arguments as JSON text.",
+        min_length=1,
+    )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
@@ -534,10 +663,47 @@ class Output(Group):
             raise ValueError(f"{value!r} cannot be a column name here; choose another")
         return value
 
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _reasoning_parser(cls, value: str | None) -> str | None:
+        return chat.check_parser(value, vllm_fields.reasoning_parsers())
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _tool_parser(cls, value: str | None) -> str | None:
+        return chat.check_parser(value, vllm_fields.tool_parsers())
+
+    @property
+    def parsed_columns(self) -> dict[str, str]:
+        """Columns that parsers fill beside the answer's, by the field that names them."""
+        fields = {}
+        if self.reasoning_parser:
+            fields["output.reasoning_column"] = self.reasoning_column
+        if self.tool_parser:
+            fields["output.tool_calls_column"] = self.tool_calls_column
+        return fields
+
     @model_validator(mode="after")
     def _declared(self) -> Output:
+        parsed = list(self.parsed_columns.values())
+        for name in parsed:
+            if [self.column, *parsed].count(name) > 1:
+                raise ValueError(
+                    f"column {name!r} would be written twice; name column, reasoning_column and "
+                    "tool_calls_column apart"
+                )
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
+        if self.probabilities and self.reasoning_parser is not None:
+            raise ValueError(
+                "probabilities and reasoning_parser exclude each other: probabilities are those of "
+                "an answer's first token, and thinking comes before it; keep one"
+            )
+        if self.schema_model is not None and self.tool_parser is not None:
+            raise ValueError(
+                "schema_model and tool_parser exclude each other: an answer that has the form of "
+                "the schema calls no tool; keep one"
+            )
         if self.schema_model is not None and self.on_cut_off == "keep":
             raise ValueError(
                 "on_cut_off: an answer that is cut off does not fit schema_model; leave it out, "
@@ -694,6 +860,12 @@ class BatchJob(Group):
         ):
             raise ValueError(
                 "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
+            )
+        own = (self.engine.model_extra or {}).get("reasoning_parser")
+        if own and self.output.reasoning_parser not in (None, own):
+            raise ValueError(
+                f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
+                f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
             )
         if self.engine.stage == "ray.data.llm" and "finish_reason" in self.output.extras:
             raise ValueError(

@@ -29,13 +29,30 @@ def sampling_fields() -> frozenset[str] | None:
 def generating_models() -> frozenset[str] | None:
     """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
     lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+    return _listed("model_executor/models/registry.py", *lists)
+
+
+@cache
+def reasoning_parsers() -> frozenset[str] | None:
+    """Names of vLLM's reasoning parsers; None when vLLM is not installed."""
+    return _listed("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")
+
+
+@cache
+def tool_parsers() -> frozenset[str] | None:
+    """Names of vLLM's tool parsers; None when vLLM is not installed."""
+    return _listed("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
+
+
+def _listed(file: str, *tables: str) -> frozenset[str] | None:
+    """The keys of the tables of these names in one of vLLM's files."""
     names: set[str] = set()
-    for node in _statements("model_executor/models/registry.py"):
+    for node in _statements(file):
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Dict)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in lists
+            and node.targets[0].id in tables
         ):
             names |= {str(k.value) for k in node.value.keys if isinstance(k, ast.Constant)}
     return frozenset(names) or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Prompt
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import digest, dump
@@ -28,6 +28,13 @@ FINGERPRINTED = {
     "prompt.images.per_row": "decides between failing and asking",
     "prompt.images.max_pixels": "decides between failing and asking",
     "prompt.images.max_bytes": "decides between failing and asking",
+    "prompt.messages": "other requests",
+    "prompt.chat_template": "other prompts; its text counts, wherever it was read",
+    "prompt.chat_template_kwargs": "other prompts",
+    "prompt.prefill": "other prompts",
+    "prompt.continue_final_message": "other prompts",
+    "prompt.tools": "other prompts",
+    "prompt.documents": "other prompts",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
@@ -39,6 +46,10 @@ FINGERPRINTED = {
     "output.postprocess": "other results; its module's source counts",
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
+    "output.reasoning_parser": "what is answer and what is thinking",
+    "output.reasoning_column": "other result columns; counts with a reasoning parser",
+    "output.tool_parser": "what is text and what is a call",
+    "output.tool_calls_column": "other result columns; counts with a tool parser",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
     "output.extras": "other result columns; counts where there are any",
     "output.probabilities": "another result column; counts where it is written",
@@ -96,6 +107,12 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
 )
 
 
+PROMPT_LATER = (  # fields of the prompt that came after the first runs
+    *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
+    *("tools", "documents"),
+)
+
+
 def fingerprint(
     job: BatchJob,
     model: Mapping[str, Any] | None = None,
@@ -134,6 +151,14 @@ def fingerprint(
     else:
         for name in ("fetch_seconds", "allow_private"):
             del parts["prompt"]["images"][name]
+    for name in PROMPT_LATER:
+        if parts["prompt"][name] == Prompt.model_fields[name].default:
+            del parts["prompt"][name]
+    if job.output.reasoning_parser:
+        parts["output.reasoning_parser"] = job.output.reasoning_parser
+    if job.output.tool_parser:
+        parts["output.tool_parser"] = job.output.tool_parser
+    parts |= job.output.parsed_columns
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
     if job.output.extras:

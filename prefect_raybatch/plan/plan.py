@@ -11,8 +11,8 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob
-from prefect_raybatch.job.checks import RESERVED, template_fields
+from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob, Prompt
+from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
@@ -35,11 +35,18 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
 
 
 def as_planned(job: BatchJob, plan: Plan) -> BatchJob:
-    """The job with what its plan settled: the context length, and the schema of the answers, whose
-    file or class may have changed since."""
+    """The job with what its plan settled: the context length, and the schema of the answers and
+    the chat template, whose file or class may have changed since, or not be here."""
     job = settled(job, plan.context)
     output = job.output.with_form(plan.parts.get("output.schema_model"))
-    return job if output is job.output else job.model_copy(update={"output": output})
+    job = job if output is job.output else job.model_copy(update={"output": output})
+    if job.prompt.chat_template is None:
+        return job
+    text = plan.parts.get("prompt", {}).get("chat_template")
+    if not isinstance(text, str):
+        raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
+    prompt = job.prompt.model_copy(update={"chat_template": text})
+    return job.model_copy(update={"prompt": prompt})
 
 
 def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
@@ -58,6 +65,8 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
                 f"sampling.{name} is not supported: only the answer's text is written; remove it"
             )
     names = list(schema.names)
+    rename = ["output.column", *job.output.parsed_columns, "output.row_number"]
+    remedy = f"{', '.join(rename)} or output.schema"
 
     def known(name: str, field: str) -> None:
         if name not in names:
@@ -67,8 +76,9 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
                 f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
             )
 
-    for name in template_fields(job.prompt.template) if job.prompt.template else ():
-        known(name, "prompt.template")
+    for name, field in job.prompt.columns.items():
+        known(name, field)
+    check_chat_columns(job.prompt, schema)
     for name in job.prompt.images.columns:
         known(name, "prompt.images.columns")
         _check_image_column(schema.field(name))
@@ -79,6 +89,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     if job.output.postprocess is None:
         form = job.output.answer_form
         added += [job.output.column] if form is None else columns_of(form)
+        added += job.output.parsed_columns.values()
     added += [*(job.output.output_schema or ()), *job.output.extras]
     added += [PROBABILITIES] if job.output.probabilities else []
     for name in job.output.columns or ():
@@ -97,14 +108,12 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
             )
         if added.count(name) > 1:
             raise ConfigError(
-                f"output: column {name!r} would be written twice; rename it with output.column, "
-                "output.row_number or output.schema"
+                f"output: column {name!r} would be written twice; rename it with {remedy}"
             )
         if name in kept:
             raise ConfigError(
-                f"output: column {name!r} is already an input column; rename it with "
-                "output.column, output.row_number or output.schema, or leave the input's out "
-                "with output.columns"
+                f"output: column {name!r} is already an input column; rename it with {remedy}, "
+                "or leave the input's out with output.columns"
             )
 
 
@@ -123,6 +132,53 @@ def _check_image_column(column: pa.Field) -> None:
             f"prompt.images.columns: column {column.name!r} is of type {column.type}; images are "
             "binary, a struct of bytes and path, text (a path or URL), or a list of these"
         )
+
+
+def check_chat_columns(prompt: Prompt, schema: pa.Schema) -> None:
+    """Whether the columns of conversations and documents can hold such; `ConfigError` if not."""
+    import pyarrow as pa
+
+    for field, name, texts in (
+        ("prompt.messages", prompt.messages, False),
+        ("prompt.documents", prompt.documents, True),
+    ):
+        if name is None:
+            continue
+        kind: Any = schema.field(name).type
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        inner = _listed(kind)
+        if _is_text(kind) or (texts and inner is not None and _is_text(inner)):
+            continue
+        if inner is None or not (pa.types.is_struct(inner) or pa.types.is_map(inner)):
+            what = "{title, text} or of texts" if texts else "{role, content}"
+            raise ConfigError(
+                f"{field}: column {name!r} is of type {schema.field(name).type}; it must hold "
+                f"lists of {what}, or JSON text of such a list"
+            )
+        if pa.types.is_struct(inner) and not texts and inner.get_field_index("role") < 0:
+            fields = ", ".join(inner.field(i).name for i in range(inner.num_fields))
+            raise ConfigError(
+                f"{field}: the messages of column {name!r} have no field role (but {fields}); "
+                "rename who speaks to role and what is said to content"
+            )
+
+
+def _listed(kind: Any) -> Any:
+    """What an Arrow list holds; None for another type."""
+    import pyarrow as pa
+
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return kind.value_type if any(test(kind) for test in lists) else None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in (*tests, pa.types.is_null))
 
 
 def public_job(job: BatchJob) -> dict[str, Any]:

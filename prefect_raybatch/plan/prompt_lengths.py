@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store
@@ -97,8 +96,8 @@ def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
-    if job.prompt.template:  # no other columns are needed
-        wanted = set(template_fields(job.prompt.template)) or {schema.names[0]}
+    if not job.prompt.function:  # no other columns are needed
+        wanted = set(job.prompt.columns) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
     reader = ShardReader(found.files, schema, store, job.source.options)
     starts = np.cumsum([0, *(file.rows for file in found.files)])

@@ -10,6 +10,7 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob, Engine
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.storage import is_remote
@@ -36,7 +37,8 @@ class Resolved:
         model: Mapping[str, Any] | None,
         retry: Mapping[str, Any] | None = None,
     ) -> Resolved:
-        """With that model; `retry` as for `fingerprint`."""
+        """With that model; `retry` as for `fingerprint`. A file with the chat template is read."""
+        job = chat_template.with_text(job)
         return cls(job, model, *fingerprint(job, model, retry))
 
     @property

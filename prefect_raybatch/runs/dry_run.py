@@ -8,6 +8,7 @@ from typing import Any
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -65,6 +66,7 @@ def dry_run(
     planning.check_against_schema(job, found.schema)
     model = resolved.pinned().model
     model_check.check(job.engine, job.sampling, model, files=what_if is None)
+    chat_template.check_template(job, model)
     check_labels(job, model)
     tokens = None
     if sample or job.engine.max_model_len == "auto":

@@ -47,7 +47,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
-    job = planning.settled(job, plan.context)
+    job = planning.as_planned(job, plan)
     # The layout is the plan's, so that any two finalizers write the same files.
     output = BatchJob.from_dict(plan.job, "plan.json").output
     if ledger.finished(plan) is not None:

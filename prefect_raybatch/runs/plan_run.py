@@ -14,6 +14,7 @@ from prefect_raybatch.job.batch_job import BatchJob, Output, Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -123,6 +124,7 @@ def _checked(resolved: Resolved) -> Resolved:
     """Its model can be loaded and answers, as far as the files tell; looks at them once."""
     if not resolved.checked:
         model_check.check(resolved.job.engine, resolved.job.sampling, resolved.model)
+        chat_template.check_template(resolved.job, resolved.model)
         check_labels(resolved.job, resolved.model)
     return replace(resolved, checked=True)
 

@@ -39,6 +39,9 @@ PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int
 MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
+REASONING_OPEN = (
+    "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
+)
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
@@ -164,8 +167,16 @@ class Tokenizer(Protocol):
         self, text: str | list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = ...
     ) -> Mapping[str, Any]: ...
 
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
+
     def apply_chat_template(
-        self, conversation: list[Messages], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[Messages],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **arguments: Any,
     ) -> list[str]: ...
 
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...

@@ -52,6 +52,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import arrange, token_keys
+from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
 
 if TYPE_CHECKING:
@@ -119,10 +120,16 @@ def engine_spec(
         limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
         arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
     arguments = schema_engine_fields(arguments, job.output.answer_form)
+    sampling, output = job.asked(), job.output
+    if output.reasoning_parser and (has_form(sampling) or job.prompt.function):
+        # The form is of the answer, and thinking comes before it. A function may ask for one.
+        arguments.setdefault("reasoning_parser", output.reasoning_parser)
+    if output.parsed_columns:  # the marks that parsers look for may be special tokens
+        sampling["skip_special_tokens"] = False
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
-        sampling=job.asked(),
+        sampling=sampling,
         arguments=arguments,
         env={**ours, **job.engine.env},
         engines_per_gpu=size.pool.engines_per_gpu,

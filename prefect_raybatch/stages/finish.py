@@ -48,6 +48,7 @@ from prefect_raybatch.stages.block import (
     TIMES,
     TRUNCATED,
     Failure,
+    Tokenizer,
     copied,
     input_columns,
     is_lost,
@@ -58,6 +59,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
+from prefect_raybatch.stages.parsing import Parsers, Parsing
 from prefect_raybatch.stages.result_columns import extra_type
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
@@ -72,7 +74,7 @@ class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
     `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n);
-    `calls`: how the user's function is called.
+    `calls`: how the user's function is called; `parsing`: which parsers take the answers apart.
     """
 
     output: Output
@@ -82,6 +84,7 @@ class Finish:
     skip_special_tokens: bool = True
     answers: int = 1
     calls: Calls = HERE
+    parsing: Parsing | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -163,7 +166,7 @@ class Finish:
         """What became of each row: its output columns, its failure, or None where left out."""
         texts = self._texts(table)
         errors = self._errors(table, texts)
-        answers = self._answers(errors, texts)
+        answers = self._answers(table, errors, texts)
         if self.output.postprocess is None:
             return [Failure(**e) if e else a for e, a in zip(errors, answers, strict=True)]
         names = input_columns(table)
@@ -183,20 +186,28 @@ class Finish:
         return made
 
     def _answers(
-        self, errors: list[dict[str, str] | None], texts: list[Any]
-    ) -> list[dict[str, Any] | None]:
-        """Each row's answer by column; a text that does not fit the schema puts its row into
-        `errors`."""
+        self, table: pa.Table, errors: list[dict[str, str] | None], texts: list[Any]
+    ) -> list[dict[str, Any]]:
+        """Each row's answer by column; a text that does not parse, or fit the schema, puts its row
+        into `errors`."""
+        column = self.output.column
+        beside: list[dict[str, Any]] = [{} for _ in texts]
+        if self.parsing is not None:
+            parsers = Parsers(self.parsing, self._tokenizer())
+            texts, beside = parsers.take_apart(table, texts, errors, self.answers > 1)
         if (form := self.output.answer_form) is None:
-            return [{self.output.column: text} for text in texts]
+            return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
         for i, text in enumerate(texts):
-            found = None if errors[i] else reader.read(text)
+            found = None if errors[i] else reader.read(text or "")
             if isinstance(found, Failure):
                 errors[i], found = found.to_dict(), None
-            parsed, columns = found or (None, None)
-            made.append({self.output.column: parsed} if self.output.postprocess else columns)
+            parsed, columns = found or (None, {})
+            made.append({**({column: parsed} if self.output.postprocess else columns), **beside[i]})
         return made
+
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(*models.tokenizer_place(self.model))
 
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
         """Why each row failed before this stage, or because its answer is not whole."""
@@ -226,9 +237,11 @@ class Finish:
         answers = table[ANSWERS].to_pylist()
         todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
         if todo:
-            tokenizer = load_tokenizer(*models.tokenizer_place(self.model))
+            tokenizer, skip = self._tokenizer(), self.skip_special_tokens
             flat = [ids for i in todo for ids in answers[i]]
-            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=self.skip_special_tokens))
+            if self.parsing is not None:  # their marks may be special tokens
+                flat, skip = list(map(Parsers(self.parsing, tokenizer).visible, flat)), False
+            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:
                 ready[i] = [next(texts) for _ in answers[i]]
         return [t if t is None or self.answers > 1 else t[0] for t in ready]
@@ -284,11 +297,12 @@ class Finish:
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
-        if self.output.postprocess is None and (form := self.output.answer_form) is not None:
-            return reader_of(form).schema
         if self.output.postprocess is None:
-            kind = pa.list_(pa.string()) if self.answers > 1 else pa.string()
-            return pa.schema([(self.output.column, kind)])
+            form, several = self.output.answer_form, self.answers > 1
+            columns = [(self.output.column, pa.string())] if form is None else []
+            columns += self.parsing.types() if self.parsing is not None else []
+            beside = [pa.field(n, pa.list_(k) if several else k) for n, k in columns]
+            return pa.schema([*(reader_of(form).schema if form is not None else ()), *beside])
         if self.output.output_schema is not None:
             return declared(self.output.output_schema)
         try:

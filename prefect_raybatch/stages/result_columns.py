@@ -9,6 +9,7 @@ from prefect_raybatch.job.batch_job import PROBABILITIES, Output, Sampling
 from prefect_raybatch.stages.block import PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
+CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answers_of(sampling: Sampling) -> int:
@@ -32,6 +33,10 @@ def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
             made.append((name, f"{shape.type()}{null}{f' ({texts})' if texts else ''}"))
     else:
         made = [(output.column, "list<item: string>" if answers > 1 else "string")]
+    if output.postprocess is None:
+        kinds = {"output.reasoning_column": "string", "output.tool_calls_column": CALLS}
+        for field, name in output.parsed_columns.items():
+            made.append((name, f"list<item: {kinds[field]}>" if answers > 1 else kinds[field]))
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
     if output.probabilities:
         made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))

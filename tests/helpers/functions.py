@@ -223,6 +223,11 @@ def deadly_ask(row: Row) -> str:
     return str(deadly(row)["said"])
 
 
+def thought_and_said(row: dict[str, Any]) -> dict[str, Any]:
+    """Both columns of an answer with thinking."""
+    return {"both": f"{row['reasoning']}/{row['response']}"}
+
+
 def seats(row):
     """Takes an answer that is an object."""
     return {"first": row["response"]["seats"][0]}

@@ -41,6 +41,9 @@ def refused(value: dict[str, Any]) -> str:
 # --- what is refused ----------------------------------------------------------------------------
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
@@ -72,11 +75,40 @@ def refused(value: dict[str, Any]) -> str:
         ("prompt.template", "{", ["no valid template", "{{"]),
         ("prompt.template", "a}", ["no valid template", "{{"]),
         # prompt
-        ("prompt", {}, ["exactly one of template and function"]),
-        ("prompt.function", "m:f", ["exactly one of template and function"]),
+        ("prompt", {}, ["exactly one of template, function and messages"]),
+        ("prompt.function", "m:f", ["exactly one of template, function and messages"]),
         ("prompt", {"function": "mf"}, ["prompt.function", "'mf'", "package.module:function"]),
         ("prompt", {"function": "m:f()"}, ["package.module:function"]),
         ("prompt", {"function": "os.path:join;x"}, ["package.module:function"]),
+        ("prompt.messages", "chat", ["exactly one of template, function and messages"]),
+        ("prompt", {"messages": " "}, ["prompt.messages", "is empty"]),
+        ("prompt.chat_template", "", ["prompt.chat_template", "is empty"]),
+        ("prompt.chat_template_kwargs", {"tools": []}, ["'tools' is set by the run itself"]),
+        ("prompt.chat_template_kwargs", {"a": float("nan")}, ["chat_template_kwargs", "finite"]),
+        ("prompt.chat_template_kwargs", {"a": {1, 2}}, ["chat_template_kwargs", "is no JSON"]),
+        ("prompt.prefill", "", ["prompt.prefill"]),
+        ("prompt.continue_final_message", True, ["continue_final_message", "set prefill"]),
+        (
+            "prompt",
+            {"messages": "c", "prefill": "x", "continue_final_message": True},
+            ["prefill and continue_final_message exclude each other"],
+        ),
+        ("prompt.tools", [], ["prompt.tools", "empty list"]),
+        ("prompt.tools", [{"name": "f"}], ["tool 1 of 1 is not of the form"]),
+        ("prompt.tools", [{"type": "function", "function": {}}], ["tool 1 of 1 has no function."]),
+        ("prompt.tools", [TOOL, TOOL], ["tool 'f' stands there twice"]),
+        ("output.reasoning_parser", "qwen4", ["output.reasoning_parser", "did you mean 'qwen3'"]),
+        ("output.tool_parser", "hermess", ["output.tool_parser", "did you mean 'hermes'"]),
+        (
+            "output",
+            {"uri": "o", "reasoning_parser": "qwen3", "reasoning_column": "response"},
+            ["column 'response' would be written twice"],
+        ),
+        (
+            "output",
+            {"uri": "o", "tool_parser": "hermes", "schema_model": {"type": "object"}},
+            ["schema_model and tool_parser exclude each other"],
+        ),
         ("prompt.on_null", "skip", ["prompt.on_null", "'fail'", "'empty'", "'skip'"]),
         # places
         ("source.uri", "", ["source.uri", "is empty", "data/customers.csv"]),
@@ -451,3 +483,20 @@ def test_titles_are_words_for_people():
     titles = [f.title for _, model, _ in models(BatchJob) for f in model.model_fields.values()]
     assert len(titles) > 60
     assert not [t for t in titles if not t or "_" in t or not t[0].isupper()]
+
+
+def test_the_engines_reasoning_parser_is_that_of_the_output():
+    job = make_job(
+        engine={"reasoning_parser": "qwen3"}, output={"uri": "o", "reasoning_parser": "qwen3"}
+    )
+    assert job.engine.model_extra == {"reasoning_parser": "qwen3"}
+    with pytest.raises(ConfigError, match=r"engine\.reasoning_parser 'olmo3' is not output"):
+        make_job(
+            engine={"reasoning_parser": "olmo3"}, output={"uri": "o", "reasoning_parser": "qwen3"}
+        )
+
+
+def test_probabilities_are_not_those_of_thinking():
+    output = {"uri": "o", "probabilities": True, "reasoning_parser": "qwen3"}
+    with pytest.raises(ConfigError, match="probabilities and reasoning_parser exclude"):
+        make_job(sampling={"choice": ["a", "b"]}, output=output)

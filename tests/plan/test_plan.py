@@ -157,6 +157,13 @@ CHANGED: dict[str, Any] = {
     "prompt.function": "helpers.functions:as_text",
     "prompt.on_null": "empty",
     "prompt.on_too_long": "truncate_left",
+    "prompt.messages": "Chat",
+    "prompt.chat_template": "{{ messages }}",
+    "prompt.chat_template_kwargs": {"enable_thinking": False},
+    "prompt.prefill": "It is",
+    "prompt.continue_final_message": True,
+    "prompt.tools": [{"type": "function", "function": {"name": "f"}}],
+    "prompt.documents": "Papers",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],
@@ -195,6 +202,10 @@ CHANGED: dict[str, Any] = {
     "output.on_cut_off": "fail",
     "output.extras": ["finish_reason"],
     "output.probabilities": True,
+    "output.reasoning_parser": "qwen3",
+    "output.reasoning_column": "thinking",
+    "output.tool_parser": "hermes",
+    "output.tool_calls_column": "calls",
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
@@ -244,7 +255,10 @@ NEEDS: dict[str, dict[str, Any]] = {
             "allow_private",
         )
     },
+    "prompt.continue_final_message": {"prompt.messages": "Chat"},
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
+    "output.reasoning_column": {"output.reasoning_parser": "qwen3"},
+    "output.tool_calls_column": {"output.tool_parser": "hermes"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
     "output.probabilities": {"sampling.choice": ["a", "b"]},
 }
@@ -258,7 +272,7 @@ def job_with(**fields: Any) -> BatchJob:
         for group in groups:
             at = at.setdefault(group, {})
         at[last] = new
-        if path == "prompt.function":
+        if path in ("prompt.function", "prompt.messages"):
             del at["template"]
     return BatchJob.from_dict(value)
 
@@ -475,3 +489,51 @@ def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name
 )
 def test_columns_that_fit(output):
     check_against_schema(make_job(output=output), SCHEMA)
+
+
+CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "said"),
+    [
+        ({"messages": "chat"}, pa.string(), None),
+        ({"messages": "chat"}, pa.large_string(), None),
+        ({"messages": "chat"}, pa.dictionary(pa.int32(), pa.string()), None),
+        ({"messages": "chat"}, CHATS, None),
+        ({"messages": "chat"}, pa.large_list(CHATS.value_type), None),
+        ({"messages": "chat"}, pa.list_(pa.map_(pa.string(), pa.string())), None),
+        ({"messages": "chat"}, pa.int64(), "column 'chat' is of type int64; it must hold lists"),
+        ({"messages": "chat"}, pa.list_(pa.string()), "{role, content}, or JSON text"),
+        ({"messages": "chat"}, pa.list_(pa.struct([("from", pa.string())])), "(but from)"),
+        ({"messages": "chats"}, CHATS, "did you mean 'chat'"),
+        ({"template": "x", "documents": "chat"}, pa.list_(pa.string()), None),
+        ({"template": "x", "documents": "chat"}, pa.list_(pa.int32()), "prompt.documents"),
+        ({"template": "x", "documents": "cht"}, CHATS, "prompt.documents: the input has no"),
+    ],
+)
+def test_columns_of_conversations_and_documents_can_hold_such(prompt, kind, said):
+    schema = pa.schema([("id", pa.int64()), ("chat", kind)])
+    if said is None:
+        check_against_schema(make_job(prompt=prompt), schema)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_against_schema(make_job(prompt=prompt), schema)
+    assert said in str(caught.value)
+
+
+def test_the_columns_of_parsers_are_named_where_they_meet_the_inputs():
+    schema = pa.schema([("Company", pa.string()), ("reasoning", pa.string())])
+    output = {"uri": "o", "reasoning_parser": "qwen3", "tool_parser": "hermes"}
+    with pytest.raises(ConfigError, match=r"'reasoning' is already.*output\.reasoning_column"):
+        check_against_schema(make_job(output=output), schema)
+    check_against_schema(make_job(output={**output, "reasoning_column": "thought"}), schema)
+    check_against_schema(make_job(output={"uri": "o"}), schema)
+
+
+def test_a_job_that_uses_nothing_of_the_chat_keeps_its_fingerprint():
+    parts = fingerprint(make_job(), MODEL)[1]
+    assert set(parts["prompt"]) == {"template", "system", "function", "on_null"}
+    assert not [name for name in parts if "reasoning" in name or "tool" in name]
+    changed = {"output.reasoning_column": "thought", "output.tool_calls_column": "calls"}
+    assert fingerprint(job_with(**changed), MODEL) == fingerprint(job_with(), MODEL)

@@ -465,6 +465,36 @@ def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
     return engine_spec(job, dict(MODEL), size)
 
 
+@pytest.mark.parametrize(
+    ("groups", "given"),
+    [
+        ({"output": {"uri": "o", "reasoning_parser": "qwen3"}}, None),
+        (
+            {
+                "output": {"uri": "o", "reasoning_parser": "qwen3"},
+                "sampling": {"choice": ["yes", "no"]},
+            },
+            "qwen3",
+        ),
+        (
+            {
+                "output": {"uri": "o", "reasoning_parser": "qwen3"},
+                "prompt": {"function": "helpers.functions:as_text"},
+            },
+            "qwen3",
+        ),
+        ({"engine": {"reasoning_parser": "olmo3"}, "sampling": {"choice": ["yes"]}}, "olmo3"),
+        ({"sampling": {"choice": ["yes", "no"]}}, None),
+    ],
+)
+def test_an_engine_knows_of_thinking_where_the_answer_has_a_form(groups, given):
+    """Else the form would be forced upon the thinking."""
+    spec = spec_of(make_job(**groups))
+    assert spec.arguments.get("reasoning_parser") == given
+    parsed = "reasoning_parser" in groups.get("output", {})
+    assert spec.sampling.get("skip_special_tokens") is (False if parsed else None)
+
+
 GIB = 2**30
 
 

@@ -265,6 +265,11 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
             },
             "on_too_long",
         ),
+        ({"prompt": {"template": "x", "images": {"columns": "a"}, "prefill": "A"}}, "prefill"),
+        (
+            {"prompt": {"template": "x", "images": {"columns": "a"}, "chat_template": "{{x}}"}},
+            "chat_template does not go with images",
+        ),
         ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
         ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
         ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),

@@ -73,6 +73,18 @@ CONTRACT = {
     "distributed/parallel_state.py": {"": ["cleanup_dist_env_and_memory"]},
     "platforms/interface.py": {"Platform": ["get_device_total_memory"]},
     "logging_utils/dump_input.py": {},
+    # Parsers of thinking and tool calls.
+    "parser/parser_manager.py": {
+        "ParserManager": ["get_parser(is_harmony)", "get_reasoning_parser(reasoning_parser_name)"],
+    },
+    "parser/abstract_parser.py": {"DelegatingParser": ["parse(model_output, request)"]},
+    "reasoning/abs_reasoning_parsers.py": {"ReasoningParser": ["is_reasoning_end(input_ids)"]},
+    "reasoning/__init__.py": {"": ["_REASONING_PARSERS_TO_REGISTER"]},
+    "tool_parsers/__init__.py": {"": ["_TOOL_PARSERS_TO_REGISTER"]},
+    "tokenizers/hf.py": {"": ["get_cached_tokenizer"]},
+    "entrypoints/openai/chat_completion/protocol.py": {
+        "ChatCompletionRequest": ["messages", "tools", "tool_choice", "chat_template_kwargs"],
+    },
     # Read as source before an engine starts (job/vllm_fields.py).
     "model_executor/models/registry.py": {
         "": ["_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
@@ -167,3 +168,76 @@ def gpu_bytes() -> int:
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
+
+
+class ReasoningParser(Protocol):
+    """What is used of vLLM's `ReasoningParser`."""
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool: ...
+
+
+class ToolCall(Protocol):
+    """What is used of vLLM's `FunctionCall`."""
+
+    id: str | None
+    name: str
+    arguments: str
+
+
+class Parser(Protocol):
+    """What is used of vLLM's `Parser`; one serves one answer."""
+
+    def parse(
+        self,
+        model_output: str,
+        request: object,
+        enable_auto_tools: bool = ...,
+        model_output_token_ids: Sequence[int] = ...,
+    ) -> tuple[str | None, str | None, Sequence[ToolCall] | None]: ...
+
+
+RANDOM_ID = "chatcmpl-tool-"  # so begin ids of calls that vLLM made up
+
+
+@lru_cache(maxsize=4)
+def quick_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer of transformers that makes its vocabulary once and not for each parser."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    return get_cached_tokenizer(tokenizer)
+
+
+def reasoning_parser(name: str, tokenizer: object, arguments: Mapping[str, Any]) -> ReasoningParser:
+    """vLLM's parser of that name; `arguments` are those of the chat template."""
+    from vllm.parser.parser_manager import ParserManager
+
+    kind: Any = ParserManager.get_reasoning_parser(name)
+    return cast(ReasoningParser, kind(tokenizer, chat_template_kwargs=dict(arguments)))
+
+
+def parser_maker(
+    reasoning: str | None,
+    tool: str | None,
+    tokenizer: object,
+    tools: Sequence[Mapping[str, Any]] | None,
+    arguments: Mapping[str, Any],
+) -> Callable[[], tuple[Parser, object]]:
+    """What makes a parser for one answer, and the request that it is asked with."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser.parser_manager import ParserManager
+
+    harmony = reasoning == "openai_gptoss" or tool == "openai"
+    kind: Any = ParserManager.get_parser(
+        tool, reasoning, enable_auto_tools=True, is_harmony=harmony
+    )
+    given = {"tools": [dict(one) for one in tools]} if tools else {}
+    request = ChatCompletionRequest(
+        messages=[], chat_template_kwargs=dict(arguments), **cast(Any, given)
+    )
+    request.tool_choice = "auto" if tools else None  # parsed also where a prompt told of the tools
+
+    def made() -> tuple[Parser, object]:
+        parser = kind(tokenizer, request.tools, chat_template_kwargs=dict(arguments))
+        return cast(Parser, parser), request
+
+    return made

@@ -1,0 +1,82 @@
+"""What a job says of its chat, as far as the job alone can tell: tools, arguments of the chat
+template, names of parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.job.checks import nearest
+
+# What the stages give to a chat template themselves, or to what renders it.
+TAKEN = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        "tokenizer_kwargs",
+    )
+)
+FIELDS_FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
+
+
+def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    """`prompt.chat_template_kwargs` in one order; ValueError for what is no JSON or is not free."""
+    for name in value:
+        if name in TAKEN:
+            raise ValueError(f"{name!r} is set by the run itself; leave it out")
+    made: dict[str, Any] = _json(value)
+    return made
+
+
+def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """`prompt.tools` in one order; ValueError names the tool that is no definition of one."""
+    if value is None:
+        return None
+    if not value:
+        raise ValueError("is an empty list; name the tools, or leave it out")
+    names: list[str] = []
+    for number, tool in enumerate(value, 1):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise ValueError(
+                f"tool {number} of {len(value)} is not of the form {{type: function, function: "
+                "{name, description, parameters}}"
+            )
+        name, parameters = function.get("name"), function.get("parameters", {})
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"tool {number} of {len(value)} has no function.name")
+        if not isinstance(parameters, dict):
+            raise ValueError(f"tool {name!r}: function.parameters is no JSON Schema (a mapping)")
+        if name in names:
+            raise ValueError(f"tool {name!r} stands there twice; remove one")
+        names.append(name)
+    made: list[dict[str, Any]] = _json(value)
+    return made
+
+
+def check_parser(name: str | None, known: frozenset[str] | None) -> str | None:
+    """A parser's name as it is; ValueError where the installed vLLM knows it not."""
+    if name is not None and known is not None and name not in known:
+        raise ValueError(f"vLLM has no such parser as {name!r}{nearest(name, known)}")
+    return name
+
+
+def _json(value: Any) -> Any:
+    try:
+        return _ordered(json.loads(json.dumps(value, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+
+
+def _ordered(value: Any) -> Any:
+    """In one order of names, since templates write tools as they stand: records and Prefect's
+    database keep no order, and the prompts of a retry must be those of its run."""
+    if isinstance(value, list):
+        return [_ordered(inner) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    places = {name: place for place, name in enumerate(FIELDS_FIRST)}
+    names = sorted(value, key=lambda name: (places.get(name, len(FIELDS_FIRST)), name))
+    return {name: _ordered(value[name]) for name in names}

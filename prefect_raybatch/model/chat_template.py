@@ -1,0 +1,194 @@
+"""A job's chat template, read when a run is planned; whether it, or the model's own, can follow
+what the job asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.storage import Store, is_remote, join, open_store
+
+if TYPE_CHECKING:
+    import jinja2
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TOKENIZER_BYTES = 16 << 20
+JINJA = ("{{", "{%", "{#")  # a text without any of these says nothing, so it is a file's name
+
+
+def with_text(job: BatchJob) -> BatchJob:
+    """The job with the text of its chat template in place of a file's name; `ConfigError` for a
+    file that cannot be read, or that is no template."""
+    given = job.prompt.chat_template
+    if given is None:
+        return job
+    text = given if any(mark in given for mark in JINJA) else _read(given)
+    _parsed(text, "prompt.chat_template" if text == given else f"prompt.chat_template: {given}")
+    prompt = job.prompt.model_copy(update={"chat_template": text})
+    return job.model_copy(update={"prompt": prompt})
+
+
+def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` where the chat template, the job's or the model's, does not know what
+    the job gives it. `model` is what `pinned.pin` gives; of one that is not in a folder nothing is
+    known here."""
+    prompt = job.prompt
+    fields = needing(prompt)
+    if not fields:
+        return
+    where = "prompt.chat_template"
+    text = prompt.chat_template
+    if text is None:
+        where = f"the chat template of {model['source']}"
+        text = _of_model(job, model)
+    if text is None:
+        return
+    if not text:
+        raise ConfigError(no_template(fields, str(model["source"])))
+    try:
+        names = _names(text)
+    except ConfigError:  # of a model's own: transformers may know more than we do
+        return
+    for name in prompt.chat_template_kwargs:
+        if name not in names:
+            raise ConfigError(
+                f"prompt.chat_template_kwargs: {where} knows no {name!r}{nearest(name, names)}"
+            )
+    for name, given in (("tools", prompt.tools), ("documents", prompt.documents)):
+        if given and name not in names:
+            raise ConfigError(
+                f"prompt.{name}: {where} takes no {name}, so they would be lost; set "
+                "prompt.chat_template to one that does, or another model"
+            )
+
+
+def needing(prompt: Prompt) -> tuple[str, ...]:
+    """The fields of a job that only a chat template can follow."""
+    fields = {
+        "messages": prompt.messages,
+        "chat_template_kwargs": prompt.chat_template_kwargs,
+        "continue_final_message": prompt.continue_final_message,
+        "tools": prompt.tools,
+        "documents": prompt.documents,
+    }
+    return tuple(f"prompt.{name}" for name, value in fields.items() if value)
+
+
+def no_template(fields: tuple[str, ...], model: str) -> str:
+    """The words for a model without chat template that `fields` need."""
+    return (
+        f"{fields[0]}: {model} has no chat template, which alone says how messages become a "
+        "prompt; set prompt.chat_template to a Jinja file or text"
+    )
+
+
+def _read(name: str) -> str:
+    folder, _, file = name.rpartition("/")
+    try:
+        if is_remote(name):
+            data = open_store(folder).read(file, MAX_TEMPLATE_BYTES)
+        else:
+            with Path(join(name)).open("rb") as stream:
+                data = stream.read(MAX_TEMPLATE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "
+            "the template's text"
+        ) from None
+    if len(data) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"prompt.chat_template: {name!r} has more than {MAX_TEMPLATE_BYTES:,} bytes; a chat "
+            "template is a short text"
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt.chat_template: {name!r} is no text: {error}") from None
+
+
+def _of_model(job: BatchJob, model: Mapping[str, Any]) -> str | None:
+    """The model's own chat template; "" where its files hold none, None where they are not here."""
+    extra, source = job.engine.model_extra or {}, str(model["source"])
+    if extra.get("tokenizer"):
+        if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
+            return None
+        store = open_store(str(extra["tokenizer"]))
+    elif source == models.DEMO or is_remote(source) or Path(source).is_dir():
+        store = models.store_of(model)
+    else:
+        return None
+    return _stored(store, bool(job.prompt.tools))
+
+
+def _stored(store: Store, tools: bool) -> str | None:
+    """As transformers chooses among a tokenizer's files."""
+    files = {file.path for file in store.list()}
+    known = {}
+    if "tokenizer_config.json" in files:
+        try:
+            config = json.loads(store.read("tokenizer_config.json", MAX_TOKENIZER_BYTES))
+            held = config.get("chat_template")
+        except (ValueError, AttributeError):
+            return None  # not ours to judge
+        if isinstance(held, list):
+            known = {entry["name"]: entry["template"] for entry in held}
+        elif held:
+            known = {"default": held}
+    if "chat_template.jinja" in files:
+        known = {"default": _text(store, "chat_template.jinja")}
+    more = "additional_chat_templates/tool_use.jinja"
+    if more in files:
+        known["tool_use"] = _text(store, more)
+    if "chat_template.json" in files or not {"tokenizer.json", "tokenizer_config.json"} & files:
+        return known.get("default")  # of a processor, or of a tokenizer of another kind
+    if tools and "tool_use" in known:
+        return str(known["tool_use"])
+    return str(known.get("default", ""))
+
+
+def _text(store: Store, name: str) -> str:
+    return store.read(name, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
+
+
+def _names(text: str) -> frozenset[str]:
+    """All names that a template reads."""
+    from jinja2 import nodes
+
+    return frozenset(node.name for node in _parsed(text, "it").find_all(nodes.Name))
+
+
+def _parsed(text: str, where: str) -> jinja2.nodes.Template:
+    import jinja2
+
+    try:
+        return _environment().parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{where}: no chat template: line {error.lineno}: {error.message}; it is written in "
+            "Jinja, as those of models are"
+        ) from None
+
+
+def _environment() -> jinja2.Environment:
+    """As transformers renders: sandboxed, with loop controls and its own mark of what a model
+    generates."""
+    from jinja2 import nodes, parser
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )

@@ -1,0 +1,145 @@
+"""A cell that holds a whole conversation, or documents, to what a chat template takes.
+
+A cell is Arrow's list of structs, or JSON text. What is wrong in it fails the row with the place
+where it stands, such as `messages[2].tool_calls[0].function`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.stages.block import Messages
+from prefect_raybatch.stages.messages import ChatRequest
+
+
+class Conversation:
+    """Makes requests of rows whose conversation stands in a column."""
+
+    def __init__(self, prompt: Prompt):
+        self.column = prompt.messages or ""
+        self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        self.continued = prompt.continue_final_message
+
+    def __call__(self, row: dict[str, Any]) -> ChatRequest:
+        messages = messages_of(row[self.column], self.column)
+        last = messages[-1]["role"] == "assistant"
+        if last and not self.continued:
+            raise ValueError(
+                f"{self.column}: the last message is the assistant's, so there is nothing to "
+                "answer; remove it, or set prompt.continue_final_message"
+            )
+        own = any(message["role"] in ("system", "developer") for message in messages)
+        return ChatRequest(messages if own else [*self.system, *messages])
+
+
+def messages_of(cell: Any, name: str) -> Messages:
+    """The messages of a cell of column `name`; ValueError or TypeError says what is wrong where."""
+    found = _list(cell, name, "messages {role, content}")
+    if not found:
+        raise ValueError(f"{name} is an empty conversation")
+    return [_message(message, f"{name}[{i}]") for i, message in enumerate(found)]
+
+
+def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
+    """The documents of a cell; None for a null. A text alone is a document's `text`."""
+    if cell is None:
+        return None
+    made = []
+    for i, document in enumerate(_list(cell, name, "documents {title, text} or texts")):
+        if not isinstance(document, (str, dict)):
+            raise TypeError(f"{name}[{i}] is {_kind(document)}, not a text or {{title, text}}")
+        made.append({"text": document} if isinstance(document, str) else _plain(document))
+    return made
+
+
+def _list(cell: Any, name: str, what: str) -> list[Any]:
+    if cell is None:
+        raise ValueError(f"column {name} is null; it must hold a list of {what}")
+    if isinstance(cell, (str, bytes)):
+        try:
+            cell = json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is text that is no JSON: {error}") from None
+    if not isinstance(cell, list):
+        raise TypeError(f"{name} is {_kind(cell)}, not a list of {what}")
+    return cell
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    message: dict[str, Any] = _plain(value)
+    if not isinstance(message, dict):
+        raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where}.role is missing; name who speaks: system, user, assistant, tool")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise TypeError(f"{where}.tool_calls is {_kind(calls)}, not a list")
+        if role != "assistant" and calls:
+            raise ValueError(f"{where}.tool_calls: only the assistant calls tools, not {role}")
+        del message["tool_calls"]  # none of them is the plain way of a template
+        if calls:
+            message["tool_calls"] = [
+                _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ]
+    content = message.get("content")
+    if content is None and "tool_calls" not in message:
+        raise ValueError(f"{where}.content is missing")
+    message["content"] = "" if content is None else _content(content, f"{where}.content")
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """The text of a message; one in parts is put together as vLLM does it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise TypeError(f"{where} is {_kind(value)}, not text")
+    texts = []
+    for i, part in enumerate(value):
+        text = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise ValueError(f"{where}[{i}] is of type {kind!r}; only parts of text can be asked")
+        if not isinstance(text, str):
+            raise TypeError(f"{where}[{i}] has no text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """A call as templates take it: with its arguments as a mapping, not as JSON text."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"{where}.function.name is missing")
+    given = function.get("arguments")
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}.function.arguments is no JSON: {error}") from None
+    given = given or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"{where}.function.arguments is {_kind(given)}, not a mapping")
+    return {"type": "function", **value, "function": {**function, "arguments": given}}
+
+
+def _plain(value: Any) -> Any:
+    """Without the nulls that Arrow puts where a struct lacks a field; maps become dicts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+            return {name: _plain(inner) for name, inner in value if inner is not None}
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,116 @@
+"""Row to chat messages: of a template, or of a user's function."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.stages.block import Failure, Messages, copied
+from prefect_raybatch.stages.calls.apart import NoChild
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Chat messages of one row, the sampling fields it overrides, documents for its template."""
+
+    messages: Messages
+    sampling: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    def under(self, system: str) -> ChatRequest:
+        """The same with a system message in front, unless it brings its own."""
+        if self.messages[0]["role"] == "system":
+            return self
+        return replace(self, messages=[{"role": "system", "content": system}, *self.messages])
+
+    def continued(self) -> ChatRequest:
+        """The same; ValueError where its last message is none that an answer can go on from."""
+        role = self.messages[-1]["role"]
+        if role != "assistant":
+            raise ValueError(
+                f"the last message is of role {role!r}, and prompt.continue_final_message goes on "
+                "from one of the assistant"
+            )
+        return self
+
+    def answer(self, most: int) -> int:
+        """Most tokens out: its own max_tokens, or the job's."""
+        own = (self.sampling or {}).get("max_tokens")
+        return own if isinstance(own, int) else most
+
+
+class Filler:
+    """Fills the template from a row. Only values are put in: no attribute of them is reachable."""
+
+    def __init__(self, template: str, prompt: Prompt):
+        self.parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+        self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        self.empty = prompt.on_null == "empty"
+
+    def __call__(self, row: dict[str, Any]) -> ChatRequest:
+        text = []
+        for literal, name in self.parts:
+            text.append(literal)
+            if name is not None:
+                value = row[name]
+                if value is None and not self.empty:
+                    raise ValueError(
+                        f"column {name} is null; clean the input or set prompt.on_null: empty"
+                    )
+                text.append("" if value is None else str(value))
+        return ChatRequest([*self.system, {"role": "user", "content": "".join(text)}])
+
+
+def from_function(
+    function: Callable[[dict[str, Any]], Any], check: Callable[[Any], None], row: dict[str, Any]
+) -> ChatRequest:
+    made = function(row)
+    if isinstance(made, str):
+        return ChatRequest([{"role": "user", "content": made}])
+    if isinstance(made, dict) and "messages" in made:
+        unknown = sorted(set(made) - {"messages", "sampling"})
+        if unknown:
+            raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
+        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), check))
+    return ChatRequest(_messages(made))
+
+
+def _sampling(value: Any, check: Callable[[Any], None]) -> dict[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise TypeError(
+            f"prompt.function must return sampling as a dict, not {type(value).__name__}"
+        )
+    # It travels as JSON: what cannot fails its row here, and the function may change it later.
+    made: dict[str, Any] | None = json.loads(json.dumps(value))
+    if made:
+        check(made)
+    return made
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    good = isinstance(value, Sequence) and value and not isinstance(value, str)
+    if not good or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
+        raise TypeError(
+            "prompt.function must return text, a list of {'role', 'content'} messages, or "
+            f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"
+        )
+    for message in value:
+        if not isinstance(message["content"], (str, list)):  # a template would print anything
+            kind = type(message["content"]).__name__
+            raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
+    return [copied(m) for m in value]
+
+
+def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:
+    if isinstance(args[-1], Failure):
+        return args[-1]
+    try:
+        return make(*args)
+    except NoChild:  # not of the row
+        raise
+    except Exception as error:
+        return Failure.of("prepare", error)

@@ -1,0 +1,200 @@
+"""Raw answers to thinking, text and tool calls, by vLLM's own parsers.
+
+vLLM is imported for it: twelve seconds and half a GiB in a process that prepares or finishes, and
+only where a job names a parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.stages.block import (
+    ANSWERS,
+    POSITION,
+    REASONING_OPEN,
+    SHARD,
+    Failure,
+    Tokenizer,
+)
+from prefect_raybatch.stages.vllm import internals
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.vllm.internals import Parser, ReasoningParser, ToolCall
+
+CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+
+
+@dataclass(frozen=True)
+class Parsing:
+    """The parsers of a job by vLLM's names, the columns they fill, and what they are told: the
+    `arguments` of the chat template and the `tools`. `skip_special_tokens` is the sampling field:
+    parsers see these tokens, columns do not."""
+
+    reasoning: str | None = None
+    tool: str | None = None
+    reasoning_column: str = "reasoning"
+    tool_calls_column: str = "tool_calls"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    tools: Sequence[dict[str, Any]] | None = None
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def of(cls, job: BatchJob) -> Parsing | None:
+        """None where the job names no parser."""
+        output, prompt = job.output, job.prompt
+        if not output.reasoning_parser and not output.tool_parser:
+            return None
+        skip = (job.sampling.model_extra or {}).get("skip_special_tokens", True)
+        return cls(
+            output.reasoning_parser,
+            output.tool_parser,
+            output.reasoning_column,
+            output.tool_calls_column,
+            prompt.chat_template_kwargs,
+            prompt.tools,
+            bool(skip),
+        )
+
+    def types(self) -> list[tuple[str, pa.DataType]]:
+        """Names and types of the columns."""
+        columns = []
+        if self.reasoning:
+            columns.append((self.reasoning_column, pa.string()))
+        if self.tool:
+            columns.append((self.tool_calls_column, pa.list_(CALL_TYPE)))
+        return columns
+
+    def reasoning_parser(self, tokenizer: Any) -> ReasoningParser:
+        """The parser that tells of a prompt whether its thinking has ended."""
+        if self.reasoning is None:
+            raise ConfigError("output.reasoning_parser is not set")
+        quick = internals.quick_tokenizer(tokenizer)
+        try:
+            return internals.reasoning_parser(self.reasoning, quick, self.arguments)
+        except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
+            raise ConfigError(
+                f"output.reasoning_parser: {self.reasoning} does not fit the model's tokenizer: "
+                f"{error}"
+            ) from None
+
+
+class Parsers:
+    """The parsers in a process that finishes answers."""
+
+    def __init__(self, parsing: Parsing, tokenizer: Tokenizer):
+        self.parsing = parsing
+        self.tokenizer: Any = tokenizer
+        self.special = set(tokenizer.all_special_ids)
+        words = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
+        known = "|".join(map(re.escape, words))
+        self._words = re.compile(known) if known and parsing.skip_special_tokens else None
+
+    def visible(self, ids: Sequence[int]) -> Sequence[int]:
+        """An answer without the token that ended it, as vLLM shows it to its parsers."""
+        return ids[:-1] if len(ids) and ids[-1] in self.special else ids
+
+    def take_apart(
+        self,
+        table: pa.Table,
+        texts: list[Any],
+        errors: list[dict[str, str] | None],
+        several: bool,
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The texts of an answered block without what stands in columns beside them, and those
+        columns; what no parser can read puts its row into `errors`. `several`: each row has a list
+        of answers."""
+        _ = self._open, self._closed  # one that cannot be had is not of a row
+        ids = table[ANSWERS].to_pylist()
+        opened = (
+            table[REASONING_OPEN].to_pylist()
+            if REASONING_OPEN in table.column_names
+            else [True] * len(ids)
+        )
+        places = zip(table[SHARD].to_pylist(), table[POSITION].to_pylist(), strict=True)
+        names = [f"{shard:x}-{position:x}" for shard, position in places]
+
+        def made(i: int) -> dict[str, Any]:
+            if not several:
+                return self.parse(texts[i], ids[i][0], opened[i], names[i])
+            found = [
+                self.parse(one, own, opened[i], f"{names[i]}-{number}")
+                for number, (one, own) in enumerate(zip(texts[i], ids[i], strict=True))
+            ]
+            return {name: [one[name] for one in found] for name in found[0]}
+
+        left, beside = list(texts), [dict[str, Any]() for _ in texts]
+        for i, error in enumerate(errors):
+            if error is None:
+                try:
+                    beside[i] = made(i)
+                    left[i] = beside[i].pop("")
+                except Exception as why:
+                    errors[i] = Failure.of("postprocess", why).to_dict()
+        return left, beside
+
+    def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
+        """What an answer's columns hold, its text under "". `opened`: it may begin with thinking.
+        `name` begins the ids of its calls where the model gives them none."""
+        make = self._open if opened else self._closed
+        reasoning: str | None = None
+        content: str | None = text
+        calls: Sequence[ToolCall] | None = None
+        if make is not None:
+            parser, request = make()
+            reasoning, content, calls = parser.parse(text, request, True, list(ids))
+        thinks = opened and self.parsing.reasoning is not None
+        found: dict[str, Any] = {"": self._shown(content, thinks, answer=True)}
+        if self.parsing.reasoning:
+            found[self.parsing.reasoning_column] = self._shown(reasoning, thinks)
+        if self.parsing.tool:
+            found[self.parsing.tool_calls_column] = [
+                {
+                    # Drawn by lot, an id would be another one each time a shard is finished.
+                    "id": call.id
+                    if call.id and not call.id.startswith(internals.RANDOM_ID)
+                    else f"call-{name}-{number}",
+                    "name": call.name,
+                    "arguments": call.arguments,
+                }
+                for number, call in enumerate(calls or ())
+            ]
+        return found
+
+    def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
+        """Without special tokens, and without the blank lines between thinking and answer."""
+        if text is None:
+            return None
+        if self._words is not None:
+            text = self._words.sub("", text)
+        if thinks:
+            text = text.lstrip() if answer else text.strip()
+        return text
+
+    @cached_property
+    def _quick(self) -> Any:
+        return internals.quick_tokenizer(self.tokenizer)
+
+    @cached_property
+    def _open(self) -> Callable[[], tuple[Parser, object]] | None:
+        return self._maker(self.parsing.reasoning)
+
+    @cached_property
+    def _closed(self) -> Callable[[], tuple[Parser, object]] | None:
+        # The parser of an answer without thinking would take all of it for thinking.
+        return self._maker(None)
+
+    def _maker(self, reasoning: str | None) -> Callable[[], tuple[Parser, object]] | None:
+        given = self.parsing
+        if reasoning is None and given.tool is None:
+            return None
+        return internals.parser_maker(
+            reasoning, given.tool, self._quick, given.tools, given.arguments
+        )
