@@ -31,7 +31,7 @@ from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
-from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
@@ -40,6 +40,8 @@ from prefect_raybatch.stages.ray_internals import (
     stop_pass,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.stages.texts import prepare_of
+from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,9 @@ class Pipeline:
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
-        self.finish = Finish(
+        self.task = Pooling.of(self.job, self.model)
+        self.finish = finish_of(
+            self.task,
             self.job.output,
             self.model,
             self.store,
@@ -132,16 +136,18 @@ class Pipeline:
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         limits = self.job.limits
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
-        prepare = Prepare(
+        prepare = prepare_of(
+            self.task,
             self.job.prompt,
             self.model,
             self.job.engine.context,
-            self.job.sampling.max_tokens,
+            self.job.drawn.max_tokens,
             calls=calls,
             sampling=self.job.sampling.given(),
         )
         finish = replace(self.finish, calls=calls)
-        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
+        model = dict(self.plan.model)
+        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
         prepared = (
             ShardDatasource(self.reader, self._tasks(units, isolated))
             .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import sampling_ranges, vllm_fields
+from prefect_raybatch.job import sampling_ranges, tasks, vllm_fields
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
@@ -124,8 +124,15 @@ class Prompt(Group):
         text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
         "user message loses its beginning or its end, so that there is room for max_tokens.",
     )
+    second: str | None = field(
+        6,
+        None,
+        title="Second text",
+        text="With engine.task score: the text that the first is compared with, with {Column} "
+        "fields.",
+    )
 
-    @field_validator("template")
+    @field_validator("template", "second")
     @classmethod
     def _template(cls, value: str | None) -> str | None:
         if value is not None:
@@ -319,6 +326,13 @@ class Engine(Group):
         text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
         "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
     )
+    task: tasks.Task = field(
+        20,
+        "generate",
+        title="Task",
+        text="generate: text. embed: a vector. classify: a label and the probability of each. "
+        "score: how well two texts fit each other. docs/tasks.md.",
+    )
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
@@ -436,6 +450,18 @@ class Output(Group):
         text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
         "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
         "a form (choice, JSON, ...) and is not whole.",
+    )
+    normalize: bool = field(
+        12,
+        True,
+        title="Vectors of length 1",
+        text="With engine.task embed; off writes them as the model gives them.",
+    )
+    vector_type: tasks.VectorType = field(
+        13,
+        "float32",
+        title="Numbers of a vector",
+        text="With engine.task embed: float16 takes half the room.",
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
@@ -562,6 +588,17 @@ class BatchJob(Group):
                 f"{value!r} may only hold letters, digits and ._- (not first), at most 128"
             )
         return value
+
+    @property
+    def drawn(self) -> Sampling:
+        """How the answers are drawn, as far as sizes follow from it: a task that pools takes one
+        step, and no room beside the prompt."""
+        return Sampling(max_tokens=1) if tasks.pools(self.engine.task) else self.sampling
+
+    @model_validator(mode="after")
+    def _one_task(self) -> BatchJob:
+        tasks.check(self)
+        return self
 
     @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:

@@ -28,7 +28,22 @@ def sampling_fields() -> frozenset[str] | None:
 @cache
 def generating_models() -> frozenset[str] | None:
     """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
-    lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+    return _models("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+
+
+@cache
+def classifying_models() -> frozenset[str] | None:
+    """Architectures that vLLM lists as classifying text; None when vLLM is not installed."""
+    return _models("_SEQUENCE_CLASSIFICATION_MODELS")
+
+
+@cache
+def late_models() -> frozenset[str] | None:
+    """Those that vLLM lists as giving a vector a token; None when vLLM is not installed."""
+    return _models("_LATE_INTERACTION_MODELS")
+
+
+def _models(*lists: str) -> frozenset[str] | None:
     names: set[str] = set()
     for node in _statements("model_executor/models/registry.py"):
         if (

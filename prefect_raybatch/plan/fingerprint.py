@@ -23,11 +23,13 @@ FINGERPRINTED = {
     "prompt.function": "other requests; its module's source counts",
     "prompt.on_null": "decides between failing and asking",
     "prompt.on_too_long": "decides between failing and asking about less",
+    "prompt.second": "other requests",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
     "engine.max_model_len": "decides which prompts are too long",
     "engine.max_model_len_percentile": "decides it, where max_model_len is auto",
+    "engine.task": "other answers",
     "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
     "output.column": "other result columns",
     "output.columns": "other result columns",
@@ -35,6 +37,8 @@ FINGERPRINTED = {
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
+    "output.normalize": "other vectors",
+    "output.vector_type": "other vectors",
 }
 
 FREE = {
@@ -118,6 +122,13 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
+    if job.prompt.second is None:
+        del parts["prompt"]["second"]
+    if job.engine.task != "generate":
+        parts["engine.task"] = job.engine.task
+    if job.engine.task == "embed":
+        parts["output.normalize"] = job.output.normalize
+        parts["output.vector_type"] = job.output.vector_type
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
     if job.engine.max_model_len == "auto":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import UNWRITTEN, BatchJob
 from prefect_raybatch.job.checks import RESERVED, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
@@ -60,12 +61,14 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
 
     for name in template_fields(job.prompt.template) if job.prompt.template else ():
         known(name, "prompt.template")
+    for name in template_fields(job.prompt.second) if job.prompt.second else ():
+        known(name, "prompt.second")
     for name in job.output.columns or ():
         known(name, "output.columns")
     kept = names if job.output.columns is None else job.output.columns
     added = [job.output.row_number]
     if job.output.postprocess is None:
-        added.append(job.output.column)
+        added += tasks.added_columns(job)
     added += list(job.output.output_schema or ())
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:

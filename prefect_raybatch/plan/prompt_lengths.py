@@ -98,7 +98,8 @@ def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -
 
     schema = found.schema
     if job.prompt.template:  # no other columns are needed
-        wanted = set(template_fields(job.prompt.template)) or {schema.names[0]}
+        templates = job.prompt.template + (job.prompt.second or "")
+        wanted = set(template_fields(templates)) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
     reader = ShardReader(found.files, schema, store, job.source.options)
     starts = np.cumsum([0, *(file.rows for file in found.files)])
@@ -151,18 +152,21 @@ def measure(
 ) -> PromptLengths:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
     from prefect_raybatch.stages.calls.calling import Calls
-    from prefect_raybatch.stages.prepare import Prepare
+    from prefect_raybatch.stages.pooling import Pooling
+    from prefect_raybatch.stages.texts import prepare_of
 
     pinned = models.with_tokenizer(model, job.engine)
     limits = job.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-    prepare = Prepare(job.prompt, pinned, None, calls=calls, sampling=job.sampling.given())
+    task = Pooling.of(job, pinned)
+    sampling = job.sampling.given()
+    prepare = prepare_of(task, job.prompt, pinned, None, calls=calls, sampling=sampling)
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
     for uri, start, table in blocks:
-        _look(seen, prepare, job.sampling.max_tokens, uri, start, table)
+        _look(seen, prepare, job.drawn.max_tokens, uri, start, table)
         # The first block loads the reader and the tokenizer, which says nothing about the others.
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:

@@ -36,6 +36,8 @@ PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
+SECOND = "__rb_second"  # list<int32>: the other prompt of a row that compares two
+VECTOR = "__rb_vector"  # fixed_size_list<float32>: the answer of a task that pools
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
@@ -151,9 +153,17 @@ class Tokenizer(Protocol):
     chat_template: str | None
     is_fast: bool
     model_max_length: int
+    truncation_side: str
 
     def __call__(
-        self, text: str | list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = ...
+        self,
+        text: str | list[str],
+        text_pair: list[str] | None = ...,
+        *,
+        add_special_tokens: bool,
+        return_offsets_mapping: bool = ...,
+        truncation: bool = ...,
+        max_length: int | None = ...,
     ) -> Mapping[str, Any]: ...
 
     def apply_chat_template(

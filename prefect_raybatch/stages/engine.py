@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -34,9 +35,11 @@ from prefect_raybatch.stages.block import (
     MERGED,
     PARAMS,
     PROMPT_TOKENS,
+    SECOND,
     TEXTS,
     TIMES,
     TOKENS,
+    VECTOR,
     Failure,
     lost_all,
     passes_by,
@@ -48,7 +51,7 @@ from prefect_raybatch.stages.order import arrange, token_keys
 from prefect_raybatch.stages.vllm import canary, internals, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -102,14 +105,17 @@ def engine_spec(
     size: Sizing,
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
+    task: pooling.Pooling | None = None,
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    if task is not None:
+        arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=model,
-        sampling=job.sampling.given(),
+        sampling=job.sampling.given() if task is None else dict(task.fields),
         arguments=arguments,
         env={**ours, **job.engine.env},
         engines_per_gpu=size.pool.engines_per_gpu,
@@ -243,7 +249,7 @@ class EngineStage:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
-        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
+        from prefect_raybatch.stages.vllm.stepper import EngineDied
 
         table = self.pending(table)
         if passes_by(table):
@@ -252,27 +258,44 @@ class EngineStage:
         engine = self._ready()
         if engine is None:
             return lost_all(table, self._refused or Loss("", "the engine did not start", True))
-        prompts = table[TOKENS].to_pylist()
-        errors = table[ERROR].to_pylist()
-        params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
-        well = [i for i, error in enumerate(errors) if error is None]
-        keys = token_keys(table[TOKENS])
-        asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
         try:
-            done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
+            answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
                 if self._engine is engine:
                     self._engine = None
                     self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
-        if any(answer.error is None for answer in done):
+        if any(answer.error is None for _, _, answer in answers):
             self._note.over()
-        answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
         table = answered(table, answers, began)
         if self.sampler is not None:
             table = self.sampler.tell(table, began)
         return timed(table, "engine", began)
+
+    def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.Answer]:
+        """(the row that was asked about, the rows that get its answer, the answer) of the block's
+        well rows."""
+        from prefect_raybatch.stages.vllm.stepper import Request
+
+        spec, pools = self.spec, "task" in self.spec.sampling
+        params = [fields_of(spec.sampling, own) for own in table[PARAMS].to_pylist()]
+        well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
+        prompts, keys = table[TOKENS].to_pylist(), token_keys(table[TOKENS])
+        if SECOND in table.column_names:
+            pairs = list(zip(prompts, table[SECOND].to_pylist(), strict=True))
+            both = (keys, token_keys(table[SECOND]))
+            return pooling.checked(
+                pooling.ask_pairs(
+                    engine.run, Request, pairs, both, params, well, spec.sort, spec.merge
+                )
+            )
+        asked = arrange(keys, params, well, spec.sort, spec.merge)
+        done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
+        answers: list[pooling.Answer] = list(
+            zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
+        )
+        return pooling.checked(answers) if pools else answers
 
     def _load(self) -> dict[str, float]:
         engine = self._engine
@@ -314,9 +337,7 @@ def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
     return {**sampling, **json.loads(own)} if own else sampling
 
 
-def answered(
-    table: pa.Table, answers: Iterable[tuple[int, Sequence[int], Completion]], began: float
-) -> pa.Table:
+def answered(table: pa.Table, answers: Sequence[pooling.Answer], began: float) -> pa.Table:
     """A prepared block with the columns of its answers, and when it came to the engine.
 
     `answers` are (the row that was asked about, the rows that get its answer, the answer).
@@ -335,7 +356,10 @@ def answered(
             if i == row:  # tokens count where they were computed
                 columns[PROMPT_TOKENS][i] = completion.prompt_tokens
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
-    table = table.drop_columns([TOKENS, PARAMS, ERROR])
+    if any(completion.vector is not None for _, _, completion in answers):
+        table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
+    gone = [name for name in (TOKENS, SECOND, PARAMS, ERROR) if name in table.column_names]
+    table = table.drop_columns(gone)
     table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values, _TYPES[name]))

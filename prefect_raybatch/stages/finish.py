@@ -172,7 +172,7 @@ class Finish:
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
             for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
                 answer = {self.output.column: t, "finish_reason": f}
-                made.append(Failure(**e) if e else _post(function, row, answer, taken))
+                made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
         return made
 
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
@@ -358,9 +358,10 @@ def _type_of(value: object) -> pa.DataType | None:
         return None
 
 
-def _post(
+def postprocessed(
     function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
 ) -> Any:
+    """What a user's function makes of a row and its answer: columns, None, or its failure."""
     if isinstance(row, Failure):
         return row
     try:

@@ -65,8 +65,10 @@ def arrange(
 
 
 def is_exact(params: dict[str, Any]) -> bool:
-    """Whether equal prompts under `params` have equal answers by vLLM's definition: greedy, one
-    answer, and no hook of the user's in between."""
+    """Whether equal prompts under `params` have equal answers by vLLM's definition: a vector, or
+    greedy, one answer, and no hook of the user's in between."""
+    if "task" in params:  # of a request that pools: nothing is drawn
+        return True
     temperature = params.get("temperature", 1.0)
     # A row's own fields may be anything: what vLLM would refuse is left to it.
     greedy = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY

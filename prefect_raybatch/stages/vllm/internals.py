@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
 
 
 class Params(Protocol):
-    """What is used of vLLM's `SamplingParams`."""
+    """What is used of vLLM's `SamplingParams`; a request that pools has `PoolingParams`, with
+    neither."""
 
     n: int
     detokenize: bool
@@ -74,6 +78,24 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
     return cast(Params, SamplingParams(**fields))
 
 
+def pooling_params(fields: Mapping[str, Any]) -> Params:
+    """vLLM's `PoolingParams`; `task` is among the fields."""
+    from vllm.pooling_params import PoolingParams
+
+    return cast(Params, PoolingParams(**fields))
+
+
+def sequences(params: Params) -> int:
+    """The sequences that a request takes: as many as it has answers, one where it pools."""
+    return int(getattr(params, "n", 1))
+
+
+def vector_of(output: Any) -> np.ndarray | None:
+    """The numbers (float32) of a request that pools; None for an answer in tokens."""
+    data = getattr(output.outputs, "data", None)
+    return None if data is None else data.float().cpu().numpy().reshape(-1)
+
+
 def accept_always(params: Params) -> None:
     """Spares parameters that vLLM has accepted the same check for each row.
 
@@ -82,6 +104,8 @@ def accept_always(params: Params) -> None:
     large schema).
     """
     accepted: Any = params
+    if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
+        return
     if "verify" not in accepted.__dict__:
         accepted.verify = _accept
 

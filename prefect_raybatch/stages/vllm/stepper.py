@@ -31,6 +31,8 @@ from prefect_raybatch.stages.vllm.plugin import allow, register
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+    import numpy as np
+
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
 when the first one's tail leaves slots free."""
@@ -55,7 +57,8 @@ class Request:
     prompt_token_ids: token ids of the whole prompt, 1 to `max_model_len` - 1 of them.
     params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
         `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
-        `detokenize` is off unless given or needed by `stop`.
+        `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
+        are fields of vLLM's `PoolingParams`, and the answer is a vector.
     """
 
     prompt_token_ids: Sequence[int]
@@ -72,6 +75,7 @@ class Completion:
         `stop`, so that a cut-off one shows. None with an error.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
     error: class name and message of what vLLM said when it refused the request or gave it up.
+    vector: float32 numbers, of a request that pools.
     """
 
     token_ids: list[list[int]]
@@ -80,6 +84,7 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: tuple[str, str] | None = None
+    vector: np.ndarray | None = None
 
 
 class _Call:
@@ -390,7 +395,7 @@ class SteppedEngine:
             request_id = str(self._count)
             self._count += 1
             self._in_flight[request_id] = (call, position, params)
-            self._sequences += params.n
+            self._sequences += internals.sequences(params)
             try:
                 engine.add_request(
                     request_id,
@@ -401,7 +406,7 @@ class SteppedEngine:
                 if internals.engine_is_gone(error):
                     raise
                 self._in_flight.pop(request_id, None)
-                self._sequences -= params.n
+                self._sequences -= internals.sequences(params)
                 self._refuse(call, position, error)
                 continue
             internals.accept_always(params)
@@ -412,15 +417,16 @@ class SteppedEngine:
         if entry is None:  # of a call that was given up
             return
         call, position, params = entry
-        answers = output.outputs
-        self._sequences -= params.n
-        reason: str | None = "stop"
+        self._sequences -= internals.sequences(params)
+        prompt_tokens = len(call.prompts[position])
+        cached = output.num_cached_tokens or 0
+        vector = internals.vector_of(output)
+        answers = output.outputs if vector is None else ()
+        reason: str | None = "stop" if vector is None or len(vector) else "abort"
         for answer in answers:
             if answer.finish_reason != "stop":
                 reason = answer.finish_reason
                 break
-        prompt_tokens = len(call.prompts[position])
-        cached = output.num_cached_tokens or 0
         if reason in ("abort", "error"):
             completion = Completion(
                 [],
@@ -431,6 +437,8 @@ class SteppedEngine:
                 ("RequestFailed", f"vLLM gave the request up ({reason})"),
             )
             self._stats["refused"] += 1
+        elif vector is not None:
+            completion = Completion([], None, None, prompt_tokens, cached, vector=vector)
         else:
             token_ids = [
                 answer.token_ids if type(answer.token_ids) is list else list(answer.token_ids)
@@ -551,8 +559,10 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 
 def _guarded_params(params: dict[str, Any]) -> Params | Exception:
-    """`SamplingParams` for a dict, or the exception that building it raised."""
+    """`SamplingParams` or `PoolingParams` for a dict, or the exception that building it raised."""
     try:
+        if "task" in params:
+            return internals.pooling_params(params)
         return internals.sampling_params(plain_fields(params))
     except Exception as error:
         return error
