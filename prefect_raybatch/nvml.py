@@ -11,7 +11,7 @@ from prefect_raybatch.bounded import within
 
 log = logging.getLogger(__name__)
 
-SECONDS = 8.0  # for an answer: a driver in trouble may never give one
+DRIVER_SECONDS = 8.0  # for an answer: a driver in trouble may never give one
 MIB, GIB = 2**20, 2**30
 
 
@@ -29,9 +29,9 @@ class Gpu:
 def gpus_here() -> tuple[list[Gpu], str]:
     """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
     try:
-        return within(SECONDS, _ask)
+        return within(DRIVER_SECONDS, _ask)
     except TimeoutError:
-        return [], f"NVIDIA's driver does not answer within {SECONDS:g} s"
+        return [], f"NVIDIA's driver does not answer within {DRIVER_SECONDS:g} s"
 
 
 def _ask() -> tuple[list[Gpu], str]:

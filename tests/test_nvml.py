@@ -47,7 +47,7 @@ def test_where_no_card_is_shown_it_is_said_why(
 
 def test_a_driver_that_hangs_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, Card())
-    monkeypatch.setattr(nvml, "SECONDS", 0.1)
+    monkeypatch.setattr(nvml, "DRIVER_SECONDS", 0.1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: time.sleep(2) or 0)
     assert nvml.gpus_here() == ([], "NVIDIA's driver does not answer within 0.1 s")
 

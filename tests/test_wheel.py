@@ -112,7 +112,7 @@ def far(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     (torch,) = (line for line in lines if line.startswith("torch=="))
     others = folder / "others.txt"
     others.write_text("\n".join(line for line in lines if line != torch))
-    pip = (BIN / "pip", "--python", python, "install", "-q", "--no-deps")
+    pip = (BIN / "pip", "--python", python, "install", "-q", "--no-deps", "--no-compile")
     if run(*pip, torch, cwd=folder).returncode:
         must(*pip, torch, "--extra-index-url", TORCH_INDEX, cwd=folder)
     uv = (BIN / "uv", "pip", "install", "-q", "--python", python, "--no-deps")

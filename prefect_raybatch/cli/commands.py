@@ -49,7 +49,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-RunKey = Annotated[
+RunKeyOption = Annotated[
     str | None, typer.Option(help="Directory of the run under output.uri; continues it.")
 ]
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")]
@@ -128,7 +128,7 @@ def demo(
 @app.command()
 def plan(
     job: JobFile,
-    run_key: RunKey = None,
+    run_key: RunKeyOption = None,
     set_: Set = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="KIND", help="Of a cluster of these, such as H100.")
@@ -200,7 +200,7 @@ def tune(
 @app.command()
 def run(
     job: JobFile,
-    run_key: RunKey = None,
+    run_key: RunKeyOption = None,
     set_: Set = None,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
     as_json: Json = False,

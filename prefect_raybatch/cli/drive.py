@@ -37,7 +37,7 @@ def run_job(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple
     with _progress(quiet) as show:
         if prefect:
             show.begin(store.uri)
-            return _run_flow("batch_inference", (job, key), show), True
+            return run_flow("batch_inference", (job, key), show), True
         return _run_here(job, known, plan_run(resolved, key), show), True
 
 
@@ -59,7 +59,7 @@ def retry_rows(
 
     with _progress(quiet) as show:
         if prefect:
-            report = _run_flow("retry_failed", arguments, show)
+            report = run_flow("retry_failed", arguments, show)
             none = "other runs have retried all rows asked for; none is left that failed"
             return report or retry.Nothing(arguments[0], none)
         made = retry.begin(asked)
@@ -80,7 +80,7 @@ def with_keys(job: BatchJob) -> BatchJob:
     return with_blocks(job)
 
 
-def _run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> Any:
+def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> Any:
     # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -92,12 +92,8 @@ def _run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> 
     from prefect_raybatch.flow import tasks
 
     check_api()
-
-    tasks.OBSERVERS.append(show)
-    try:
+    with tasks.observed_by(show):
         return getattr(flow, name)(*arguments)
-    finally:
-        tasks.OBSERVERS.remove(show)
 
 
 @contextmanager

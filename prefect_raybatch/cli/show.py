@@ -131,6 +131,8 @@ def show_plan(found: DryRun) -> None:
     files = counted(found.files, f"{found.format} file")
     table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
     table.add_row("columns", escape(", ".join(found.columns)))
+    for number, (name, kind) in enumerate(found.result):
+        table.add_row("" if number else "result", escape(f"{name}: {kind}"))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
@@ -282,10 +284,10 @@ def print_json(value: object) -> None:
 
 
 def _heard(beat: dict[str, Any]) -> str:
-    from prefect_raybatch.driver.heartbeat import SILENT, alive
+    from prefect_raybatch.driver.heartbeat import SILENT_AFTER, alive
 
     place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
-    if beat["age"] > SILENT:
+    if beat["age"] > SILENT_AFTER:
         return f"{place}, silent since; it may be dead"
     engines = counted(alive(beat["engines"]), "engine")
     text = f"{place}: {beat['phase']}, pass {beat['passes']}, {engines}"
@@ -368,12 +370,12 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
 
 
 def show_reaped(found: Reaped, older_than: str, dry_run: bool) -> None:
-    from prefect_raybatch.result.reap import KINDS
+    from prefect_raybatch.result.reap import REAPED_KINDS
 
     for kind, files in found.files.items():
         size = found.bytes[kind] / 2**20
         verb = "would remove" if dry_run else "removed"
-        out.print(f"{verb} {files:,} {KINDS[kind]} ({size:,.1f} MiB)")
+        out.print(f"{verb} {files:,} {REAPED_KINDS[kind]} ({size:,.1f} MiB)")
     if not found.files:
         out.print(f"nothing older than {older_than} to remove")
     if found.kept:

@@ -143,13 +143,14 @@ class Pipeline:
             self.job.engine.context,
             self.job.drawn.max_tokens,
             calls=calls,
-            sampling=self.job.sampling.given(),
+            sampling=self.job.asked(),
+            fixed_form=self.job.output.schema_model is not None,
         )
         finish = replace(self.finish, calls=calls)
         model = dict(self.plan.model)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
         prepared = (
-            ShardDatasource(self.reader, self._tasks(units, isolated))
+            ShardDatasource(self.reader, self.read_tasks(units, isolated))
             .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
             .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
         )
@@ -202,7 +203,7 @@ class Pipeline:
         failure = Failure("engine", why.kind, why.message[:500])
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
-    def _tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
+    def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver goes in order; a later one, which may meet a live one, does not.
         starts, seed = self._starts(units), self.shuffle
         if isolated:  # a task of its own for each unit, so that no stage holds two

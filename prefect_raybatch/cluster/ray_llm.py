@@ -78,12 +78,12 @@ def through(
         tokenize_stage=False,
         detokenize_stage=False,
         runtime_env={"env_vars": env} if env else None,
-        **_place(resources),
+        **placement(resources),
     )
     processor = build_processor(
         config,
-        preprocess=_asked,
-        postprocess=_answer,
+        preprocess=sampling_of,
+        postprocess=answer_of,
         preprocess_map_kwargs=AROUND,
         postprocess_map_kwargs=AROUND,
     )
@@ -101,7 +101,7 @@ def _source(model: dict[str, Any]) -> str:
     return models.local_path(model) if source == models.DEMO else source
 
 
-def _place(resources: dict[str, Any]) -> dict[str, Any]:
+def placement(resources: dict[str, Any]) -> dict[str, Any]:
     bundle = {"CPU": resources["num_cpus"]}
     if "num_gpus" in resources:
         whole = resources["num_gpus"] >= 1  # of several GPUs a worker has one each
@@ -112,13 +112,13 @@ def _place(resources: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _asked(row: dict[str, Any]) -> dict[str, Any]:
+def sampling_of(row: dict[str, Any]) -> dict[str, Any]:
     if row[RAY_LLM_ERROR]:
         return {}
     return {"sampling_params": json.loads(row["sampling"])}
 
 
-def _answer(row: dict[str, Any]) -> dict[str, Any]:
+def answer_of(row: dict[str, Any]) -> dict[str, Any]:
     return {
         BLOCK: row[BLOCK],
         WHOLE: row[WHOLE],
@@ -205,9 +205,9 @@ class Gather:
         blocks: dict[str, list[dict[str, Any]]] = {}
         for row in table.to_pylist():
             blocks.setdefault(row[BLOCK], []).append(row)
-        return pa.concat_tables([self.finish(self._block(rows)) for rows in blocks.values()])
+        return pa.concat_tables([self.finish(self.block_of(rows)) for rows in blocks.values()])
 
-    def _block(self, rows: list[dict[str, Any]]) -> pa.Table:
+    def block_of(self, rows: list[dict[str, Any]]) -> pa.Table:
         table = _from_bytes(next(row[WHOLE] for row in rows if row[WHOLE] is not None))
         if passes_by(table):
             return table

@@ -9,8 +9,8 @@ import time
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ClusterUnavailable
 
-ANSWER = 2.0  # seconds for a connection, and again for the answer
-WHOLE = 4.5  # seconds in all, the name's look-up included, which has no limit of its own
+CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
+REACH_SECONDS = 4.5  # seconds in all, the name's look-up included, which has no limit of its own
 MEND = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
 
 # An HTTP/2 request by hand (RFC 9113), so that no gRPC library is loaded beside Ray's own. That
@@ -41,7 +41,7 @@ def silent(address: str) -> str:
     if address == "auto":  # before the clock runs: Ray takes seconds to import
         from prefect_raybatch.stages import ray_internals  # noqa: F401
     try:
-        return within(WHOLE, lambda: _trouble(address))
+        return within(REACH_SECONDS, lambda: _trouble(address))
     except TimeoutError as error:
         return str(error)
 
@@ -55,7 +55,9 @@ def _trouble(address: str) -> str:
         return ""
     where = "" if place == address else f"{place}: "
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER) as line:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=CONNECT_SECONDS
+        ) as line:
             # Behind TLS nothing can be asked without Ray's keys.
             plain = os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
             if plain and not _serves(line):
@@ -76,7 +78,7 @@ def _serves(line: socket.socket) -> bool:
         + _frame(HEADERS, END_HEADERS, 1, header)
         + _frame(DATA, END_STREAM, 1, bytes(5))
     )
-    until, got = time.monotonic() + ANSWER, b""
+    until, got = time.monotonic() + CONNECT_SECONDS, b""
     while (left := until - time.monotonic()) > 0:
         line.settimeout(left)
         try:

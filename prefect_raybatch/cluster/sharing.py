@@ -21,10 +21,10 @@ from prefect_raybatch.errors import ConfigError, JobStopped
 
 log = logging.getLogger(__name__)
 
-LOOK = 1.0  # seconds between looks while one waits
+WAIT_LOOK = 1.0  # seconds between looks while one waits
 LET_GO = 60.0  # seconds that actors of an earlier run may take to let go of their resources
 BESIDE = 10.0  # the same where other runs work: their tasks take what is free, and give it back
-LEAST = 1e-6  # resources are sums of fractions
+ROUNDING = 1e-6  # resources are sums of fractions
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
@@ -249,7 +249,7 @@ class Shared:
                 if not said and (said := why()):
                     log.info("%s", said)
                     user.waits(said)
-                self._changed.wait(LOOK)
+                self._changed.wait(WAIT_LOOK)
         finally:
             if said:
                 user.waits("")
@@ -257,7 +257,7 @@ class Shared:
     def _short(self, needs: Mapping[str, float], total: Mapping[str, float]) -> bool:
         taken = self._claims.values()
         return any(
-            sum(claim.get(name, 0.0) for claim in taken) + need > total.get(name, 0.0) + LEAST
+            sum(claim.get(name, 0.0) for claim in taken) + need > total.get(name, 0.0) + ROUNDING
             for name, need in needs.items()
         )
 
@@ -282,7 +282,7 @@ class Shared:
             until = self.clock() + (BESIDE if len(self._claims) > 1 else LET_GO)
         while not user.stopped.is_set():
             free = self.ray.free()
-            if all(free.get(name, 0.0) + LEAST >= need for name, need in needs.items()):
+            if all(free.get(name, 0.0) + ROUNDING >= need for name, need in needs.items()):
                 return
             if self.clock() > until:
                 log.debug("%s starts though Ray says that only %s are free", user.name, dict(free))
@@ -305,7 +305,7 @@ class Shared:
     def _watching(self) -> None:
         seen: BaseException | None = None
         while True:
-            time.sleep(LOOK)
+            time.sleep(WAIT_LOOK)
             with self._changed:
                 if not self._users and not self._door:
                     self._watcher = None

@@ -14,8 +14,8 @@ from prefect_raybatch import demo, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
 from prefect_raybatch.exits import exit_text
 
-SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
-COMMAND = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
+ENGINE_SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
+FORWARD = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
 # Short, small, and in the environment that an engine on a CPU has in a run.
 ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -50,21 +50,21 @@ def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [*COMMAND, json.dumps(arguments)],
+            [*FORWARD, json.dumps(arguments)],
             env={**CPU_ENV, **os.environ, **QUIET, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=SECONDS,
+            timeout=ENGINE_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return failed(
             "engine",
-            f"the bundled model gave no answer within {SECONDS:g} s",
+            f"the bundled model gave no answer within {ENGINE_SECONDS:g} s",
             "look for what keeps the machine busy, or a file system that hangs; try it alone: "
-            f"{' '.join(COMMAND)} '{json.dumps(arguments)}'",
+            f"{' '.join(FORWARD)} '{json.dumps(arguments)}'",
         )
     took = time.monotonic() - began
     if done.returncode == 0:

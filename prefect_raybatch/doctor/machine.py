@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.nvml import GIB
 from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
@@ -25,7 +26,6 @@ SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker gives 64 MiB unless told
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
 CPUINFO = Path("/proc/cpuinfo")
-GIB = float(1 << 30)
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -34,11 +34,11 @@ GIB = float(1 << 30)
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
     """Python's range and each requirement's, as this package's metadata has them; those of an extra
     where its engine is installed, and of the engines in any case."""
-    ours = metadata.metadata(installed.OURS)
+    ours = metadata.metadata(installed.OUR_PACKAGE)
     found: dict[str, SpecifierSet] = {}
     extra = installed.extra()
-    for want in map(Requirement, metadata.requires(installed.OURS) or ()):
-        engine = want.name in installed.ENGINES
+    for want in map(Requirement, metadata.requires(installed.OUR_PACKAGE) or ()):
+        engine = want.name in installed.ENGINE_EXTRAS
         if engine or not want.marker or want.marker.evaluate({"extra": extra}):
             found[want.name] = found.get(want.name, SpecifierSet()) & want.specifier
     return ours["Requires-Python"] or "", found
@@ -59,7 +59,7 @@ def check_versions(patient: Patient) -> Iterator[Finding]:
 
 
 def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
-    for name, extra in installed.ENGINES.items():
+    for name, extra in installed.ENGINE_EXTRAS.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -191,7 +191,7 @@ def check_engines(patient: Patient) -> Iterator[Finding]:
         if info["ppid"] == 1 and "VLLM::" in title and info["status"] != psutil.STATUS_ZOMBIE:
             left.append(process)
     # In a container the driver itself may be process 1: then they are its own.
-    if left and not _driver_is_first():
+    if left and not driver_is_first():
         pids = " ".join(str(process.pid) for process in left)
         yield failed(
             "engines left behind",
@@ -202,7 +202,7 @@ def check_engines(patient: Patient) -> Iterator[Finding]:
         yield passed("engines left behind", "none")
 
 
-def _driver_is_first() -> bool:
+def driver_is_first() -> bool:
     try:
         return "python" in psutil.Process(1).name()
     except psutil.Error:

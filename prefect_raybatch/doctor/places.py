@@ -12,16 +12,16 @@ from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, wa
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.check import INDEX
+from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
 
-PATIENCE = 10.0  # seconds a store may leave a call unanswered
+STORE_PATIENCE = 10.0  # seconds a store may leave a call unanswered
 DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
-INDEX = "model.safetensors.index.json"
 
 
 def check_output(patient: Patient) -> Iterator[Finding]:
@@ -30,7 +30,7 @@ def check_output(patient: Patient) -> Iterator[Finding]:
     if job is None:
         return
     store = open_store(job.output.uri, job.output.options or None)
-    store.retry_seconds = PATIENCE
+    store.retry_seconds = STORE_PATIENCE
     try:
         store.probe()
     except UnsafeStore as error:

@@ -24,12 +24,12 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
-ANSWER = 5.0  # seconds for one request
+REQUEST_SECONDS = 5.0  # seconds for one request
 API = 4.0  # the same for Prefect's API, the client's own tries included
-START = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
+START_PREFECT = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
 # In a process of its own: joining a cluster can hang, and ends the process when versions differ.
-JOIN = """
+JOIN_CLUSTER = """
 import json, sys
 from dataclasses import asdict
 from prefect_raybatch.cluster.connect import connected
@@ -68,9 +68,9 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
     from prefect.client.orchestration import get_client
 
     if trouble := _api_trouble():
-        yield failed("Prefect API", f"{_bare(url)} does not answer: {trouble}"[:300], START)
+        yield failed("Prefect API", f"{_bare(url)} does not answer: {trouble}"[:300], START_PREFECT)
         return
-    with get_client(sync_client=True, httpx_settings={"timeout": ANSWER}) as client:
+    with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_SECONDS}) as client:
         there = str(client.api_version())
     text = f"{_bare(url)}, server {there}, client {here}"
     if there.split(".")[:2] != here.split(".")[:2]:
@@ -85,8 +85,8 @@ def check_api() -> None:
     url = _api_url()
     if url is not None and (trouble := _api_trouble()):
         raise PrefectUnavailable(
-            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START}, or leave Prefect "
-            "out with --no-prefect"
+            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START_PREFECT}, or "
+            "leave Prefect out with --no-prefect"
         )
 
 
@@ -119,7 +119,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     job = patient.job or BatchJob.from_dict(ANY_JOB)
     server = getattr(job.cluster, "job_server", None)
     if server:
-        yield _job_server(server)
+        yield job_server(server)
         return
     address = cluster.address_of(job.cluster)
     if address is None:
@@ -165,7 +165,7 @@ def _cpus_needed(job: BatchJob) -> float:
 def _join(job: BatchJob) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", JOIN],
+            [sys.executable, "-c", JOIN_CLUSTER],
             input=json.dumps(job.to_dict()),
             capture_output=True,
             text=True,
@@ -180,10 +180,10 @@ def _join(job: BatchJob) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
-def _job_server(url: str) -> Finding:
+def job_server(url: str) -> Finding:
     remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
     try:
-        with urllib.request.urlopen(f"{url}/api/version", timeout=ANSWER) as answer:
+        with urllib.request.urlopen(f"{url}/api/version", timeout=REQUEST_SECONDS) as answer:
             there = str(json.load(answer)["ray_version"])
     except (OSError, ValueError, KeyError) as error:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
@@ -237,7 +237,7 @@ def _ahead(url: str) -> float | None:
     """Seconds this clock is ahead of the server's; None where it does not tell."""
     before = time.time()
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER) as answer:
+        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:
             date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:  # a refusal has a date too
         date = error.headers.get("Date")

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVERY = 10.0  # seconds between two records of an attempt
-SILENT = 60.0  # seconds without one after which an attempt is shown as silent
+BEAT_EVERY = 10.0  # seconds between two records of an attempt
+SILENT_AFTER = 60.0  # seconds without one after which an attempt is shown as silent
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
 UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
-WORDS = ("phase", "about", "dashboard")  # fields that hold text
+TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
-JOIN = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
+JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ class Beat:
     def from_bytes(cls, data: bytes, what: str) -> Beat:
         """Raises `CorruptRun` for anything that `to_bytes` does not write."""
         value = load(data, what)
-        numbers = {f.name for f in fields(cls)} - set(WORDS) - {"engines"}
+        numbers = {f.name for f in fields(cls)} - set(TEXT_FIELDS) - {"engines"}
         try:
             beat = cls(**value)
             engines = {str(k)[:40]: int(v) for k, v in dict(beat.engines).items()}
         except (TypeError, ValueError) as error:
             raise CorruptRun(f"{what} is no heartbeat: {error}") from None
         wrong = [n for n in numbers if not _is_number(getattr(beat, n), n)]
-        wrong += [n for n in WORDS if not isinstance(getattr(beat, n), str)]
+        wrong += [n for n in TEXT_FIELDS if not isinstance(getattr(beat, n), str)]
         if wrong or beat.phase not in PHASES:
             raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase'}")
         return cls(**{**value, "engines": engines})
@@ -222,7 +222,7 @@ class Ticker:
         self._stop = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(JOIN)
+            self._thread.join(JOIN_SECONDS)
 
     def nudge(self) -> None:
         """Calls `work` as soon as may be."""

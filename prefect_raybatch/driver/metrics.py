@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PORT, HOST = "RAYBATCH_METRICS_PORT", "RAYBATCH_METRICS_HOST"
-LABELS = ("job_name", "run_key")  # Prometheus itself calls the scrape job "job"
+METRICS_PORT, METRICS_HOST = "RAYBATCH_METRICS_PORT", "RAYBATCH_METRICS_HOST"
+METRIC_LABELS = ("job_name", "run_key")  # Prometheus itself calls the scrape job "job"
 NONE = float("nan")  # Prometheus' word for a value that is not known
 
 # name -> (help, value); those that only grow are counters, whose samples end in _total.
@@ -63,19 +63,19 @@ class Exporter:
         beat = self.state()
         for table, family in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
             for name, (text, value) in table.items():
-                metric = family(name, text, labels=LABELS)
+                metric = family(name, text, labels=METRIC_LABELS)
                 metric.add_metric(self.values, value(beat))
                 yield metric
 
 
 def port() -> int | None:
     """The port of RAYBATCH_METRICS_PORT, None when it is unset, empty or 0."""
-    text = os.environ.get(PORT, "").strip()
+    text = os.environ.get(METRICS_PORT, "").strip()
     if not text.isdigit() and text:
-        raise ConfigError(f"{PORT}={text!r} is no port; write a number such as 9500")
+        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number such as 9500")
     number = int(text or 0)
     if number > 65535:
-        raise ConfigError(f"{PORT}={text!r} is no port; the highest is 65535")
+        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; the highest is 65535")
     return number or None
 
 
@@ -91,11 +91,11 @@ def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]
 
     registry = CollectorRegistry()
     registry.register(Exporter(job, run_key, state))
-    host = os.environ.get(HOST, "0.0.0.0")
+    host = os.environ.get(METRICS_HOST, "0.0.0.0")
     try:
         server, thread = start_http_server(number, host, registry)
     except OSError as error:
-        log.warning("%s: no metrics at %s:%d: %s", PORT, host, number, error)
+        log.warning("%s: no metrics at %s:%d: %s", METRICS_PORT, host, number, error)
         yield
         return
     try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.heartbeat import (
+    BEAT_EVERY,
     ENDED,
-    EVERY,
     INFERRING,
     STARTING,
     WAITING,
@@ -69,7 +69,7 @@ class Monitor:
         self._states: Mapping[str, int] = {}
         self._asked = self._written = float("-inf")
         self._ended = False
-        self._beats = Ticker("heartbeat", EVERY, self._write)
+        self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
 
     def __call__(self, progress: Progress) -> None:
         """After each commit, in the driver's thread: takes what the others need, no more."""
@@ -88,7 +88,7 @@ class Monitor:
         with ExitStack() as stack:
             stack.enter_context(metrics.serving(self.plan.job_name, self.plan.run_key, self.beat))
             stack.enter_context(self._beats)
-            stack.enter_context(Ticker("stall detection", LOOK, self._look))
+            stack.enter_context(Ticker("stall detection", LOOK, self.look))
             stack.callback(self._end)
             self._stack = stack.pop_all()
         self._beats.nudge()
@@ -131,7 +131,7 @@ class Monitor:
 
     # --- the thread that looks --------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self) -> None:
         now = self.clock()
         if not self._ended and now - self._asked >= ASK_ENGINES:
             self._asked = now
@@ -173,7 +173,7 @@ class Monitor:
 
     # --- the thread that writes -------------------------------------------------------------
 
-    def _write(self) -> None:
+    def write(self) -> None:
         put_record(self.store, heartbeat_path(self.attempt), self.beat().to_bytes())
         self._written = self.clock()
 

@@ -15,10 +15,10 @@ from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 
-LEAST = 60.0  # seconds: shorter pauses are nobody's business
+LEAST_PAUSE = 60.0  # seconds: shorter pauses are nobody's business
 INTERVALS = 10  # mean times between commits without one
-LONGEST = 3  # times the slowest shard: engines that began together also end together
-LOOK = 1.0  # seconds between looks whether a stalled run is to fail
+PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
+STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
 STOP = 5.0  # seconds for a pass that was given up to end
 
 
@@ -63,7 +63,7 @@ class StallWatch:
         if self.limits.stall_seconds is not None:
             return self.limits.stall_seconds
         between = (counts.at - counts.window_start) / counts.commits if counts.commits else 0.0
-        return max(LEAST, INTERVALS * between, LONGEST * longest)
+        return max(LEAST_PAUSE, INTERVALS * between, PAUSE_FACTOR * longest)
 
     def look(
         self, now: float, counts: Counts, passes: int, longest: float = 0.0
@@ -106,7 +106,7 @@ def interruptible(
         def give(item: object) -> bool:
             while not over.is_set():
                 try:
-                    receipts.put(item, timeout=LOOK)
+                    receipts.put(item, timeout=STALL_LOOK)
                     return True
                 except queue.Full:
                     continue
@@ -132,7 +132,7 @@ def interruptible(
                 if over_now is not None:
                     raise over_now
                 try:
-                    item = receipts.get(timeout=LOOK)
+                    item = receipts.get(timeout=STALL_LOOK)
                 except queue.Empty:
                     error = failure()
                     if error is not None:

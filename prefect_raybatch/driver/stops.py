@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger.layout import piece_path
+from prefect_raybatch.ledger.layout import POSITION, piece_path
 from prefect_raybatch.ledger.plan_tables import from_parquet
 from prefect_raybatch.ledger.records import Piece
 from prefect_raybatch.ledger.row_numbers import RowNumbers
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 KEPT, SAID = 20, 5  # failed rows that a stop keeps, and that are said in a message
 TEXT, LINE = 500, 160  # characters of a row's message that are kept and said
 MAX_PIECE = 1 << 30  # bytes
-POSITION = "__rb_pos"  # the column of a piece with its rows' positions in the shard
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
 
-KINDS = ("progress", "live", "plots", "stages", "failures", "report")  # what a run shows
+ARTIFACT_KINDS = ("progress", "live", "plots", "stages", "failures", "report")  # what a run shows
 STAMP = re.compile(r"(\d{8})t(\d{6})z\Z")  # the end of a default run key, in lower case
 
 
@@ -28,7 +28,8 @@ def artifact_key(run_key: str) -> str:
 def tune_key(job: str) -> str:
     """The artifact key of what was tuned for a job of this name: none of any run's."""
     key = artifact_key(f"tune-{job}")
-    taken = key.endswith(tuple(f"-{kind}" for kind in KINDS))  # as those of a run tune-SOMETHING do
+    # As the keys of a run that is called tune-SOMETHING end.
+    taken = key.endswith(tuple(f"-{kind}" for kind in ARTIFACT_KINDS))
     return f"{key}--{_mark(job)}" if taken else key
 
 

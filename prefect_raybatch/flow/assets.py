@@ -14,8 +14,8 @@ from prefect_raybatch.report.records import RunReport
 
 log = logging.getLogger(__name__)
 
-REFUSED = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # what Prefect takes in no key
-LONGEST = 512
+NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # what Prefect takes in no key
+LONGEST_KEY = 512
 
 
 def asset_key(run: str) -> str:
@@ -26,8 +26,8 @@ def asset_key(run: str) -> str:
     scheme, mark, path = uri.partition("://")
     if not mark:
         scheme, path = "file", Path(uri).absolute().as_posix().rstrip("/") + "/"
-    room = LONGEST - len(scheme) - len("://")
-    kept = REFUSED.sub("_", path)
+    room = LONGEST_KEY - len(scheme) - len("://")
+    kept = NOT_IN_KEYS.sub("_", path)
     if kept != path or len(path) > room:
         digest = f"~{hashlib.sha256(path.encode()).hexdigest()[:8]}/"
         kept = kept[-(room - len(digest)) :] + digest

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 COMMIT_EVERY = 5.0  # seconds between two events of commits at the least
 COMMIT_EVENTS = 400  # about as many a run at the most, however long it is and however many shards
-TEXT = 500  # characters of an error that travel
+EVENT_TEXT = 500  # characters of an error that travel
 
 
 class RunEvents:
@@ -56,7 +56,7 @@ class RunEvents:
         try:
             yield
         except Exception as error:
-            text = str(error)[:TEXT]
+            text = str(error)[:EVENT_TEXT]
             if isinstance(error, ErrorBudgetExceeded):
                 self.emit("budget.exceeded", message=text)
             if not is_transient(error) or (task_run.get_run_count() or 1) > retries:
@@ -71,7 +71,7 @@ class LiveEvents:
         self.events, self.run, self.reported = events, run, reported
         self._committed = self._alarms = 0
         self._at = float("-inf")
-        self._high = False
+        self.told_high = False
 
     def started(self, beat: Beat) -> None:
         """Call first: what is committed then is no news."""
@@ -85,8 +85,8 @@ class LiveEvents:
                 "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
             )
         self._alarms = beat.alarms
-        if beat.failed > self.reported and not self._high:
-            self._high = True
+        if beat.failed > self.reported and not self.told_high:
+            self.told_high = True
             log.warning(
                 "%d rows are in quarantine, more than the %d that limits.warn_failed reports",
                 beat.failed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -14,7 +14,7 @@ from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, Progres
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
-    SILENT,
+    SILENT_AFTER,
     Beat,
     Counts,
     Listener,
@@ -33,35 +33,43 @@ from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
-LOOK = 1.0  # seconds between looks of the page's thread
+PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
 REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
 REMOTE_EVERY = 10.0
-OBSERVERS: list[Callable[[Progress], None]] = []  # the command line shows progress through these
+
+Observer = Callable[[Progress], None]
 
 
 class Page(Listener):
     """Shows a run in the Prefect page from a thread of its own, so that neither a slow API nor one
-    that is away holds up a commit. Use as a context manager around the work."""
+    that is away holds up a commit. `observers` hear of the run what the page hears, at once. Use as
+    a context manager around the work."""
 
-    def __init__(self, job: BatchJob, run: Run, clock: Callable[[], float] = time.monotonic):
-        self.job, self.run, self.clock = job, run, clock
+    def __init__(
+        self,
+        job: BatchJob,
+        run: Run,
+        clock: Callable[[], float] = time.monotonic,
+        observers: Sequence[Observer] = (),
+    ):
+        self.job, self.run, self.clock, self.observers = job, run, clock, observers
         self.key = artifact_key(run.run_key)
         self.events = LiveEvents(
             RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
         )
-        self._counts: Counts | None = None
-        self._progress: Progress | None = None
+        self.counts: Counts | None = None
+        self.progress: Progress | None = None
         self._beat: Beat | None = None
         self._heard = self._asked = clock()
         self._began = self._closing = False
         self._artifacts: dict[str, UUID] = {}
         self._shown: dict[str, Any] = {}
         self._due: dict[str, float] = {}
-        self._ticker = Ticker("the Prefect page", LOOK, self.tick)
+        self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
@@ -73,12 +81,12 @@ class Page(Listener):
         self._ticker.__exit__()
 
     def __call__(self, progress: Progress) -> None:
-        for observer in OBSERVERS:
+        for observer in self.observers:
             observer(progress)
-        self._counts, self._progress = Counts.of(progress), progress
+        self.counts, self.progress = Counts.of(progress), progress
 
     def hear(self, beat: Beat) -> None:
-        for observer in OBSERVERS:
+        for observer in self.observers:
             if isinstance(observer, Listener):
                 observer.hear(beat)
         self._beat, self._heard = beat, self.clock()
@@ -87,7 +95,7 @@ class Page(Listener):
         """Shows what is new and due. What the API does not take is tried again when it is next due,
         and keeps nothing else from being shown."""
         now = self.clock()
-        beat = self._now(now)
+        beat = self.state(now)
         if beat is None:
             return
         if not self._began:
@@ -118,36 +126,36 @@ class Page(Listener):
 
     def _show_share(self, share: float) -> None:
         text = f"Share of the rows of {self.run.run_key} that are committed."
-        self._show(ProgressArtifact(progress=share, description=text), "progress")
+        self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
         table = "\n".join(table_lines(live_rows(beat)))
         text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
-        self._show(MarkdownArtifact(markdown=table, description=text), "live")
+        self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
-        image = self._plots(beat)
+        image = self.image(beat)
         if image is not None:
             text = f"Throughput and shards of {self.run.run_key}."
-            self._show(ImageArtifact(image_url=image, description=text), "plots")
+            self.show(ImageArtifact(image_url=image, description=text), "plots")
 
-    def _plots(self, beat: Beat) -> str | None:
-        if self._progress is None:
+    def image(self, beat: Beat) -> str | None:
+        if self.progress is None:
             return None
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
-        tally = self._progress.tally
+        tally = self.progress.tally
         seqs = sequences_seen(self.job.engine, tally.stats.figures()) or SEQUENCES
         working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
         return plots.live(charts(tally, self.run.shards), working)
 
-    def _now(self, now: float) -> Beat | None:
+    def state(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
-        counts = self._counts
+        counts = self.counts
         if now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
             self._asked = now
             beat = newest(open_store(self.run.uri, self.job.output.options or None))
-            self._beat = beat if beat and time.time() - beat.at < SILENT else None
+            self._beat = beat if beat and time.time() - beat.at < SILENT_AFTER else None
         if counts is None:
             return None
         beat = self._beat
@@ -170,7 +178,7 @@ class Page(Listener):
         self._due[what] = now + every
         return True
 
-    def _show(self, artifact: Artifact, kind: str) -> None:
+    def show(self, artifact: Artifact, kind: str) -> None:
         """Creates the artifact of this kind, or updates the one that this flow run has made: a
         retry goes on with it, and a page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)

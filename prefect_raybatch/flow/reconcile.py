@@ -33,11 +33,15 @@ from prefect_raybatch.remote.server import JobServer, RayJob
 
 log = logging.getLogger(__name__)
 
-JOB, SERVER, SINCE = "raybatch.job", "raybatch.job_server", "raybatch.followed_since"
+JOB_LABEL, SERVER_LABEL, SINCE_LABEL = (
+    "raybatch.job",
+    "raybatch.job_server",
+    "raybatch.followed_since",
+)
 GRACE = 900.0  # seconds after which a flow run has had time to notice that its job is over
 SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
 CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
-PAGE = 200
+FLOW_RUNS_PAGE = 200
 OPEN = [
     StateType.SCHEDULED,
     StateType.PENDING,
@@ -54,11 +58,11 @@ def owner() -> Owner:
         return Owner()
     id = UUID(str(current))
 
-    def attached(job: str, server: str) -> None:
+    def attached(ray_job: str, server: str) -> None:
         try:
             with get_client(sync_client=True) as client:
                 client.update_flow_run_labels(
-                    id, {JOB: job, SERVER: server, SINCE: round(time.time())}
+                    id, {JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())}
                 )
         except Exception as error:  # the API may be away for a moment; the job runs all the same
             log.warning("the flow run was not labelled with its job: %s", error)
@@ -101,8 +105,10 @@ def reconcile_jobs(
         raise ConfigError(f"{job_server!r} is no job server: {error}") from None
     server = JobServer(str(url))
     with get_client(sync_client=True) as client:
-        known = {job.id: job for job in server.jobs() if job.id.startswith("raybatch-")}
-        following = [run for run in _open_runs(client) if _label(run, SERVER) == server.url]
+        known = {
+            ray_job.id: ray_job for ray_job in server.jobs() if ray_job.id.startswith("raybatch-")
+        }
+        following = [run for run in _open_runs(client) if _label(run, SERVER_LABEL) == server.url]
         stopped = _orphans(client, server, known, following, dry_run)
         return stopped + _widows(client, server, known, following, dry_run, grace, settle)
 
@@ -114,25 +120,25 @@ def _orphans(
     following: list[FlowRun],
     dry_run: bool,
 ) -> list[Action]:
-    waited_for = {_label(run, JOB) for run in following if not _cancelled_long_ago(run)}
+    waited_for = {_label(run, JOB_LABEL) for run in following if not _cancelled_long_ago(run)}
     actions = []
-    for job in known.values():
-        if not job.live:
+    for ray_job in known.values():
+        if not ray_job.live:
             continue
-        submitter = job.metadata.get("raybatch_flow_run")
-        if job.id in waited_for:
-            actions.append(Action("kept", job.id, submitter, "a flow run follows it"))
+        submitter = ray_job.metadata.get("raybatch_flow_run")
+        if ray_job.id in waited_for:
+            actions.append(Action("kept", ray_job.id, submitter, "a flow run follows it"))
             continue
-        ended, why = _has_ended(client, job)
-        if ended and not dry_run and not server.stop(job.id, STOP_WAIT):
+        ended, why = _has_ended(client, ray_job)
+        if ended and not dry_run and not server.stop(ray_job.id, STOP_WAIT):
             why += "; it does not stop"
-        actions.append(Action("stopped" if ended else "kept", job.id, submitter, why))
+        actions.append(Action("stopped" if ended else "kept", ray_job.id, submitter, why))
     return actions
 
 
-def _has_ended(client: SyncPrefectClient, job: RayJob) -> tuple[bool, str]:
+def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
     """(whether the flow run that submitted the job is over for good, why)."""
-    submitter = job.metadata.get("raybatch_flow_run")
+    submitter = ray_job.metadata.get("raybatch_flow_run")
     if not submitter:
         return False, "it was submitted outside of Prefect"
     try:
@@ -142,7 +148,7 @@ def _has_ended(client: SyncPrefectClient, job: RayJob) -> tuple[bool, str]:
     state = run.state
     if state is None or (not state.is_final() and not _cancelled_long_ago(run)):
         return False, "its flow run has not ended"
-    if state.is_crashed() and job.metadata.get("raybatch_on_crash") != "stop":
+    if state.is_crashed() and ray_job.metadata.get("raybatch_on_crash") != "stop":
         return False, "its flow run crashed; the next try follows it (cluster.on_crash: reattach)"
     return True, f"its flow run {run.name} is {state.name}"
 
@@ -158,34 +164,40 @@ def _widows(
 ) -> list[Action]:
     now = time.time()
     left = [
-        run for run in following if _vanished(run, known.get(str(_label(run, JOB))), now - grace)
+        run
+        for run in following
+        if _vanished(run, known.get(str(_label(run, JOB_LABEL))), now - grace)
     ]
     if left and settle and not dry_run:
         time.sleep(settle)
     actions = []
     for seen in left:
         run = client.read_flow_run(seen.id)
-        job = server.find(str(_label(run, JOB)))
-        if not _vanished(run, job, now - grace):
+        ray_job = server.find(str(_label(run, JOB_LABEL)))
+        if not _vanished(run, ray_job, now - grace):
             continue
-        said = f"is {job.status}" if job else "is not known to the job server"
-        why = f"the Ray job {_label(run, JOB)} {said}, and nobody has noticed"
+        said = f"is {ray_job.status}" if ray_job else "is not known to the job server"
+        why = f"the Ray job {_label(run, JOB_LABEL)} {said}, and nobody has noticed"
         if not dry_run:
             client.set_flow_run_state(
                 run.id,
                 Crashed(message=f"{why}. What is committed is kept; run it again to continue."),
                 force=True,
             )
-        actions.append(Action("crashed", str(_label(run, JOB)), str(run.id), why))
+        actions.append(Action("crashed", str(_label(run, JOB_LABEL)), str(run.id), why))
     return actions
 
 
-def _vanished(run: FlowRun, job: RayJob | None, before: float) -> bool:
-    if run.state is None or not run.state.is_running() or float(_label(run, SINCE) or 0) > before:
+def _vanished(run: FlowRun, ray_job: RayJob | None, before: float) -> bool:
+    if (
+        run.state is None
+        or not run.state.is_running()
+        or float(_label(run, SINCE_LABEL) or 0) > before
+    ):
         return False
-    if job is None:
+    if ray_job is None:
         return True
-    return not job.live and job.status != "SUCCEEDED" and (job.ended or 0.0) < before
+    return not ray_job.live and ray_job.status != "SUCCEEDED" and (ray_job.ended or 0.0) < before
 
 
 def _cancelled_long_ago(run: FlowRun) -> bool:
@@ -207,9 +219,9 @@ def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     offset = 0
     while True:
         page = client.read_flow_runs(
-            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=PAGE, offset=offset
+            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=FLOW_RUNS_PAGE, offset=offset
         )
-        yield from (run for run in page if _label(run, JOB))
-        if len(page) < PAGE:
+        yield from (run for run in page if _label(run, JOB_LABEL))
+        if len(page) < FLOW_RUNS_PAGE:
             return
-        offset += PAGE
+        offset += FLOW_RUNS_PAGE

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -21,7 +22,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.page import OBSERVERS, Page
+from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.remote import follower as jobs
@@ -34,9 +35,22 @@ from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.words import counted
 
-__all__ = ["OBSERVERS", "finalize_run", "infer_shards", "plan_shards", "with_blocks"]
+__all__ = ["finalize_run", "infer_shards", "plan_shards", "with_blocks"]
 
-OURS = logging.getLogger("prefect_raybatch")
+OUR_LOGGER = logging.getLogger("prefect_raybatch")
+
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Flows that are called in the block tell `observer` of their runs' progress, too. Prefect
+    stores the parameters of a flow, so an observer cannot be one of them."""
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
@@ -106,7 +120,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     """
     with logs_in_page(), RunEvents(run.run_key, job.name).failures(RETRY["retries"]):
         loaded = with_blocks(job)
-        with Page(loaded, run) as page:
+        with Page(loaded, run, observers=_observers.get()) as page:
             return jobs.infer(job, loaded, run, page, flow_runs.owner())
 
 
@@ -196,19 +210,19 @@ class _PageLogs:
     def _enter(self) -> None:
         with self._lock:
             self._inside += 1
-            if any(isinstance(handler, APILogHandler) for handler in OURS.handlers):
+            if any(isinstance(handler, APILogHandler) for handler in OUR_LOGGER.handlers):
                 return
-            self._handler, self._level = APILogHandler(), OURS.level
-            OURS.addHandler(self._handler)
-            OURS.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
+            self._handler, self._level = APILogHandler(), OUR_LOGGER.level
+            OUR_LOGGER.addHandler(self._handler)
+            OUR_LOGGER.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
 
     def _leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside or self._handler is None:
                 return
-            OURS.setLevel(self._level)
-            OURS.removeHandler(self._handler)
+            OUR_LOGGER.setLevel(self._level)
+            OUR_LOGGER.removeHandler(self._handler)
             self._handler = None
 
 

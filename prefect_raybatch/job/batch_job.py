@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import sampling_ranges, tasks, vllm_fields
+from prefect_raybatch.job import answer_schema, sampling_ranges, tasks, vllm_fields
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
@@ -449,16 +449,24 @@ class Output(Group):
         title="Cut-off answers",
         text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
         "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
-        "a form (choice, JSON, ...) and is not whole.",
+        "a form (choice, JSON, ...) and is not whole; with schema_model: fail.",
+    )
+    schema_model: str | dict[str, Any] | None = field(
+        12,
+        None,
+        title="Answer schema",
+        text="A JSON Schema that each answer fits: here, in a .json file, or of a pydantic class "
+        "(package.module:Class). Its properties become typed columns in place of the answer "
+        "column; with postprocess that gets the parsed object there.",
     )
     normalize: bool = field(
-        12,
+        13,
         True,
         title="Vectors of length 1",
         text="With engine.task embed; off writes them as the model gives them.",
     )
     vector_type: tasks.VectorType = field(
-        13,
+        14,
         "float32",
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
@@ -479,6 +487,11 @@ class Output(Group):
     def _function(cls, value: str | None) -> str | None:
         return None if value is None else check_function(value)
 
+    @field_validator("schema_model")
+    @classmethod
+    def _schema_model(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        return None if value is None else answer_schema.check_form(value)
+
     @field_validator("column")
     @classmethod
     def _column(cls, value: str) -> str:
@@ -490,7 +503,37 @@ class Output(Group):
     def _declared(self) -> Output:
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
+        if self.schema_model is not None and self.on_cut_off == "keep":
+            raise ValueError(
+                "on_cut_off: an answer that is cut off does not fit schema_model; leave it out, "
+                "or set it to fail"
+            )
         return self
+
+    @property
+    def answer_form(self) -> str | None:
+        """The JSON Schema of each answer, as text. A file or class is looked at anew each time
+        unless the job is `resolved`, which holds what it meant when the plan was made."""
+        value = self.schema_model
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            return value
+        return None if value is None else answer_schema.schema_text(value)
+
+    def resolved(self) -> Output:
+        """With the text of the schema that a file or class means now; `ConfigError` for one that
+        cannot be had, or that no engine would take."""
+        if self.schema_model is None:
+            return self
+        return self.with_form(answer_schema.schema_text(self.schema_model))
+
+    def with_form(self, text: str | None) -> Output:
+        """With that text as the schema of each answer."""
+        return self if text is None else self.model_copy(update={"schema_model": text})
+
+    @property
+    def fails_cut_off(self) -> bool:
+        """Whether an answer that was cut off fails its row."""
+        return self.on_cut_off == "fail" or self.schema_model is not None
 
 
 class Stage(Group):
@@ -615,6 +658,36 @@ class BatchJob(Group):
                 "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_form(self) -> BatchJob:
+        extra = self.sampling.model_extra or {}
+        if self.output.schema_model is None:
+            return self
+        for name in ("choice", "structured_outputs"):
+            if self.sampling.choice if name == "choice" else extra.get(name):
+                raise ValueError(
+                    f"sampling.{name}: output.schema_model is the form of each answer; keep one"
+                )
+        if (extra.get("n") or 1) > 1:
+            raise ValueError(
+                "sampling.n: the columns of output.schema_model hold one answer a row; leave it out"
+            )
+        if extra.get("skip_special_tokens") is False:
+            raise ValueError(
+                "sampling.skip_special_tokens: the end token would stand behind the JSON of "
+                "output.schema_model; leave it out"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "output.schema_model: ray.data.llm does not tell which answers were cut off; set "
+                "engine.stage to vllm"
+            )
+        return self
+
+    def asked(self) -> dict[str, Any]:
+        """The sampling fields of each request, as plain values."""
+        return answer_schema.sampling_fields(self.sampling.given(), self.output.answer_form)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:

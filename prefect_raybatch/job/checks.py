@@ -63,6 +63,11 @@ def check_function(name: str) -> str:
     return name
 
 
+def class_name(value: object) -> str | None:
+    """The `package.module:Class` that stands in place of a schema, else None."""
+    return value if isinstance(value, str) and FUNCTION.match(value) else None
+
+
 def template_fields(template: str) -> tuple[str, ...]:
     """Column names a template uses, in order of first use.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Check = tuple[Callable[[Any], bool], str]
+RangeCheck = tuple[Callable[[Any], bool], str]
 
 
 def _whole(value: Any) -> bool:
@@ -21,7 +21,7 @@ def _number(value: Any) -> bool:
     return _whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _between(low: float, high: float) -> Check:
+def _between(low: float, high: float) -> RangeCheck:
     return lambda v: _number(v) and low <= v <= high, f"a number, {low:g} to {high:g}"
 
 
@@ -31,7 +31,7 @@ def _texts(value: Any) -> bool:
 
 
 _PENALTY = _between(-2, 2)
-RANGES: dict[str, Check] = {
+RANGES: dict[str, RangeCheck] = {
     "n": (lambda v: _whole(v) and v >= 1, "a whole number, at least 1"),
     "temperature": _between(0, 2),
     "top_p": (lambda v: _number(v) and 0 < v <= 1, "a number, over 0, at most 1"),

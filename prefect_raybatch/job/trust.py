@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
+from prefect_raybatch.job.checks import class_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,6 +46,7 @@ def check_trust(job: BatchJob) -> None:
     for field, name in (
         ("prompt.function", job.prompt.function),
         ("output.postprocess", job.output.postprocess),
+        ("output.schema_model", class_name(job.output.schema_model)),
     ):
         if name:
             check_module(name.partition(":")[0], field)

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 FOLD = 1000  # commits a file: at 400 reads a second what is not folded yet costs 2.5 s
 FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
-LEAST = 200  # fewer than these are not worth a file at the end of an attempt
+LEAST_COMMITS = 200  # fewer than these are not worth a file at the end of an attempt
 MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
-READERS = 4
+CHECKPOINT_READERS = 4
 MOST_STRAYS = 20
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -90,7 +90,7 @@ class Folder:
         if len(self._lines) >= FOLD or self._bytes >= FOLD_BYTES:
             self.flush(1)
 
-    def flush(self, least: int = LEAST) -> None:
+    def flush(self, least: int = LEAST_COMMITS) -> None:
         """Writes what is collected if that is at least `least`; a failure is only logged."""
         if len(self._lines) < least:
             return
@@ -114,7 +114,9 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> dict[
     if not listing.done.any() or (exact and not any(listing.md5)):
         return found
     names = [info.path for info in store.list(CHECKPOINTS) if CHECKPOINT_NAME.match(info.path)]
-    for lines in read_ahead(partial(_lines, store, plan_hash), names, READERS, READERS):
+    for lines in read_ahead(
+        partial(_lines, store, plan_hash), names, CHECKPOINT_READERS, CHECKPOINT_READERS
+    ):
         for shard, body in lines:
             if shard < len(listing.done) and shard not in found and confirmed(shard, body):
                 found[shard] = body

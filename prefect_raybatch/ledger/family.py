@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.storage import Store, join, open_store
 
-MOST = 9999  # children of a root; a longer number in a folder's name is not one of ours
+MOST_CHILDREN = 9999  # children of a root; a longer number in a folder's name is not one of ours
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def load_family(root: Store, key: str) -> Family:
     # are asked for one by one, since a listing may show a later run and not yet an earlier one.
     listed = _highest_listed(root, first.key)
     number = 0
-    while number < MOST:
+    while number < MOST_CHILDREN:
         number += 1
         found = _try(root, f"{first.key}.r{number}", family)
         if found is not None:

@@ -15,7 +15,7 @@ from prefect_raybatch.storage import Store
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 1000  # folders whose names are compared
-NAMED = 5  # runs that a message names
+RUNS_NAMED = 5  # runs that a message names
 
 
 def need_plan(ledger: Ledger) -> Plan:
@@ -48,7 +48,7 @@ def _hint(store: Store) -> str:
         return ""
     names = list(islice(above.folders(), LOOKED_AT))
     own = store.uri.rpartition("/")[2]
-    near = _runs(above, difflib.get_close_matches(own, names, NAMED))
+    near = _runs(above, difflib.get_close_matches(own, names, RUNS_NAMED))
     if near:
         return f"; did you mean {' or '.join(near)}?"
     beside = _runs(above, names)
@@ -58,12 +58,12 @@ def _hint(store: Store) -> str:
 def _runs(root: Store, names: list[str]) -> list[str]:
     """The first of the folders `names` that hold a run."""
     found = []
-    for name in names[: 10 * NAMED]:
+    for name in names[: 10 * RUNS_NAMED]:
         try:
             root.stat(f"{name}/{PLAN}")
         except FileNotFoundError:
             continue
         found.append(name)
-        if len(found) == NAMED:
+        if len(found) == RUNS_NAMED:
             break
     return found

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
 _URIS = "source.uri names very many files one by one: name their folder or a glob"
 _PARTS = "the result would have very many files: raise output.file_mb, under a new run key"
-KINDS = (
+RECORD_KINDS = (
     Kind(layout.PLAN, 64 << 20, _URIS),
     # A commit of 1,000,000 rows, the most a shard may have, needs 34 MB at worst.
     Kind(f"{layout.COMMITS}/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
@@ -80,7 +80,7 @@ def _check(store: Store, path: str, data: bytes) -> None:
 
 
 def _kind(path: str) -> Kind:
-    for kind in KINDS:
+    for kind in RECORD_KINDS:
         if path.startswith(kind.prefix):
             return kind
     if path.startswith(TABLE.prefix) and path.endswith(".parquet"):

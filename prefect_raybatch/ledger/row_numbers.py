@@ -12,7 +12,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 
-NAMED = 5  # rows named one by one where they are not neighbours
+ROWS_NAMED = 5  # rows named one by one where they are not neighbours
 
 
 class RowNumbers:
@@ -60,8 +60,8 @@ def name_rows(numbers: np.ndarray) -> str:
     first, last = int(numbers[0]), int(numbers[-1])
     if last - first == len(numbers) - 1:
         return f"rows {first} to {last}"
-    named = ", ".join(str(number) for number in numbers[:NAMED])
-    more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
+    named = ", ".join(str(number) for number in numbers[:ROWS_NAMED])
+    more = f" and {len(numbers) - ROWS_NAMED:,} more" if len(numbers) > ROWS_NAMED else ""
     return f"rows {named}{more}"
 
 

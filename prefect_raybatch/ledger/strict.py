@@ -11,21 +11,26 @@ from pydantic_core import from_json
 
 from prefect_raybatch.errors import CorruptRun
 
-T = TypeVar("T")
+Checked = TypeVar("Checked")
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-MOST = 10**300  # beyond it a figure is damage, and some sums of such are infinite
+LARGEST_FIGURE = 10**300  # beyond it a figure is damage, and some sums of such are infinite
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 # An int stays an int and a float a float, so that a record that is read has the bytes it had.
 Number = (
-    Annotated[int, Field(gt=-MOST, lt=MOST, strict=True)]
-    | Annotated[float, Field(gt=-float(MOST), lt=float(MOST), allow_inf_nan=False, strict=True)]
+    Annotated[int, Field(gt=-LARGEST_FIGURE, lt=LARGEST_FIGURE, strict=True)]
+    | Annotated[
+        float,
+        Field(
+            gt=-float(LARGEST_FIGURE), lt=float(LARGEST_FIGURE), allow_inf_nan=False, strict=True
+        ),
+    ]
 )
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Number, in a location
 
 
-def read_json(adapter: TypeAdapter[T], data: bytes | str, what: str) -> T:
+def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:
     """The record in `data`; `CorruptRun` names `what` and the field that is wrong."""
     try:
         _refuse_constants(data, what)

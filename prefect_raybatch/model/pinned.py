@@ -24,7 +24,7 @@ DEMO = "demo"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 MAX_CONFIG_BYTES = 4 << 20
 HUB = 3.0  # seconds for an answer of Hugging Face
-SAMPLE = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
+HASHED_BYTES = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
 def pin(engine: Engine) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def _folder(path: Path) -> str:
     for file in sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts):
         size = file.stat().st_size
         with file.open("rb") as stream:
-            head = stream.read(SAMPLE)
-            stream.seek(max(0, size - SAMPLE))
+            head = stream.read(HASHED_BYTES)
+            stream.seek(max(0, size - HASHED_BYTES))
             files.append([str(file.relative_to(path)), size, digest(head + stream.read())])
     return digest(dump(files))
 

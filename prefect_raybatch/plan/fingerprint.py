@@ -37,6 +37,7 @@ FINGERPRINTED = {
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
+    "output.schema_model": "decides the answers and the columns; its text counts",
     "output.normalize": "other vectors",
     "output.vector_type": "other vectors",
 }
@@ -131,6 +132,8 @@ def fingerprint(
         parts["output.vector_type"] = job.output.vector_type
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
+    if job.output.schema_model is not None:
+        parts["output.schema_model"] = job.output.answer_form
     if job.engine.max_model_len == "auto":
         parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     if job.prompt.function:

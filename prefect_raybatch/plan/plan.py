@@ -11,6 +11,7 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
+from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import UNWRITTEN, BatchJob
 from prefect_raybatch.job.checks import RESERVED, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
@@ -32,6 +33,14 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
         raise CorruptRun("plan.json says nothing of the context length that auto came to")
     engine = job.engine.model_copy(update={"max_model_len": context["max_model_len"]})
     return job.model_copy(update={"engine": engine})
+
+
+def as_planned(job: BatchJob, plan: Plan) -> BatchJob:
+    """The job with what its plan settled: the context length, and the schema of the answers, whose
+    file or class may have changed since."""
+    job = settled(job, plan.context)
+    output = job.output.with_form(plan.parts.get("output.schema_model"))
+    return job if output is job.output else job.model_copy(update={"output": output})
 
 
 def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
@@ -68,7 +77,8 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     kept = names if job.output.columns is None else job.output.columns
     added = [job.output.row_number]
     if job.output.postprocess is None:
-        added += tasks.added_columns(job)
+        form = job.output.answer_form
+        added += tasks.added_columns(job) if form is None else columns_of(form)
     added += list(job.output.output_schema or ())
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:

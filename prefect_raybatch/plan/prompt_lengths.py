@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from prefect_raybatch.source import Inventory
 
-SAMPLE = 2000  # rows
-SECONDS = 20.0  # the rest of the sample is left out that long after the first block
-RUN = 50  # rows read at one place: a few in a row cost little more than one
-STEP = 64  # a context length is rounded up to a multiple of this
+SAMPLE_ROWS = 2000  # rows
+SAMPLE_SECONDS = 20.0  # the rest of the sample is left out that long after the first block
+NEIGHBOURS = 50  # rows read at one place: a few in a row cost little more than one
+CONTEXT_STEP = 64  # a context length is rounded up to a multiple of this
 MARGIN = 1.1  # over the longest prompt seen, where all are to fit
 FAR = 4  # times P99: a longest prompt beyond that is worth a word
-BARS = 10
+HISTOGRAM_BARS = 10
 HEADS = 16  # files looked into where a sample cannot be spread within them
 
 Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, rows
@@ -73,7 +73,7 @@ def of_files(
     model: Mapping[str, Any],
     found: Inventory,
     store: Store | None = None,
-    sample: int = SAMPLE,
+    sample: int = SAMPLE_ROWS,
 ) -> PromptLengths:
     """Of Parquet files, spread over all their rows. `store` is the run's where they are its
     snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
@@ -81,7 +81,7 @@ def of_files(
     return measure(job, model, _spread(job, found, store, sample), sample)
 
 
-def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE) -> PromptLengths:
+def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
     """Of CSV or JSON Lines without copying them: of the first block of up to 16 files."""
     from prefect_raybatch import source
 
@@ -119,8 +119,8 @@ def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
     """(first row, rows) of runs that make up a sample of `rows`, spread evenly over them."""
     if rows <= sample:
-        return [(start, min(RUN, rows - start)) for start in range(0, rows, RUN)]
-    size = min(RUN, sample)
+        return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
+    size = min(NEIGHBOURS, sample)
     count = -(-sample // size)
     return [(i * (rows - size) // max(1, count - 1), size) for i in range(count)]
 
@@ -147,8 +147,8 @@ def measure(
     job: BatchJob,
     model: Mapping[str, Any],
     blocks: Iterable[Block],
-    sample: int = SAMPLE,
-    seconds: float = SECONDS,
+    sample: int = SAMPLE_ROWS,
+    seconds: float = SAMPLE_SECONDS,
 ) -> PromptLengths:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
     from prefect_raybatch.stages.calls.calling import Calls
@@ -159,9 +159,15 @@ def measure(
     limits = job.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-    task = Pooling.of(job, pinned)
-    sampling = job.sampling.given()
-    prepare = prepare_of(task, job.prompt, pinned, None, calls=calls, sampling=sampling)
+    prepare = prepare_of(
+        Pooling.of(job, pinned),
+        job.prompt,
+        pinned,
+        None,
+        calls=calls,
+        sampling=job.asked(),
+        fixed_form=job.output.schema_model is not None,
+    )
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
@@ -251,11 +257,11 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
         what = f"P{share * 100:g} of"
     else:
         need, what = math.ceil(max(needs) * MARGIN), "a tenth over the longest of"
-    length = -(-need // STEP) * STEP
+    length = -(-need // CONTEXT_STEP) * CONTEXT_STEP
     why = f"{need:,} tokens, prompt and answer: {what} {len(needs):,} sampled rows"
     if own is not None and length > own:
         return own, f"the model's own; the rows would take {why}"
-    return length, f"{why}; a multiple of {STEP}"
+    return length, f"{why}; a multiple of {CONTEXT_STEP}"
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
@@ -263,7 +269,7 @@ def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
     import numpy as np
 
     least, most = min(sizes), max(sizes)
-    width = max(1, -(-(p99 - least + 1) // BARS))
+    width = max(1, -(-(p99 - least + 1) // HISTOGRAM_BARS))
     edges = list(range(least, p99 + 1, width))
     bars = [(low, min(low + width - 1, p99)) for low in edges]
     if most > p99:
@@ -273,10 +279,11 @@ def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _shared(keys: list[bytes]) -> float:
-    from prefect_raybatch.stages.order import BLOCK, common_tokens
+    from prefect_raybatch.stages.order import CACHE_BLOCK, common_tokens
 
     ordered = sorted(keys)
-    held = common_tokens(ordered) // BLOCK * BLOCK  # in order: nobody shares more with another
+    # In sorted order the longest beginning that a prompt shares with any other is its neighbour's.
+    held = common_tokens(ordered) // CACHE_BLOCK * CACHE_BLOCK
     return float(held.sum()) / (sum(map(len, keys)) / 4)
 
 

@@ -71,6 +71,7 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) ->
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
+    job = job.model_copy(update={"output": job.output.resolved()})
     return Resolved.of(job, _folder_model(job.engine), retry)
 
 

@@ -30,8 +30,8 @@ from prefect_raybatch.words import are, counted
 
 log = logging.getLogger("prefect_raybatch.remote")
 
-LOOK_EVERY = 5.0  # seconds between looks for a newer job
-LINE_EVERY = 30.0  # seconds between progress lines in Ray's dashboard
+NEWER_JOB_LOOK = 5.0  # seconds between looks for a newer job
+DASHBOARD_LINE_EVERY = 30.0  # seconds between progress lines in Ray's dashboard
 SUPERSEDED = 3
 
 
@@ -51,7 +51,7 @@ def work(uri: str, number: int) -> int:
     if _superseded(records, number):
         return SUPERSEDED
     over = threading.Event()
-    threading.Thread(target=_guard, args=(records, number, over), daemon=True).start()
+    threading.Thread(target=guard, args=(records, number, over), daemon=True).start()
     try:
         progress = infer_run(job, run, _Lines())
     except Exception as error:
@@ -99,9 +99,9 @@ def _superseded(records: JobRecords, number: int) -> bool:
     return newest > number
 
 
-def _guard(records: JobRecords, number: int, over: threading.Event) -> None:
+def guard(records: JobRecords, number: int, over: threading.Event) -> None:
     """Ends this process when a newer job is recorded: then this one was taken for dead."""
-    while not over.wait(LOOK_EVERY):
+    while not over.wait(NEWER_JOB_LOOK):
         try:
             if _superseded(records, number):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -117,7 +117,7 @@ class _Lines:
         self.printed = 0.0
 
     def __call__(self, progress: Progress) -> None:
-        if time.time() - self.printed >= LINE_EVERY:
+        if time.time() - self.printed >= DASHBOARD_LINE_EVERY:
             self.printed = time.time()
             print(
                 f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s"

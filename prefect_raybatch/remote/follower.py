@@ -34,7 +34,15 @@ import numpy as np
 
 from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import ENDED, SILENT, UNHEARD, Beat, Counts, Listener, newest
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    SILENT_AFTER,
+    UNHEARD,
+    Beat,
+    Counts,
+    Listener,
+    newest,
+)
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
@@ -45,7 +53,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
-from prefect_raybatch.remote.logs import LogFeed
+from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
 from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.infer_run import infer_run
@@ -56,13 +64,12 @@ log = logging.getLogger(__name__)
 
 POLL = 2.0  # seconds between questions whether the job lives
 LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking takes long
-SHARE = 0.1  # of the time that may go into looking for commits
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
 OLD_SERVER = 30.0  # seconds of patience with a server that the job no longer names
 ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
-ROUNDS = 100  # jobs that can end under our hands before something else must be wrong
+MOST_JOBS = 100  # jobs that can end under our hands before something else must be wrong
 OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
-COMMAND = "python -m prefect_raybatch.remote"
+REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Follower:
         observe: Callable[[Progress], None],
         owner: Owner,
         server_at: Callable[..., JobServer] = JobServer,
-        command: str = COMMAND,
+        command: str = REMOTE_COMMAND,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.job, self.run, self.owner = job, run, owner
@@ -124,7 +131,7 @@ class Follower:
         """The progress once every shard is committed."""
         self.watch.begin()
         with self._on_signal():
-            for _ in range(ROUNDS):
+            for _ in range(MOST_JOBS):
                 if self.watch.whole:
                     return self.watch.progress
                 record, server = self.attach()
@@ -132,13 +139,13 @@ class Follower:
                 ended = self.follow(record, server)
                 if ended is not None:
                     self._collect(record, ended)
-        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
         """The record of the one job that is live, or has succeeded, and its server."""
-        for _ in range(ROUNDS):
+        for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
                 self._next(1)
@@ -146,7 +153,7 @@ class Follower:
             server, found = self._ask(newest)
             self._current = newest, server
             if found is None and newest.server == self.url:
-                self._submit(newest, server)
+                self.submit_recorded(newest, server)
                 return newest, server
             if found is not None and found.live:
                 if self.job.cluster.on_crash == "reattach" or _by_us(newest):
@@ -157,7 +164,7 @@ class Follower:
             elif found is not None and found.status == "SUCCEEDED" and self.watch.look_now():
                 return newest, server
             self._next(newest.number + 1)
-        raise JobLost(f"{self.run.uri}: {ROUNDS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     def _next(self, number: int) -> None:
         self.records.add(number, self.sent, self.url, self.owner.id)
@@ -174,7 +181,7 @@ class Follower:
             log.warning("job %s is taken for lost: %s", record.id, error)
             return server, None
 
-    def _submit(self, record: Record, server: JobServer) -> None:
+    def submit_recorded(self, record: Record, server: JobServer) -> None:
         metadata = {
             "raybatch_run_key": self.run.run_key,
             "raybatch_run": self.run.uri,
@@ -249,20 +256,20 @@ class Watch:
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
         self.ledger, self.plan, self.observe = ledger, plan, observe
         self.progress = Progress(plan.rows, plan.shards)
-        self._seen = np.zeros(plan.shards, bool)
+        self.seen = np.zeros(plan.shards, bool)
         self._last = time.time()
         self._next = 0.0
 
     @property
     def whole(self) -> bool:
-        return bool(self._seen.all())
+        return bool(self.seen.all())
 
     def begin(self) -> None:
         """Counts what is committed already."""
         listing = self.ledger.listing(self.plan)
         for commit in self.ledger.commits(self.plan, listing):
             self.progress.add(commit, self._last)
-        self._seen = listing.done.copy()
+        self.seen = listing.done.copy()
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
@@ -288,7 +295,7 @@ class Watch:
         self._tell(over=now)
         if commits:
             self.observe(self.progress)
-        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / SHARE)
+        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
 
     def _tell(self, over: bool = False) -> None:
         """Tells a listener what the run's driver says that it does, by its heartbeat."""
@@ -301,13 +308,13 @@ class Watch:
             log.info("heartbeats cannot be read: %s", error)
         now = time.time()
         # That of a driver which is gone says nothing of the one that is followed.
-        if beat is None or now - beat.at > SILENT or (beat.phase == ENDED and not over):
+        if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
             beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
         self.observe.hear(beat)
 
     def _fresh(self) -> list[Commit]:
         listing = self.ledger.listing(self.plan)
-        fresh = listing.done & ~self._seen
+        fresh = listing.done & ~self.seen
         shards = np.flatnonzero(fresh).tolist()
         read: Iterator[Commit]
         if len(shards) <= ONE_BY_ONE:
@@ -317,7 +324,7 @@ class Watch:
         else:
             read = self.ledger.commits(self.plan, replace(listing, done=fresh))
         found = sorted(read, key=lambda commit: commit.committed)
-        self._seen |= fresh
+        self.seen |= fresh
         return found
 
 

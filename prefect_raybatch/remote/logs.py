@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
-EVERY = 5.0  # seconds between looks; longer where looking itself takes long
-SHARE = 0.1  # of the time that may go into looking
+LOGS_EVERY = 5.0  # seconds between looks; longer where looking itself takes long
+LOOK_SHARE = 0.1  # of the time that may go into looking
 LINES_A_MINUTE = 30  # of those below ERROR
-MOST_BYTES = 16 << 20  # a log is read whole each time; beyond this it is left to the dashboard
+MOST_LOG_BYTES = 16 << 20  # a log is read whole each time; beyond this it is left to the dashboard
 _MARK = re.compile(r"\[raybatch (INFO|WARNING|ERROR|CRITICAL)\] (.*)\Z")
 _MORE = "[raybatch ...] "
 _DIGITS = re.compile(r"\d+")
@@ -79,7 +79,7 @@ class LogFeed:
         if text is not None:
             self._take(text, last)
         took = self.clock() - began
-        self._next = began + max(EVERY, took / SHARE)
+        self._next = began + max(LOGS_EVERY, took / LOOK_SHARE)
 
     def _take(self, text: str, last: bool) -> None:
         if len(text) < self._taken:  # another log: the job was begun anew under its id
@@ -92,7 +92,7 @@ class LogFeed:
             self._pass_on(level, message)
         if last:
             self._end_minute()
-        if len(text) > MOST_BYTES and not self._given_up:
+        if len(text) > MOST_LOG_BYTES and not self._given_up:
             self._given_up = True
             self.emit(logging.WARNING, "the job's log is too long to follow; see Ray's dashboard")
 

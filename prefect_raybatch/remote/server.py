@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds without a good answer before a caller hears of it
 REQUEST = 30.0  # seconds for one request
-LONGEST_PAUSE = 15.0
+LONGEST_RETRY_PAUSE = 15.0
 LIVE = frozenset(("PENDING", "RUNNING"))
 _UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
 _REFUSED = re.compile(r"status code 400\b")
 _ENV = "RAY_API_SERVER_ADDRESS"
 HEADERS_ENV = "RAY_JOB_HEADERS"
 _env_lock = Lock()
-T = TypeVar("T")
+Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class JobServer:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.url, self.patience = url, patience
-        self._connect, self._sleep = connect or _connect, sleep
+        self._connect, self._sleep = connect or connect_client, sleep
         self._made: Any = None
 
     def find(self, id: str) -> RayJob | None:
@@ -137,7 +137,7 @@ class JobServer:
             self._made = self._connect(self.url)
         return self._made
 
-    def _patiently(self, ask: Callable[[], T], patience: float | None = None) -> T:
+    def _patiently(self, ask: Callable[[], Reply], patience: float | None = None) -> Reply:
         deadline = time.monotonic() + (self.patience if patience is None else patience)
         pause = 0.5
         while True:
@@ -163,10 +163,10 @@ class JobServer:
                     _brief(error),
                 )
                 self._sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, LONGEST_RETRY_PAUSE)
 
 
-def _connect(url: str) -> Any:
+def connect_client(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):

@@ -18,9 +18,9 @@ from prefect_raybatch.words import counted
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
 UNEVEN = 1.25  # the busiest engine over the mean one
-CUT_OFF = 0.01  # of the answers
+CUT_OFF_SHARE = 0.01  # of the answers
 TOO_LONG = 0.001  # of the rows
-ROUNDS = 4  # times max_num_seqs: an engine with fewer rows is mostly starting and ending
+FULL_ROUNDS = 4  # times max_num_seqs: an engine with fewer rows is mostly starting and ending
 CPU_STAGES = ("read", "prepare", "finish")
 MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
 USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
@@ -164,7 +164,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * job.sampling.max_tokens
-    if job.output.on_cut_off == "fail":
+    if job.output.fails_cut_off:
         failed = report.failed_with("AnswerCutOff")
         return failed_answers(report, failed, most) if failed else None
     formed = report.tokens.get("cut_off_structured", 0.0)
@@ -176,7 +176,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
             f"sampling.max_tokens: {most}; and output.on_cut_off: fail, which sends such rows to "
             "quarantine (keep: they are wanted)",
         )
-    if not report.good or number < CUT_OFF * report.good:
+    if not report.good or number < CUT_OFF_SHARE * report.good:
         return None
     return Advice(
         "answers are cut off",
@@ -226,4 +226,4 @@ def _engines(report: RunReport) -> int:
 
 
 def _long_enough(report: RunReport, full: int) -> bool:
-    return report.rows >= ROUNDS * full * _engines(report)
+    return report.rows >= FULL_ROUNDS * full * _engines(report)

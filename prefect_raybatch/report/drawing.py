@@ -38,7 +38,7 @@ GAP = 14  # between pictures that are stacked
 STAGES = ("read", "prepare", "engine", "finish")  # in their order; JSON keeps another
 BARS = 24  # engines shown
 CELL = 24.0  # of the shard map, at most
-STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
+MAP_STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
 MANY = 0.01  # failed rows of a cell's, from where it is shown as bad
 COMMITTED, FEW, FAILED, WORK, PENDING = "committed", "few-failed", "many-failed", "work", "pending"
 COLOURS = {COMMITTED: BLUE, FEW: SKY, FAILED: RED, WORK: ORANGE, PENDING: PALE}
@@ -312,7 +312,7 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
     not committed, are shown as in work: engines take them about in order.
     """
     columns = min(len(cells), max(10, math.ceil(math.sqrt(len(cells) * 4))))
-    size = min(CELL, (RIGHT - LEFT) / columns // STEP * STEP)
+    size = min(CELL, (RIGHT - LEFT) / columns // MAP_STEP * MAP_STEP)
     rows = -(-len(cells) // columns)
     a_cell = cells[0][0]
     what = f"a cell is {a_cell:,} shards" if a_cell > 1 else "a cell is a shard"
@@ -390,7 +390,7 @@ def _spans(
         at, start = 0, column * size
         for kind, number in zip(kinds, counts, strict=True):
             at += number
-            end = round((column + at / shards) * size / STEP) * STEP
+            end = round((column + at / shards) * size / MAP_STEP) * MAP_STEP
             if end > start:
                 pieces.append((kind, row, start, end))
             start = end

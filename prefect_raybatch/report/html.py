@@ -21,7 +21,7 @@ from prefect_raybatch.words import are, clean, counted
 
 URL = re.compile(r"https?://[^\s\"'<>]+\Z")
 FIGURE = re.compile(r"-|[\d.,]+%?\Z")
-LONGEST = 500  # characters of a cell
+LONGEST_CELL = 500  # characters of a cell
 
 
 def html(report: RunReport, made: str = "") -> str:
@@ -62,7 +62,7 @@ def _text(value: Any) -> Any:
     if isinstance(value, Markup):
         return value
     words = str(value)
-    return clean(words if len(words) <= LONGEST else words[: LONGEST - 3] + "...")
+    return clean(words if len(words) <= LONGEST_CELL else words[: LONGEST_CELL - 3] + "...")
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -15,11 +15,11 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats, StatsFold
 from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
-STAGES = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
-SHOWN = 64  # engines and nodes that a report names; the rest are one line
+STAGE_SECONDS = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
+WORKERS_SHOWN = 64  # engines and nodes that a report names; the rest are one line
 KNOWN = 4096  # names kept apart at most: records are untrusted
 OTHERS = "others"
-MOST = 2**53  # a larger count is nobody's, and does not fit into a float
+LARGEST_COUNT = 2**53  # a larger count is nobody's, and does not fit into a float
 
 
 Place = tuple[str, str]  # attempt and name: other attempts have other engines, and other nodes
@@ -57,17 +57,17 @@ class Series:
     prompt: array[float] = field(default_factory=lambda: array("d"))
     output: array[float] = field(default_factory=lambda: array("d"))
     seconds: dict[str, array[float]] = field(
-        default_factory=lambda: {name: array("f") for name, _ in STAGES}
+        default_factory=lambda: {name: array("f") for name, _ in STAGE_SECONDS}
     )
 
     def add(self, commit: Commit, rows: int, failed: int) -> None:
         stats = commit.stats
-        self.shard.append(min(commit.shard, MOST))
-        self.rows.append(min(rows, MOST))
-        self.failed.append(min(failed, MOST))
+        self.shard.append(min(commit.shard, LARGEST_COUNT))
+        self.rows.append(min(rows, LARGEST_COUNT))
+        self.failed.append(min(failed, LARGEST_COUNT))
         self.prompt.append(stats.prompt_tokens or 0.0)
         self.output.append(stats.output_tokens or 0.0)
-        for name, key in STAGES:
+        for name, key in STAGE_SECONDS:
             seconds = getattr(stats, key)
             self.seconds[name].append(math.nan if seconds is None else seconds)
 
@@ -99,7 +99,7 @@ class Tally:
         self.series.add(commit, good + failed + skipped, failed)
         self._place(commit, good + failed + skipped)
         self.fold.add(commit.stats)
-        for name, key in STAGES:
+        for name, key in STAGE_SECONDS:
             seconds = getattr(commit.stats, key)
             if seconds is not None:
                 self.longest[name] = max(self.longest.get(name, 0.0), seconds)
@@ -158,7 +158,7 @@ class Tally:
 
     def stages(self) -> tuple[StageStats, ...]:
         whole = self.stats
-        found = ((name, getattr(whole, key)) for name, key in STAGES)
+        found = ((name, getattr(whole, key)) for name, key in STAGE_SECONDS)
         return tuple(self._stage(name, seconds) for name, seconds in found if seconds is not None)
 
     def _stage(self, name: str, seconds: float) -> StageStats:
@@ -191,9 +191,9 @@ class Tally:
         main = {place[1]: self.by_engine[place] for place in _main(shares)}
         found = [_worker(name, one) for name, one in main.items()]
         found.sort(key=lambda worker: -worker.rows)
-        if len(found) > SHOWN:
-            rest = found[SHOWN - 1 :]
-            found[SHOWN - 1 :] = [
+        if len(found) > WORKERS_SHOWN:
+            rest = found[WORKERS_SHOWN - 1 :]
+            found[WORKERS_SHOWN - 1 :] = [
                 WorkerStats(
                     f"{len(rest)} {OTHERS}",
                     sum(worker.shards for worker in rest),
@@ -210,7 +210,7 @@ class Tally:
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
             NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.stats.figures())
-            for name, one in ordered[:SHOWN]
+            for name, one in ordered[:WORKERS_SHOWN]
         )
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, piece_path
+from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, POSITION, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
@@ -29,8 +29,7 @@ from prefect_raybatch.result.parts import ResultParts
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.words import are, counted
 
-POSITION = "__rb_pos"
-AHEAD = 4  # shards whose pieces are read while one is being written
+SHARDS_AHEAD = 4  # shards whose pieces are read while one is being written
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _tables(
             return commit, []
         return commit, list(read_pieces(ledger.store, commit))
 
-    return read_ahead(load, ledger.commits(plan, listing), AHEAD, AHEAD)
+    return read_ahead(load, ledger.commits(plan, listing), SHARDS_AHEAD, SHARDS_AHEAD)
 
 
 def check_commit(commit: Commit, rows: int) -> None:

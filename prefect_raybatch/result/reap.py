@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import FileInfo, Store
 
-KINDS = {
+REAPED_KINDS = {
     "pieces": "pieces that no commit names",
     "snapshots": "copies of the input that the plan does not name",
     "tables": "tables that the plan does not name",
@@ -37,8 +37,8 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 
 @dataclass
 class Reaped:
-    """What was removed (or would be): files and bytes by kind, see `KINDS`. Bytes of uploads in
-    parts are not known and count as 0."""
+    """What was removed (or would be): files and bytes by kind, see `REAPED_KINDS`. Bytes of uploads
+    in parts are not known and count as 0."""
 
     run: str
     dry_run: bool

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from prefect_raybatch.errors import CorruptRun
 
-ROW, SUM = "row", "sum"
+ROW_COLUMN, SUM_COLUMN = "row", "sum"
 _NULL = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/comp/fnv/
 
@@ -39,15 +39,15 @@ def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
 
     out = io.BytesIO()
     columns = {
-        ROW: pa.array(np.concatenate(rows), pa.int64()),
-        SUM: pa.array(np.concatenate(sums), pa.uint32()),
+        ROW_COLUMN: pa.array(np.concatenate(rows), pa.int64()),
+        SUM_COLUMN: pa.array(np.concatenate(sums), pa.uint32()),
     }
     pq.write_table(
         pa.table(columns),
         out,
         compression="zstd",
         use_dictionary=False,
-        column_encoding={ROW: "DELTA_BINARY_PACKED", SUM: "PLAIN"},
+        column_encoding={ROW_COLUMN: "DELTA_BINARY_PACKED", SUM_COLUMN: "PLAIN"},
     )
     return out.getvalue()
 
@@ -60,8 +60,10 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         found = pq.ParquetFile(pa.BufferReader(data))
         if found.metadata.num_rows != rows:
             raise CorruptRun(f"{name} holds {found.metadata.num_rows} rows, not {rows}")
-        table = found.read([ROW, SUM]).cast(pa.schema([(ROW, pa.int64()), (SUM, pa.uint32())]))
-        return table[ROW].to_numpy(), table[SUM].to_numpy()
+        table = found.read([ROW_COLUMN, SUM_COLUMN]).cast(
+            pa.schema([(ROW_COLUMN, pa.int64()), (SUM_COLUMN, pa.uint32())])
+        )
+        return table[ROW_COLUMN].to_numpy(), table[SUM_COLUMN].to_numpy()
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise CorruptRun(f"{name} is not readable: {error}") from None
 

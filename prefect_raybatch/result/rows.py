@@ -15,16 +15,14 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.layout import FOLDERS
+from prefect_raybatch.ledger.layout import FOLDERS, POSITION
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.ranges import Ranges
 from prefect_raybatch.ledger.records import Commit, Part
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.result.finalize import POSITION, read_piece
-
-CHUNK = 8 << 20
-BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
-BATCH_BYTES = 32 << 20
+from prefect_raybatch.result.finalize import read_piece
+from prefect_raybatch.source.parquet import batch_rows
+from prefect_raybatch.storage.proof import CHUNK
 
 Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; numbers (int64)
 
@@ -147,4 +145,4 @@ def _batch_rows(parquet: Any) -> int:
     metadata = parquet.metadata
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     row_bytes = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1.0)
-    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
+    return batch_rows(row_bytes)

@@ -16,7 +16,7 @@ from prefect_raybatch.ledger.success import strays
 from prefect_raybatch.result.row_sums import decode, row_sums
 from prefect_raybatch.storage import Store
 
-MOST_ROWS = 10  # rows of a file named one by one
+MOST_ROWS_NAMED = 10  # rows of a file named one by one
 
 Fault = Callable[[str], None]
 
@@ -124,8 +124,8 @@ def rows_text(rows: np.ndarray) -> str:
     """`row 7`, or `rows 7, 9, 12 and 3 more`."""
     if len(rows) == 1:
         return f"row {rows[0]}"
-    text = ", ".join(str(row) for row in rows[:MOST_ROWS].tolist())
-    more = f" and {len(rows) - MOST_ROWS:,} more" if len(rows) > MOST_ROWS else ""
+    text = ", ".join(str(row) for row in rows[:MOST_ROWS_NAMED].tolist())
+    more = f" and {len(rows) - MOST_ROWS_NAMED:,} more" if len(rows) > MOST_ROWS_NAMED else ""
     return f"rows {text}{more}"
 
 

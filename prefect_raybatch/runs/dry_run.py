@@ -18,12 +18,15 @@ from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.stages.result_columns import answers_of, result_columns
 from prefect_raybatch.storage import join
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `raybatch plan` shows; `tokens` where asked for or needed for max_model_len: auto."""
+    """What `raybatch plan` shows; `result`: names and types of what is written beside the input's
+    columns, as far as they are known before a run; `tokens` where asked for or needed for
+    max_model_len: auto."""
 
     job: str
     rows: int
@@ -31,6 +34,7 @@ class DryRun:
     format: str
     sizing: Sizing
     columns: tuple[str, ...]
+    result: tuple[tuple[str, str], ...]
     model: dict[str, Any]
     run: str
     needs: dict[str, Any]
@@ -65,7 +69,7 @@ def dry_run(
     )
     tokens = None
     if sample or job.engine.max_model_len == "auto":
-        sample = sample or counting.SAMPLE
+        sample = sample or counting.SAMPLE_ROWS
         tokens = (
             counting.of_heads(job, model, sample)
             if snapshot
@@ -90,6 +94,7 @@ def dry_run(
         format=found.format,
         sizing=size,
         columns=tuple(found.schema.names),
+        result=result_columns(job.output, answers_of(job.sampling)),
         model=model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=needs,

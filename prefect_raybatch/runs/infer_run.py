@@ -52,7 +52,7 @@ def infer_run(
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
-    job = planning.settled(job, plan.context)
+    job = planning.as_planned(job, plan)
     attempt, whoami = uuid.uuid4().hex, _whoami(plan)
     monitor = Monitor(attempt, plan, store, job.limits, observe)
     on_stop = partial(_note_stop, ledger, attempt, whoami)

@@ -36,7 +36,7 @@ from prefect_raybatch.runs.run import Run, run_of
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
 FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
-OURS = "the rows come from the run's quarantine, and the retry is written beside the run"
+FIXED_BY_PARENT = "the rows come from the run's quarantine, and the retry is written beside the run"
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         if name in ("source", "output", "output.uri") or (
             name.startswith("source.") and name != "source.rows_per_shard"
         ):
-            raise ConfigError(f"{name} cannot be set for a retry: {OURS}")
+            raise ConfigError(f"{name} cannot be set for a retry: {FIXED_BY_PARENT}")
     told = f"the job of {parent.key}" if job is None else "the job given"
     if job is None:
         value = planning.public_job(BatchJob.from_dict(parent.plan.job, told))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 log = logging.getLogger(__name__)
-SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
+ATTEMPTS_SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]
     from prefect_raybatch.driver.heartbeat import ENDED, read_beats
 
     now = time.time()
-    known = {str(attempt["attempt"]): attempt for attempt in attempts[-SHOWN:]}
+    known = {str(attempt["attempt"]): attempt for attempt in attempts[-ATTEMPTS_SHOWN:]}
     found = [
         {**known[name], **asdict(beat), "age": round(now - beat.at, 1)}
         for name, beat in read_beats(store, known).items()

@@ -20,8 +20,9 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.plan.plan import settled
+from prefect_raybatch.plan.plan import as_planned
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -37,11 +38,10 @@ log = logging.getLogger(__name__)
 
 FOLDER = "_tune"  # under output.uri; no run key begins with an underscore
 BETTER = 1.03  # times the best rate so far: less is noise
-SAMPLE = 100_000  # rows of an input that must be copied
+COPIED_ROWS = 100_000  # rows of an input that must be copied
 MOST_SHARDS = 4096  # of batch_size rows: more than a trial gets through
 REMOVALS = 10  # rounds until nothing more turns up
-SPARE = 1.1  # of the engines that a deadline needs
-ENGINES, REPLICAS, SEQUENCES, TOKENS = (
+ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
     "engine.engines_per_gpu",
     "engine.replicas",
     "engine.max_num_seqs",
@@ -98,7 +98,7 @@ def tune(
     ends = time.monotonic() + 60 * minutes
     resolved = resolve(job)
     rows = dry_run(resolved).rows
-    sampled = _sampled(job, uuid.uuid4().hex[:12])
+    sampled = _sampled(resolved.job, uuid.uuid4().hex[:12])
     run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
     store = open_store(run.uri, job.output.options or None)
     try:
@@ -110,13 +110,13 @@ def tune(
         ):
             bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
             starts = bench.starts()
-            trials = list(search(starts, _axes(job, have), bench, ends, observe))
+            trials = list(search(starts, axes(job, have), bench, ends, observe))
     finally:
         _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
     best = max(trials, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    return _told(tuple(trials), best, rows, deadline)
+    return tuned_of(tuple(trials), best, rows, deadline)
 
 
 def search(
@@ -182,7 +182,7 @@ class Bench:
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = load_run(self.ledger, run)
-        self.job = settled(job, self.plan.context)
+        self.job = as_planned(job, self.plan)
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""
@@ -190,8 +190,8 @@ class Bench:
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
-            SEQUENCES: size.max_num_seqs,
-            TOKENS: size.arguments.max_num_batched_tokens,
+            MAX_NUM_SEQS: size.max_num_seqs,
+            MAX_NUM_BATCHED_TOKENS: size.arguments.max_num_batched_tokens,
         }
 
     def __call__(self, changes: Mapping[str, Any]) -> Trial:
@@ -290,7 +290,7 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     rows = job.source.rows_per_shard or job.engine.batch_size
     reads: dict[str, Any] = {"rows_per_shard": min(rows, job.engine.batch_size)}
     if source.needs_snapshot(job.source):
-        reads["limit"] = min(job.source.limit or SAMPLE, SAMPLE)
+        reads["limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
     where = {"uri": join(job.output.uri, FOLDER)}
     return (
         job.model_copy(
@@ -303,7 +303,7 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     )
 
 
-def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     """Which fields are moved, and from a value where to."""
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
@@ -313,13 +313,13 @@ def _axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     if sizing.device(job.engine, have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
-        axes[SEQUENCES] = twice_or_half(64, 1024)
-        axes[TOKENS] = twice_or_half(4096, 65536)
+        axes[MAX_NUM_SEQS] = twice_or_half(64, 1024)
+        axes[MAX_NUM_BATCHED_TOKENS] = twice_or_half(4096, 65536)
     else:
         room = have.cpus - job.cluster.prepare.num_cpus - job.cluster.finish.num_cpus
         most = int(room / job.engine.num_cpus)
         axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
-        axes[SEQUENCES] = twice_or_half(32, 512)
+        axes[MAX_NUM_SEQS] = twice_or_half(32, 512)
     return axes
 
 
@@ -327,7 +327,7 @@ def _key(changes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(changes.items()))
 
 
-def _told(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
+def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
     work = rows / best.rows_per_s
     seconds = round(best.start_s + work, 1)
     if deadline is None or seconds <= deadline:

@@ -17,12 +17,14 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
 from prefect_raybatch.sizing.cards import Card, EngineGpu
 
-HOST = 0.9e-3  # seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200
-PEAK = 0.6  # share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55
+# Seconds of Python a row of a short answer: one engine gave 1,102 rows/s on an H200.
+HOST_SECONDS = 0.9e-3
+# Share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55.
+PREFILL_PEAK = 0.6
 BUSY = 0.85  # of its time is enough for a GPU: the engine after that brings a few per cent
 SHORT = 32  # tokens out: at 128 and more packing loses, and between 6 and 128 nothing is measured
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
-MOST = 6
+MOST_ENGINES = 6
 CHARACTERS = 4  # a token, roughly
 MARKUP = 8  # tokens that a chat template adds to a row
 
@@ -69,7 +71,7 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
     """The GPU's own time for a row: FLOPs of the tokens that are not cached, and for each step of
     decoding the weights, shared by `seqs` sequences, and the sequence's own KV cache."""
     out = row.out or 0
-    compute = 2 * model.active * (row.own + out) / (PEAK * card.flops)
+    compute = 2 * model.active * (row.own + out) / (PREFILL_PEAK * card.flops)
     kept = model.kv_bytes(row.shared + row.own + out // 2)
     return compute + out * (model.weights / seqs + kept) / card.bandwidth
 
@@ -85,8 +87,8 @@ def busy(engines: int, host: float, gpu: float) -> float:
 
 
 def wanted(host: float, gpu: float) -> int:
-    """The fewest engines, at most `MOST`, that keep the GPU busy."""
-    return next((n for n in range(1, MOST) if busy(n, host, gpu) >= BUSY), MOST)
+    """The fewest engines, at most `MOST_ENGINES`, that keep the GPU busy."""
+    return next((n for n in range(1, MOST_ENGINES) if busy(n, host, gpu) >= BUSY), MOST_ENGINES)
 
 
 def fitting(
@@ -94,7 +96,7 @@ def fitting(
 ) -> int:
     """How many engines fit on the GPU, each with KV cache for `max_num_seqs` rows of twice the
     typical length and for one of `length` tokens."""
-    for engines in range(MOST, 1, -1):
+    for engines in range(MOST_ENGINES, 1, -1):
         try:
             cache = share(model, arguments, gpu_bytes, engines).kv_cache
         except ConfigError:
@@ -130,12 +132,12 @@ def choose_engines_per_gpu(
     if gpu.card is None:
         return 1, "the GPU's memory and speed are not known"
     seconds = gpu_seconds(model, gpu.card, row, arguments.max_num_seqs)
-    best = wanted(HOST, seconds)
+    best = wanted(HOST_SECONDS, seconds)
     fit = fitting(model, arguments, gpu.memory, row, length)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     times = (
-        f"{1000 * HOST:.1f} ms of Python a row, {1000 * seconds:.2f} ms of {gpu.card.name} for "
-        f"about {row.own} tokens that are not cached and {row.out} out"
+        f"{1000 * HOST_SECONDS:.1f} ms of Python a row, {1000 * seconds:.2f} ms of {gpu.card.name} "
+        f"for about {row.own} tokens that are not cached and {row.out} out"
     )
     if best == 1:
         return 1, f"one keeps the GPU busy: {times}"
@@ -145,6 +147,6 @@ def choose_engines_per_gpu(
         bounds.append(f"{fit} fit in {gib(gpu.memory)}")
     if cores < best:
         bounds.append(f"{cpus_a_gpu:g} CPUs a GPU allow {cores}")
-    if found == best == MOST:
-        bounds.append(f"{MOST} at most")
+    if found == best == MOST_ENGINES:
+        bounds.append(f"{MOST_ENGINES} at most")
     return found, f"{best} keep the GPU busy: {times}" + "".join(f"; {text}" for text in bounds)

@@ -20,8 +20,15 @@ from prefect_raybatch.source.hive import Values, agrees, differs, path_types
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 
+BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
+BATCH_BYTES = 32 << 20
 FOOTER_THREADS = 16
 FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read
+
+
+def batch_rows(row_bytes: float) -> int:
+    """How many rows of that size to decode at a time."""
+    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
 
 
 def inventory(source: Source) -> Inventory:

@@ -18,7 +18,7 @@ from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN = "run"
 RESULTS = tuple(FOLDERS.values())  # what of a run a folder or a glob can reach
-LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
+FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
 RIGHTS = {  # what gives a table's rows, for the message
     "Delta": "deltalake.DeltaTable(...).to_pyarrow_table()",
@@ -48,7 +48,7 @@ def _look(store: Store) -> str | None:
     """What lies at the root of `store`: a kind of table, RUN, or None."""
 
     def listed(name: str, recursive: bool = False) -> bool:
-        return any(mark(info.path) for info in islice(store.list(name, recursive), LOOKED_AT))
+        return any(mark(info.path) for info in islice(store.list(name, recursive), FILES_LOOKED_AT))
 
     def there(path: str) -> bool:
         try:

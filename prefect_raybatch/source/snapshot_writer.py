@@ -16,7 +16,7 @@ from prefect_raybatch.storage import Store
 GROUP_ROWS = 16_384  # rows in a row group ...
 GROUP_BYTES = 64 << 20  # ... or fewer, where rows are large
 PART_ROWS = 1 << 18
-PART_BYTES = 128 << 20
+SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
@@ -86,7 +86,7 @@ class SnapshotWriter:
         self._part_bytes += self._held_bytes
         self._held.clear()
         self._held_rows = self._held_bytes = 0
-        if self._parts.rows >= PART_ROWS or self._part_bytes >= PART_BYTES:
+        if self._parts.rows >= PART_ROWS or self._part_bytes >= SNAPSHOT_PART_BYTES:
             self._finish_part()
 
     def _finish_part(self) -> None:

@@ -54,7 +54,7 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
                 yield file.uri, table
 
     shape = _shape(kind, source.columns, hive)
-    made = _copy(blocks, shape, run_store, attempt, source.limit, kind)
+    made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
     else:
@@ -203,7 +203,7 @@ def snapshot_dataset(
         finally:
             options.preserve_order = ordered
 
-    made = _copy(blocks, Shape(), run_store, attempt, limit, "dataset")
+    made = copy_tables(blocks, Shape(), run_store, attempt, limit, "dataset")
     if not made.rows:
         raise SourceError("the dataset has no rows; there is nothing to do")
     return made
@@ -216,10 +216,10 @@ def snapshot_tables(
 
     `tables` gives (where from, rows) from the start each time it is called.
     """
-    return _copy(tables, Shape(), run_store, attempt, None, kind)
+    return copy_tables(tables, Shape(), run_store, attempt, None, kind)
 
 
-def _copy(
+def copy_tables(
     blocks: Callable[[], Blocks],
     shape: Shape,
     store: Store,

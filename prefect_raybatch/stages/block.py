@@ -21,9 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.layout import POSITION as POSITION
 from prefect_raybatch.ledger.records import Unit
 
-SHARD, POSITION = "__rb_shard", "__rb_pos"  # int32 each; position counts from 0 in the shard
+SHARD = "__rb_shard"  # int32, as is POSITION
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
 LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal>, a `Loss`
 TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.answer_schema import engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import pinned as models
@@ -110,12 +111,13 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    arguments = engine_fields(arguments, job.output.answer_form)
     if task is not None:
         arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=model,
-        sampling=job.sampling.given() if task is None else dict(task.fields),
+        sampling=job.asked() if task is None else dict(task.fields),
         arguments=arguments,
         env={**ours, **job.engine.env},
         engines_per_gpu=size.pool.engines_per_gpu,
@@ -144,7 +146,7 @@ class EngineStage:
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._lock = threading.Lock()
-        self._engine: SteppedEngine | None = None
+        self.engine: SteppedEngine | None = None
         self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
@@ -152,14 +154,14 @@ class EngineStage:
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
-        self._ready()
+        self.ready()
 
-    def _ready(self) -> SteppedEngine | None:
+    def ready(self) -> SteppedEngine | None:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
         with self._lock:
-            if self._engine is None and self._refused is None:
+            if self.engine is None and self._refused is None:
                 self._begin()
-            return self._engine
+            return self.engine
 
     def _begin(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
@@ -173,10 +175,10 @@ class EngineStage:
             starts += left.times if left.doing == note.START else 0
             prompts += left.times if left.doing == note.PROMPT else 0
         self._note.write(note.START, starts, self._suspect or "")
-        self._start()
+        self.start()
         if self._suspect is not None:
             self._prove(self._suspect, prompts)
-        if self._engine is None:
+        if self.engine is None:
             self._note.over()
         else:
             self._note.write(note.ROWS)
@@ -191,30 +193,30 @@ class EngineStage:
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
         fields = canary.fields_for(self.spec.sampling)
-        for attempt in range(first, canary.TRIES + 1):
-            if self._engine is None:  # it did not start: `_refused`
+        for attempt in range(first, canary.PROMPT_TRIES + 1):
+            if self.engine is None:  # it did not start: `_refused`
                 return
             self._note.write(note.PROMPT, attempt, cause)
             try:
-                self._engine.run([Request(canary.PROMPT, fields)])
+                self.engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
                 log.error("the engine died of a prompt that is always the same: %s", death)
-                self._engine = None
-                if attempt == canary.TRIES or canary.same(cause, str(death)):
+                self.engine = None
+                if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
                     self._refused = canary.refusal(str(death))
                     return
                 cause = str(death)
-                self._start()
+                self.start()
             else:
                 self._suspect = None
                 return
 
-    def _start(self) -> None:
+    def start(self) -> None:
         from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
-        for attempt in range(canary.STARTS):
+        for attempt in range(canary.ENGINE_STARTS):
             try:
-                self._engine = SteppedEngine(self._arguments(), self.spec.hang_seconds)
+                self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
             except Exception as error:
@@ -225,11 +227,11 @@ class EngineStage:
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == canary.STARTS:
+                if not isinstance(error, RuntimeError) or attempt + 1 == canary.ENGINE_STARTS:
                     return
                 time.sleep(PAUSE)
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         path = models.local_path(self.spec.model)
         arguments = self.spec.arguments
         if self.spec.engines_per_gpu > 1:
@@ -255,15 +257,15 @@ class EngineStage:
         if passes_by(table):
             return table
         began = time.time()
-        engine = self._ready()
+        engine = self.ready()
         if engine is None:
             return lost_all(table, self._refused or Loss("", "the engine did not start", True))
         try:
             answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
-                if self._engine is engine:
-                    self._engine = None
+                if self.engine is engine:
+                    self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
         if any(answer.error is None for _, _, answer in answers):
@@ -298,7 +300,7 @@ class EngineStage:
         return pooling.checked(answers) if pools else answers
 
     def _load(self) -> dict[str, float]:
-        engine = self._engine
+        engine = self.engine
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:

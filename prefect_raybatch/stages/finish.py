@@ -55,12 +55,12 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
+from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
 
 RECEIPT = "receipt"
 CUT_OFF = "AnswerCutOff"
-MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class Finish:
         if good:
             data = table.select([POSITION, *kept])
             data = data.take(pa.array(good)) if len(good) < table.num_rows else data
-            for name, values in columns.items():
-                data = data.append_column(name, values)
-            pieces.append(self._piece(shard, "data", data, positions[good]))
+            for column, values in columns:
+                data = data.append_column(column, values)
+            pieces.append(self.write_piece(shard, "data", data, positions[good]))
         failures = [o for o in outcome if isinstance(o, Failure)]
         failed = [i for i, o in enumerate(outcome) if isinstance(o, Failure)]
         if failed:
             rows = table.select([POSITION, *names]).take(pa.array(failed))
             pieces.append(
-                self._piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
+                self.write_piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
             )
         skipped = [i for i, o in enumerate(outcome) if o is None]
         load, engine = figures_of(table)
@@ -144,7 +144,7 @@ class Finish:
         """Quarantines a unit whole, after `attempts`; raises the store's errors."""
         positions = rows[POSITION].to_numpy()
         table = quarantine(rows, [failure] * unit.rows, attempts)
-        piece = self._piece(unit.shard, "quarantine", table, positions)
+        piece = self.write_piece(unit.shard, "quarantine", table, positions)
         return Receipt(
             shard=unit.shard,
             attempt=self.attempt,
@@ -158,11 +158,9 @@ class Finish:
         """What became of each row: its output columns, its failure, or None where left out."""
         texts = self._texts(table)
         errors = self._errors(table, texts)
+        answers = self._answers(errors, texts)
         if self.output.postprocess is None:
-            return [
-                Failure(**e) if e else {self.output.column: t}
-                for e, t in zip(errors, texts, strict=True)
-            ]
+            return [Failure(**e) if e else a for e, a in zip(errors, answers, strict=True)]
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
@@ -170,21 +168,49 @@ class Finish:
         taken = {POSITION, self.output.row_number, *kept}
         made = []
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
-            for e, row, t, f in zip(errors, rows, texts, finish, strict=True):
-                answer = {self.output.column: t, "finish_reason": f}
+            for e, row, a, f in zip(errors, rows, answers, finish, strict=True):
+                answer = {**(a or {}), "finish_reason": f}
                 made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
+        return made
+
+    def _answers(
+        self, errors: list[dict[str, str] | None], texts: list[Any]
+    ) -> list[dict[str, Any] | None]:
+        """Each row's answer by column; a text that does not fit the schema puts its row into
+        `errors`."""
+        if (form := self.output.answer_form) is None:
+            return [{self.output.column: text} for text in texts]
+        reader, made = reader_of(form), []
+        for i, text in enumerate(texts):
+            found = None if errors[i] else reader.read(text)
+            if isinstance(found, Failure):
+                errors[i], found = found.to_dict(), None
+            parsed, columns = found or (None, None)
+            made.append({self.output.column: parsed} if self.output.postprocess else columns)
         return made
 
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
         """Why each row failed before this stage, or because its answer is not whole."""
         errors: list[dict[str, str] | None] = table[ERROR].to_pylist()
-        if self.output.on_cut_off != "fail":
+        if not self.output.fails_cut_off:
             return errors
         answers = table[ANSWERS].to_pylist()
         for i, reason in enumerate(table[FINISH].to_pylist()):
             if reason == "length" and errors[i] is None:
-                errors[i] = _cut_off(texts[i], max(map(len, answers[i]))).to_dict()
+                errors[i] = self._cut_off(texts[i], max(map(len, answers[i]))).to_dict()
         return errors
+
+    def _cut_off(self, text: object, tokens: int) -> Failure:
+        # Equal in the 120 characters by which failures are counted, whatever the answer is.
+        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        kept = ", or set output.on_cut_off: keep" if self.output.schema_model is None else ""
+        return Failure(
+            "engine",
+            CUT_OFF,
+            "the answer was cut off at sampling.max_tokens or at the end of the context: raise "
+            f"that and retry the row{kept}. After {counted(tokens, 'token')} it was: "
+            f"{text[:MAX_ANSWER]}",
+        )
 
     def _texts(self, table: pa.Table) -> list[Any]:
         ready = table[TEXTS].to_pylist()
@@ -200,7 +226,7 @@ class Finish:
 
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
-    ) -> tuple[dict[str, pa.Array], dict[int, Failure]]:
+    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
         """Output columns of the good rows, and the failures of rows that do not fit the schema."""
         schema = self._schema([outcome[i] for i in good])
         bad: dict[int, Failure] = {}
@@ -224,11 +250,12 @@ class Finish:
                     if (failure := _cast_failure(outcome[i][column.name], column))
                 }
         rest = [i for i in good if i not in bad]
-        arrays = {c.name: pa.array([outcome[i][c.name] for i in rest], c.type) for c in schema}
-        return arrays, bad
+        return [(c, pa.array([outcome[i][c.name] for i in rest], c.type)) for c in schema], bad
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
+        if self.output.postprocess is None and (form := self.output.answer_form) is not None:
+            return reader_of(form).schema
         if self.output.postprocess is None:
             kind = pa.list_(pa.string()) if self.answers > 1 else pa.string()
             return pa.schema([(self.output.column, kind)])
@@ -242,7 +269,9 @@ class Finish:
             put_record_if_absent(self.store, OUTPUT_SCHEMA, schema)
             return _read_schema(self.store)
 
-    def _piece(self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray) -> Piece:
+    def write_piece(
+        self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
+    ) -> Piece:
         out = io.BytesIO()
         pq.write_table(table, out, compression="zstd")
         data = out.getvalue()
@@ -383,18 +412,6 @@ def postprocessed(
         raise
     except Exception as error:
         return Failure.of("postprocess", error)
-
-
-def _cut_off(text: object, tokens: int) -> Failure:
-    # Equal in the 120 characters by which failures are counted, whatever the answer is.
-    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-    return Failure(
-        "engine",
-        CUT_OFF,
-        "the answer was cut off at sampling.max_tokens or at the end of the context: raise that "
-        "and retry the row, or set output.on_cut_off: keep. After "
-        f"{counted(tokens, 'token')} it was: {text[:MAX_ANSWER]}",
-    )
 
 
 def _cast_failure(value: object, column: pa.Field) -> Failure | None:

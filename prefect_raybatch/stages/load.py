@@ -27,8 +27,8 @@ from prefect_raybatch.stages.block import SHARD
 log = logging.getLogger(__name__)
 
 FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
-EVERY = 2.0  # seconds between samples
-KEPT = 3600  # samples: two hours
+SAMPLE_EVERY = 2.0  # seconds between samples
+SAMPLES_KEPT = 3600  # samples: two hours
 
 
 class Sampler:
@@ -43,13 +43,13 @@ class Sampler:
         self,
         load: Callable[[], Mapping[str, float]],
         node: Callable[[], Mapping[str, float]] | None = None,
-        every: float = EVERY,
+        every: float = SAMPLE_EVERY,
         clock: Callable[[], float] = time.time,
     ):
         self.load, self.every, self.clock = load, every, clock
         self.node = Node() if node is None else node
         self.where = {"engine": f"{socket.gethostname()}:{os.getpid()}"}
-        self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=KEPT)
+        self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=SAMPLES_KEPT)
         self._steps: tuple[float, float] | None = None
 
     def start(self) -> Sampler:
@@ -90,11 +90,11 @@ class Sampler:
         if not found:
             return ShardStats()
         stats: dict[str, float] = {"samples": len(found)}
-        for key, name in MEAN.items():
+        for key, name in MEAN_OF.items():
             values = [sample[key] for sample in found if key in sample]
             if values:
                 stats[name] = round(sum(values) / len(values), 4)
-        for key, name in PEAK.items():
+        for key, name in PEAK_OF.items():
             values = [sample[key] for sample in found if key in sample]
             if values:
                 stats[name] = round(max(values), 4)
@@ -110,7 +110,7 @@ class Sampler:
         return table.append_column(FIGURES, pa.array(values, pa.string()))
 
 
-MEAN = {
+MEAN_OF = {
     "running": "running",
     "waiting": "waiting",
     "sequences": "sequences",
@@ -119,7 +119,11 @@ MEAN = {
     "cpu": "node_cpu",
     "gpu": "gpu",
 }
-PEAK = {"kv_cache": "kv_cache_peak", "memory": "node_memory_peak", "gpu_memory": "gpu_memory_peak"}
+PEAK_OF = {
+    "kv_cache": "kv_cache_peak",
+    "memory": "node_memory_peak",
+    "gpu_memory": "gpu_memory_peak",
+}
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-BLOCK = 16  # tokens in vLLM's cache blocks unless set: less in common brings nothing
-GROUP = 2 * BLOCK  # tokens in common, beyond what their neighbours share, that keep rows together
+CACHE_BLOCK = 16  # tokens in vLLM's cache blocks unless set: less in common brings nothing
+# Tokens in common, beyond what their neighbours share, that keep rows together.
+GROUP = 2 * CACHE_BLOCK
 GREEDY = 1e-5  # vLLM takes temperatures below this for 0
 NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")  # may do anything
 

@@ -53,7 +53,7 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against.
+    checked against; with `fixed_form` it may not have another form than the job's.
     """
 
     prompt: Prompt
@@ -62,6 +62,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
+    fixed_form: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -131,11 +132,14 @@ class Prepare:
             return Failure.of("prepare", error)
         return _fitting(tokens, limit) if cut is None else cut
 
+    def _own(self, fields: dict[str, Any]) -> None:
+        check_own(fields, self.sampling, self.fixed_form)
+
     def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
-                made = [_guarded(_from_function, function, self.sampling, row) for row in rows]
+                made = [_guarded(_from_function, function, self._own, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
@@ -186,7 +190,7 @@ class _Filler:
 
 
 def _from_function(
-    function: Callable[[dict[str, Any]], Any], sampling: dict[str, Any], row: dict[str, Any]
+    function: Callable[[dict[str, Any]], Any], check: Callable[[Any], None], row: dict[str, Any]
 ) -> ChatRequest:
     made = function(row)
     if isinstance(made, str):
@@ -195,11 +199,11 @@ def _from_function(
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
             raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
-        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), sampling))
+        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), check))
     return ChatRequest(_messages(made))
 
 
-def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
+def _sampling(value: Any, check: Callable[[Any], None]) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
@@ -207,7 +211,7 @@ def _sampling(value: Any, job: dict[str, Any]) -> dict[str, Any] | None:
     # It travels as JSON: what cannot fails its row here, and the function may change it later.
     made: dict[str, Any] | None = json.loads(json.dumps(value))
     if made:
-        check_own(made, job)
+        check(made)
     return made
 
 

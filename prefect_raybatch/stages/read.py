@@ -28,6 +28,7 @@ from ray.data.datasource import ReadTask
 from prefect_raybatch.errors import RayBatchError, SourceError, is_transient
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import InputFile, Unit
+from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
@@ -35,12 +36,10 @@ from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
 UNITS_PER_TASK = 8  # of neighbours: they share the decoding of a row group
 MIN_TASKS = 64  # fewer units a task before the parallelism sinks below this
-BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
-BATCH_BYTES = 32 << 20
 CHUNK_BYTES = 64 << 20  # larger column chunks are not fetched whole
 BUFFER_BYTES = 16 << 20  # but in steps of this size
 SMALL_FILE = 4 << 20  # remote files up to this size are fetched whole, several ahead
-AHEAD = 8
+FILES_AHEAD = 8
 
 Done = Callable[[int], bool]  # shard id -> whether its commit exists; must pickle
 
@@ -156,7 +155,7 @@ def read_units(
 
     Units whose shard is done are left out. Each file is compared with what the plan saw before
     its first use and again before a unit that read of it is given out. Memory: a unit, a decoded
-    batch (BATCH_BYTES), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
+    batch (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
     """
     files = _Files(task, schema, store, dict(options or {}))
     with files:
@@ -209,7 +208,7 @@ class _Files:
         self._last_row = [0] * len(task.files)
         for part in (part for parts in task.parts for part in parts):
             self._last_row[part.file] = max(self._last_row[part.file], part.start + part.rows)
-        self._open: tuple[int, _Cursor] | None = None
+        self._open: tuple[int, Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
         # Files touched since the plan whose footers are the same: change time and inode when that
@@ -231,7 +230,7 @@ class _Files:
             handle = self._handle(part.file)
             try:
                 values = dict(self._task.files[part.file].values)
-                cursor = _Cursor(handle, self._schema, self._last_row[part.file], values)
+                cursor = Cursor(handle, self._schema, self._last_row[part.file], values)
             except BaseException:
                 handle.close()
                 raise
@@ -338,13 +337,13 @@ class _Files:
 
     def _fetch_ahead(self, number: int) -> Future[bytes] | None:
         """The content of a small remote file; begins to fetch the next ones as well."""
-        for following in range(number, min(number + AHEAD, len(self._task.files))):
+        for following in range(number, min(number + FILES_AHEAD, len(self._task.files))):
             file = self._task.files[following]
             place = file.uri if self._store is None else self._store.uri
             if following in self._ahead or file.size > SMALL_FILE or not is_remote(place):
                 continue
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(AHEAD)
+                self._pool = ThreadPoolExecutor(FILES_AHEAD)
             self._ahead[following] = self._pool.submit(self._fetch, following)
         return self._ahead.pop(number, None)
 
@@ -370,7 +369,7 @@ def _is_fatal(error: Exception) -> bool:
     return not is_transient(error)
 
 
-class _Cursor:
+class Cursor:
     """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on.
 
     `values`: the columns that are not in the file, each of one value, as text.
@@ -399,7 +398,7 @@ class _Cursor:
         ]
         stored = sum(chunk.total_uncompressed_size for chunk in chunks)
         row_bytes = stored / max(1, groups[0].num_rows) if groups else 1.0
-        self._batch_rows = max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
+        self._batch_rows = batch_rows(row_bytes)
         if any(chunk.total_compressed_size > CHUNK_BYTES for chunk in chunks):
             self._file = pq.ParquetFile(
                 handle, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False

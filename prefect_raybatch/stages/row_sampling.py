@@ -28,9 +28,9 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 )
 
 
-def check_own(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+def check_own(own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: bool = False) -> None:
     """Raises ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
-    sampling fields that are set; both are plain values."""
+    sampling fields that are set; both are plain values. `fixed_form`: all answers have one form."""
     refuse_unknown(own, vllm_fields.sampling_fields(), set(Sampling.model_fields), "sampling: ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):
         value = own.get(name)
@@ -46,6 +46,12 @@ def check_own(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
                 f"the job's {job[name]}, or give a number"
             )
     _check_answers(own, job)
+    for name in ("choice", "structured_outputs"):
+        if fixed_form and name in own:
+            raise ValueError(
+                f"sampling.{name}: output.schema_model is the form of all answers of this job; "
+                "leave it out of what prompt.function returns"
+            )
     _check_form(own, job)
 
 

@@ -70,12 +70,12 @@ class FinishVectors(Finish):
 
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
-    ) -> tuple[dict[str, pa.Array], dict[int, Failure]]:
+    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
         if self.task != "embed" or self.output.postprocess is not None:
             return super()._result(table, outcome, good)
         rows = np.stack([outcome[i][self.output.column] for i in good])
-        values = pa.array(rows.reshape(-1))
-        return {self.output.column: pa.FixedSizeListArray.from_arrays(values, rows.shape[1])}, {}
+        array = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+        return [(pa.field(self.output.column, array.type), array)], {}
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         if self.output.postprocess is not None:

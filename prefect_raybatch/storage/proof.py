@@ -18,7 +18,7 @@ from prefect_raybatch.storage.base import FileInfo, Store
 
 log = logging.getLogger("prefect_raybatch.storage")
 
-TRIES = 3  # writes of one file before its store counts as broken
+PROBE_TRIES = 3  # writes of one file before its store counts as broken
 CHUNK = 8 << 20  # bytes read at a time, on S3 one GET
 
 
@@ -92,7 +92,7 @@ def _proved(
 ) -> FileInfo:
     """The file that `put` wrote and that is the content of `sums`; `again` says whether `put` can
     be called once more."""
-    for _ in range(TRIES):
+    for _ in range(PROBE_TRIES):
         put()
         info = store.stat(path)
         if holds(store, info, sums):

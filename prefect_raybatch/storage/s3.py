@@ -23,13 +23,13 @@ from prefect_raybatch.storage.uri import checked, join
 SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts
 PART_BYTES = 32 * 2**20
 READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
-PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
+LISTING_PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
 MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
 FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
 LONGEST_PAUSE = 8.0  # ... up to this
 
 
-Check = Callable[[dict[str, Any]], None]
+ResponseCheck = Callable[[dict[str, Any]], None]
 
 
 class ShortBody(OSError):
@@ -44,18 +44,18 @@ class S3Store(Store):
     ) -> None:
         self.uri = root
         self.retry_seconds = retry_seconds
-        self._connection = connection
+        self.connection = connection
         self._bucket, _, self._prefix = root.removeprefix("s3://").partition("/")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.uri, self._connection, self.retry_seconds))
+        return (type(self), (self.uri, self.connection, self.retry_seconds))
 
     def sub(self, prefix: str) -> S3Store:
-        return S3Store(join(self.uri, prefix), self._connection, self.retry_seconds)
+        return S3Store(join(self.uri, prefix), self.connection, self.retry_seconds)
 
     def above(self) -> S3Store | None:
         folder = self.uri.rpartition("/")[0]
-        return S3Store(folder, self._connection, self.retry_seconds) if self._prefix else None
+        return S3Store(folder, self.connection, self.retry_seconds) if self._prefix else None
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         def whole(found: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class S3Store(Store):
                 yield item["Prefix"].rstrip("/").rpartition("/")[2]
 
     def _pages(self, folder: str, recursive: bool) -> Iterator[dict[str, Any]]:
-        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": PAGE}
+        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": LISTING_PAGE}
         if not recursive:
             asked["Delimiter"] = "/"
         while True:
@@ -165,8 +165,8 @@ class S3Store(Store):
 
     def delete(self, paths: Iterable[str]) -> None:
         keys = [self._key(path) for path in paths]
-        for start in range(0, len(keys), PAGE):
-            batch = [{"Key": key} for key in keys[start : start + PAGE]]
+        for start in range(0, len(keys), LISTING_PAGE):
+            batch = [{"Key": key} for key in keys[start : start + LISTING_PAGE]]
             self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
 
     def open(self, path: str) -> BinaryIO:
@@ -229,7 +229,7 @@ class S3Store(Store):
         key: str | None,
         max_bytes: int | None = None,
         accept: int | None = None,
-        check: Check = lambda found: None,
+        check: ResponseCheck = lambda found: None,
         **arguments: object,
     ) -> Any:
         """One client operation, repeated until answered: its response, `Body` read.
@@ -251,7 +251,7 @@ class S3Store(Store):
         key: str | None,
         send: Send,
         accept: int | None = None,
-        check: Check = lambda found: None,
+        check: ResponseCheck = lambda found: None,
     ) -> Any:
         """The one retry loop: `send` again, with growing random pauses, until it is answered.
 
@@ -259,22 +259,22 @@ class S3Store(Store):
         up afresh once.
         """
         began = time.monotonic()
-        deadline, silence = began + self.retry_seconds, self._connection.silence
+        deadline, silence = began + self.retry_seconds, self.connection.silence
         tries, renewed, pause, said = 0, False, FIRST_PAUSE, "nothing yet"
         place = f"s3://{self._bucket}/{key or self._prefix}"
 
         def warn() -> None:
-            silence.warn(place, self._connection.endpoint(fs), began, deadline, said)
+            silence.warn(place, self.connection.endpoint(fs), began, deadline, said)
 
         while True:
-            fs = self._connection.filesystem()
+            fs = self.connection.filesystem()
             try:
-                found = self._connection.run(fs, silence.watched(send, began, warn))
+                found = self.connection.run(fs, silence.watched(send, began, warn))
                 check(found)
                 silence.answered = True
                 return found
             except Exception as error:
-                answer = judge(error, self._connection.scrub)
+                answer = judge(error, self.connection.scrub)
             tries += 1
             silence.answered = silence.answered or answer.status > 0
             said = answer.said
@@ -282,14 +282,14 @@ class S3Store(Store):
                 return None
             if answer.may_be_expired and not renewed:
                 renewed = True
-                self._connection.renew(fs)
+                self.connection.renew(fs)
                 continue
             wait = random.uniform(0.5, 1.0) * pause
             late = time.monotonic() + wait > deadline and tries >= MIN_TRIES
             if late or not answer.worth_retrying:
-                credentials = self._connection.credentials()
+                credentials = self.connection.credentials()
                 # Not chained: the client's own texts can hold URLs with credentials.
-                endpoint = self._connection.endpoint(fs)
+                endpoint = self.connection.endpoint(fs)
                 raise answer.error(
                     operation, self._bucket, key or self._prefix, tries, credentials, endpoint
                 ) from None

@@ -23,7 +23,7 @@ Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
 class Connection:
     """s3fs's file system for one set of options: opened on first use, once in each process."""
 
-    _all: dict[str, Connection] = {}
+    known: dict[str, Connection] = {}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
@@ -36,9 +36,9 @@ class Connection:
         around = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "FSSPEC_"))}
         known = json.dumps([dict(options), around], sort_keys=True, default=repr)
         key = hashlib.sha256(known.encode()).hexdigest()
-        if len(cls._all) > 16:
-            cls._all.clear()  # stores that are alive keep theirs
-        return cls._all.setdefault(key, cls(options))
+        if len(cls.known) > 16:
+            cls.known.clear()  # stores that are alive keep theirs
+        return cls.known.setdefault(key, cls(options))
 
     def __repr__(self) -> str:
         return "Connection()"  # options hold secrets

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from prefect_raybatch.stages.block import ERROR, POSITION, SHARD, passes_by
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.vllm.canary import PROMPT
+from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
 
 Rows = list[tuple[int, int, str]]  # shard, position, text
@@ -67,13 +67,13 @@ class FastEngine(EngineStage):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(replace(spec, sort=False, merge=False))
 
-    def _start(self) -> None:
-        self._engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
+    def start(self) -> None:
+        self.engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self.pending(table)
         if not passes_by(table):
-            engine = self._ready()
+            engine = self.ready()
             if engine is not None:
                 engine.mine.rows = well_rows(table)
         return super().__call__(table)
@@ -103,7 +103,7 @@ class Fast:
         return {"rows": self.answered, "refused": 0}
 
     def run(self, requests: Any) -> list[Completion]:
-        if requests[0].prompt_token_ids == PROMPT:  # asked after a death, and in no row
+        if requests[0].prompt_token_ids == CANARY_PROMPT:  # asked after a death, and in no row
             return [Completion([[5]], [""], "stop", prompt_tokens=3)]
         rows: Rows = self.mine.rows
         if len(rows) != len(requests):
@@ -172,10 +172,10 @@ class RealEngine(EngineStage):
 class RealEngineOutOfMemory(RealEngine):
     """vLLM whose step runs out of memory once."""
 
-    def _start(self) -> None:
-        super()._start()
+    def start(self) -> None:
+        super().start()
         folder = Path(self.spec.env["CHAOS_DIR"])
-        inner = getattr(self._engine, "_engine", None)
+        inner = getattr(self.engine, "_engine", None)
         if inner is None:
             return
         step, steps = inner.step, iter(range(10**9))

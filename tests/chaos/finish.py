@@ -20,8 +20,8 @@ class FinishThatKills(Finish):
 
     folder: str = ""
 
-    def _piece(self, *args: Any) -> Any:
-        piece = super()._piece(*args)
+    def write_piece(self, *args: Any) -> Any:
+        piece = super().write_piece(*args)
         folder = Path(self.folder)
         (folder / f"piece-{time.time_ns()}").touch()
         enough = len(list(folder.glob("piece-*"))) >= int((folder / "piece.at").read_text())

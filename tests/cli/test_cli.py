@@ -298,7 +298,7 @@ def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
 def test_each_command_says_in_time_which_store_is_away(tmp_path, call, command, monkeypatch):
     monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.2)
     monkeypatch.setattr(S3Store.__init__, "__defaults__", (0.5,))
-    monkeypatch.setattr(Connection, "_all", {})
+    monkeypatch.setattr(Connection, "known", {})
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "none")
@@ -502,7 +502,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
         raise AssertionError("nothing may start")
 
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", never)
-    monkeypatch.setattr("prefect_raybatch.cli.drive._run_flow", never)
+    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")

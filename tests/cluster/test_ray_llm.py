@@ -15,9 +15,9 @@ from prefect_raybatch.cluster.ray_llm import (
     ROW,
     Gather,
     Spread,
-    _answer,
-    _asked,
-    _place,
+    answer_of,
+    placement,
+    sampling_of,
     through,
 )
 from prefect_raybatch.errors import ConfigError
@@ -67,7 +67,7 @@ def rays(tables: list[pa.Table], fails: Any = ()) -> pa.Table:
     rows = []
     for table in tables:
         for row in table.to_pylist():
-            data = {**row, **_asked(row)}
+            data = {**row, **sampling_of(row)}
             if data[RAY_LLM_ERROR]:
                 rows.append(data)
                 continue
@@ -78,7 +78,7 @@ def rays(tables: list[pa.Table], fails: Any = ()) -> pa.Table:
                 continue
             out = {"generated_tokens": [1] * (data[ROW] % 3 + 1), "generated_text": "t" * 3}
             out |= {"num_input_tokens": 2, "time_taken_llm": 1.5}
-            rows.append({**_answer({**data, **out}), RAY_LLM_ERROR: ""})
+            rows.append({**answer_of({**data, **out}), RAY_LLM_ERROR: ""})
     return pa.Table.from_pylist([{**dict.fromkeys(set().union(*rows)), **row} for row in rows])
 
 
@@ -119,10 +119,10 @@ def test_blocks_of_a_bundle_come_back_whole(gather: Gather, monkeypatch: Any) ->
 
 
 def test_an_answer_of_all_the_tokens_it_may_have_is_cut_off(gather: Gather) -> None:
-    table = gather._block(rays([Spread(SAMPLING)(prepared(Unit(0, 0, 3)))]).to_pylist())
+    table = gather.block_of(rays([Spread(SAMPLING)(prepared(Unit(0, 0, 3)))]).to_pylist())
     assert table[FINISH].to_pylist() == ["stop", "stop", "length"]
     short = Gather(gather.finish, SAMPLING, 4)  # prompts have 2 tokens
-    table = short._block(rays([Spread(SAMPLING)(prepared(Unit(0, 0, 3)))]).to_pylist())
+    table = short.block_of(rays([Spread(SAMPLING)(prepared(Unit(0, 0, 3)))]).to_pylist())
     assert table[FINISH].to_pylist() == ["stop", "length", "length"]
 
 
@@ -163,5 +163,5 @@ def test_engines_that_share_a_gpu_need_its_memory_known() -> None:
 )
 def test_an_engine_has_the_resources_of_our_own(resources: Any, bundle: Any) -> None:
     place = {"placement_group_config": {"bundle_per_worker": bundle}}
-    assert _place(resources) == place
-    assert _place({**resources, "accelerator_type": "L4"}) == {**place, "accelerator_type": "L4"}
+    assert placement(resources) == place
+    assert placement({**resources, "accelerator_type": "L4"}) == {**place, "accelerator_type": "L4"}

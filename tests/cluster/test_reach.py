@@ -85,7 +85,7 @@ def test_where_nobody_listens_is_one_line_that_names_the_address() -> None:
 
 
 def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "WHOLE", 0.1)
+    monkeypatch.setattr(reach, "REACH_SECONDS", 0.1)
     gate = threading.Event()
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: gate.wait(10))
     with pytest.raises(ClusterUnavailable, match=r"head:6379: no answer within 0\.1 s"):
@@ -125,7 +125,7 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(
-        "prefect_raybatch.cli.drive._run_flow", lambda *_: pytest.fail("a flow was started")
+        "prefect_raybatch.cli.drive.run_flow", lambda *_: pytest.fail("a flow was started")
     )
     pq.write_table(input_rows(0, 5), tmp_path / "in.parquet")
     address = closed_address()

@@ -326,17 +326,17 @@ def test_log_lines_stay_in_the_page_until_the_last_run_of_several_ends() -> None
     from prefect_raybatch.flow import tasks
 
     def shown() -> int:
-        return sum(isinstance(handler, APILogHandler) for handler in tasks.OURS.handlers)
+        return sum(isinstance(handler, APILogHandler) for handler in tasks.OUR_LOGGER.handlers)
 
-    level = tasks.OURS.level
+    level = tasks.OUR_LOGGER.level
     first, second = tasks.logs_in_page(), tasks.logs_in_page()
     first.__enter__()
     second.__enter__()
-    assert shown() == 1 and tasks.OURS.isEnabledFor(logging.INFO)
+    assert shown() == 1 and tasks.OUR_LOGGER.isEnabledFor(logging.INFO)
     first.__exit__(None, None, None)
-    assert shown() == 1 and tasks.OURS.isEnabledFor(logging.INFO)
+    assert shown() == 1 and tasks.OUR_LOGGER.isEnabledFor(logging.INFO)
     second.__exit__(None, None, None)
-    assert shown() == 0 and tasks.OURS.level == level
+    assert shown() == 0 and tasks.OUR_LOGGER.level == level
 
 
 # --- with Ray -----------------------------------------------------------------------------------

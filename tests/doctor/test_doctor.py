@@ -65,7 +65,7 @@ def test_versions_are_compared_with_the_metadata(monkeypatch: pytest.MonkeyPatch
 def test_a_python_out_of_range_and_a_missing_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = machine.ranges()[1]
     monkeypatch.setattr(machine, "ranges", lambda: (">=4", {**real, "ray": SpecifierSet()}))
-    monkeypatch.setattr(installed, "ENGINES", {"no-such-engine": "cpu"})
+    monkeypatch.setattr(installed, "ENGINE_EXTRAS", {"no-such-engine": "cpu"})
     got = found(machine.check_versions)
     assert got["python"].mark == "fail" and ">=4" in got["python"].found
     assert got["vllm"].mark == "warn" and got["ray"].mark == "pass"
@@ -121,7 +121,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], 
     """What is found when this Python is in the place of an engine's process."""
 
     def ask(code: str, job: BatchJob | None = None) -> Finding:
-        monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", code])
+        monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", code])
         return one(engine.check_engine, job)
 
     return ask
@@ -154,7 +154,7 @@ def test_an_engine_that_does_not_start(answers: Callable[..., Finding]) -> None:
 def test_an_engine_that_hangs(
     answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    monkeypatch.setattr(engine, "ENGINE_SECONDS", 0.3)
     got = answers("import time; time.sleep(60)")
     assert got.mark == "fail" and "within 0.3 s" in got.found
 
@@ -170,7 +170,7 @@ def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding
 def test_where_gpus_compute_the_cpu_is_not_tried(
     device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "COMMAND", [sys.executable, "-c", "pass"])
+    monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", "pass"])
     show(monkeypatch, Card())
     assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
 
@@ -220,10 +220,10 @@ def test_engines_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         Listed(14, 1, "sshd"),
     ]
     monkeypatch.setattr(machine.psutil, "process_iter", lambda names: listed)
-    monkeypatch.setattr(machine, "_driver_is_first", lambda: False)
+    monkeypatch.setattr(machine, "driver_is_first", lambda: False)
     got = one(machine.check_engines)
     assert got.mark == "fail" and got.remedy == "kill 11"
-    monkeypatch.setattr(machine, "_driver_is_first", lambda: True)  # a container's own engines
+    monkeypatch.setattr(machine, "driver_is_first", lambda: True)  # a container's own engines
     assert one(machine.check_engines).mark == "pass"
 
 
@@ -325,7 +325,9 @@ def test_an_address_where_something_else_listens() -> None:
 
 
 def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "JOIN", "import sys; sys.exit('Version mismatch: Ray 2.9')")
+    monkeypatch.setattr(
+        services, "JOIN_CLUSTER", "import sys; sys.exit('Version mismatch: Ray 2.9')"
+    )
     monkeypatch.setattr(services, "silent", lambda address: "")
     got = one(services.check_cluster, make_job(cluster={"address": "head:6379"}))
     assert got.mark == "fail" and "Version mismatch" in got.found
@@ -347,9 +349,9 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_job_server(version: str, mark: str) -> None:
     with http({"/api/version": {"ray_version": version}}) as url:
-        got = services._job_server(url)
+        got = services.job_server(url)
     assert got.mark == mark and version in got.found
-    assert services._job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
+    assert services.job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
 
 
 # --- what a job names ---------------------------------------------------------------------------
@@ -378,7 +380,7 @@ def on_s3(options: dict[str, Any], bucket: str = "doctor") -> BatchJob:
 
 
 def test_an_object_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PATIENCE", 1.0)
+    monkeypatch.setattr(places, "STORE_PATIENCE", 1.0)
     assert one(places.check_output, on_s3(s3.options)).mark == "pass"
     missing = one(places.check_output, on_s3(s3.options, "nowhere"))
     assert missing.mark == "fail" and "nowhere" in missing.found
@@ -392,7 +394,7 @@ def test_an_object_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_ignores_the_condition_or_forbids_deleting(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "PATIENCE", 1.0)
+    monkeypatch.setattr(places, "STORE_PATIENCE", 1.0)
     with proxy(
         s3, lambda method, path, headers: "strip" if "If-None-Match" in headers else "pass"
     ) as p:

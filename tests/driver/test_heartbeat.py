@@ -147,7 +147,7 @@ def test_a_ticker_has_the_context_of_who_starts_it():
 
 
 def test_work_that_hangs_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setattr(heartbeat, "JOIN", 0.2)
+    monkeypatch.setattr(heartbeat, "JOIN_SECONDS", 0.2)
     gate = threading.Event()
     began = time.monotonic()
     with Ticker("hangs", 0.001, gate.wait):
@@ -162,7 +162,7 @@ def test_work_that_hangs_does_not_hold_up_the_end(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "LOOK", 0.02)
-    monkeypatch.setattr(monitor, "EVERY", 0.05)
+    monkeypatch.setattr(monitor, "BEAT_EVERY", 0.05)
     monkeypatch.setattr(monitor, "ASK_ENGINES", 0.0)
 
 

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat
-from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, LABELS
-from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, METRIC_LABELS
+from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.limits import Limits
 
@@ -31,8 +31,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    monkeypatch.setenv(metrics.PORT, str(number))
-    monkeypatch.setenv(metrics.HOST, "127.0.0.1")
+    monkeypatch.setenv(metrics.METRICS_PORT, str(number))
+    monkeypatch.setenv(metrics.METRICS_HOST, "127.0.0.1")
     return number
 
 
@@ -48,12 +48,14 @@ def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
 
 def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
     run = small_run(tmp_path)
-    made = Monitor("me", run.plan, run.store, Limits(), Heard(), lambda: {"ALIVE": 2})
+    now = [0.0]
+    engines = {"ALIVE": 2}
+    made = Monitor("me", run.plan, run.store, Limits(), Heard(), lambda: engines, lambda: now[0])
     made(Progress(20, 4))
     with made:
         made.counts = counts(rows=20, shards=4, done=15, failed=2, skipped=1, committed=3)
-        made._asked = float("-inf")
-        made._look()
+        now[0] = ASK_ENGINES
+        made.look()
         found = scrape(port)
     assert set(found) == EXPORTED
     assert all(labels == {"job_name": "nightly", "run_key": "key"} for _, labels in found.values())
@@ -86,14 +88,14 @@ def test_a_taken_port_is_a_warning(port, caplog):
 
 @pytest.mark.parametrize("value", ["", "0", " "])
 def test_without_a_port_nothing_is_served(value, monkeypatch):
-    monkeypatch.setenv(metrics.PORT, value)
+    monkeypatch.setenv(metrics.METRICS_PORT, value)
     assert metrics.port() is None
 
 
 @pytest.mark.parametrize("value", ["http", "-1", "70000", "9500x"])
 def test_a_wrong_port_is_said_before_the_work(value, monkeypatch):
-    monkeypatch.setenv(metrics.PORT, value)
-    with pytest.raises(ConfigError, match=metrics.PORT):
+    monkeypatch.setenv(metrics.METRICS_PORT, value)
+    with pytest.raises(ConfigError, match=metrics.METRICS_PORT):
         metrics.port()
 
 
@@ -107,7 +109,7 @@ def test_the_dashboard_shows_exactly_what_is_exported():
     names = re.findall(r"raybatch_\w+", " ".join(queries + asked))
     assert set(names) == EXPORTED
     for text in queries + asked:  # labels, and variables, that exist
-        assert set(re.findall(r"(\w+)=~", text)) <= set(LABELS)
+        assert set(re.findall(r"(\w+)=~", text)) <= set(METRIC_LABELS)
         assert set(re.findall(r"\$(\w+)", text)) <= {v["name"] for v in variables}
     for place in (p["gridPos"] for p in panels):
         assert place["x"] + place["w"] <= 24

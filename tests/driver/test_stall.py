@@ -108,15 +108,15 @@ def stalled(tmp_path: Path, **limits) -> tuple[Monitor, Clock, Heard]:
     states = {"ALIVE": 1, "RESTARTING": 1}
     made = Monitor("me", run.plan, run.store, Limits(**limits), heard, lambda: states, clock)
     made(Progress(20, 4, passes=1))
-    made._look()
+    made.look()
     return made, clock, heard
 
 
 def test_a_stall_says_what_engines_and_store_are_doing(tmp_path, caplog):
     made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0)
-    made._write()
+    made.write()
     clock.now = 31.0
-    made._look()
+    made.look()
     (told,) = [r.getMessage() for r in caplog.records]
     for text in (
         "no shard was committed for 31 s, where 30 s are allowed until the first of a pass",
@@ -130,7 +130,7 @@ def test_a_stall_says_what_engines_and_store_are_doing(tmp_path, caplog):
     assert heard.beats[-1].about == told and heard.beats[-1].quiet == 31.0
     assert made.failure is None
     made.counts = counts(committed=1, rows=20, shards=4)
-    made._look()
+    made.look()
     assert "commits flow again after 31 s" in caplog.text
     assert (heard.beats[-1].alarms, heard.beats[-1].about) == (0, "")
 
@@ -149,7 +149,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
 def test_a_stall_can_end_the_run(tmp_path):
     made, clock, _ = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
     clock.now = 30.0
-    made._look()
+    made.look()
     assert isinstance(made.failure, EngineFailure) and made.failure.transient
     assert "limits.fail_on_stall" in str(made.failure)
 
@@ -176,7 +176,7 @@ def test_an_interruptible_pass_gives_on_what_comes_and_what_is_raised():
 
 @pytest.mark.parametrize("how", ["stall", "error of the driver"])
 def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
-    monkeypatch.setattr(stall, "LOOK", 0.02)
+    monkeypatch.setattr(stall, "STALL_LOOK", 0.02)
     gate, ended = threading.Event(), threading.Event()
 
     def passes(units, isolated):
@@ -214,7 +214,7 @@ class HangingEngine(FakeEngine):
 def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     tmp_path, local_ray, caplog, monkeypatch
 ):
-    monkeypatch.setattr(monitor, "EVERY", 0.5)
+    monkeypatch.setattr(monitor, "BEAT_EVERY", 0.5)
     caplog.set_level(logging.WARNING)
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     gate = tmp_path / "gate"

@@ -330,9 +330,9 @@ def test_secrets_reach_the_process_by_its_environment_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block = BatchInferenceJob(job=job(), cluster=cluster())
-    assert json.loads(block._environment()["RAY_JOB_HEADERS"])["X-Key"] == HUSH[3]
+    assert json.loads(block.environment()["RAY_JOB_HEADERS"])["X-Key"] == HUSH[3]
     monkeypatch.setenv("PREFECT__CONTROL_TOKEN", "of the flow run that triggers")
-    without = BatchInferenceJob(job=job())._environment()
+    without = BatchInferenceJob(job=job()).environment()
     assert "RAY_JOB_HEADERS" not in without and "PREFECT__CONTROL_TOKEN" not in without
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.browser import browser_page, expect, form_field, picture
 from helpers.prefect_server import Prefect
-from helpers.processes import below, running, title
+from helpers.processes import below, running, slowed, title
 from helpers.ray_head import Head
 from playwright.sync_api import Page
 
@@ -29,7 +29,8 @@ from prefect_raybatch.storage import open_store
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SHARD = 50
-ROWS = 20_000  # a minute of work on a quiet machine: the pages must be seen meanwhile
+ROWS = 6_000
+MANY = 20_000  # a minute of work on a quiet machine, which cancelling cuts short
 WORK = 600  # seconds for a run on a busy machine, which may need Prefect's retry of its start
 
 
@@ -61,6 +62,21 @@ def open_artifact(page: Page, prefect: Prefect, key: str) -> None:
     page.get_by_text(key, exact=True).click()
     page.locator("a[href*='/artifacts/artifact/']").first.click()
     expect(page.get_by_text("Show raw data")).to_be_visible()
+
+
+def submit(page: Page) -> None:
+    """Clicks as an operator does: again where the page says that the server took nothing, as one
+    on a busy machine may."""
+    taken = page.get_by_text("scheduled to start")
+    refused = page.get_by_text("Something went wrong")
+    for _ in range(5):
+        page.get_by_role("button", name="Submit").click()
+        expect(taken.or_(refused).first).to_be_visible()
+        if taken.first.is_visible():
+            return
+        page.get_by_role("button", name="Close").first.click()
+        expect(refused).to_have_count(0)
+    expect(taken.first).to_be_visible()
 
 
 def row_in_time(page: Page, text: str) -> None:
@@ -98,6 +114,38 @@ def at_work(prefect: Prefect, head: Head) -> list[psutil.Process]:
     pipeline, among them the engines, and what these have started."""
     workers = below(head.pid, "MapBatches(")
     return [*below(prefect.worker), *workers, *(p for w in workers for p in below(w.pid))]
+
+
+def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None:
+    """Looks at the pages of a run that works, which refuse a second one meanwhile."""
+    dev = prefect.deployments["dev"]["id"]
+    again = {"parameters": prefect.ask(f"flow_runs/{run}")["parameters"]}
+    second = prefect.ask(f"deployments/{dev}/create_flow_run", again)["id"]
+    open_run(page, prefect, run)
+    expect(page.get_by_text("Running", exact=True).first).to_be_visible()
+    line = page.get_by_text(
+        re.compile(rf"of {ROWS:,} rows \(\d+%\), \d+ rows/s, .* left, 0 failed")
+    )
+    expect(line.first).to_be_visible()
+    page.get_by_role("button", name="Oldest to newest").press("ArrowDown")
+    page.locator(".p-select-option", has_text="Newest to oldest").click()
+    expect(line.first).to_be_visible()
+    picture(page, "run", tmp_path, 1000)
+    open_artifact(page, prefect, "raybatch-monday-live")
+    row_in_time(page, f"rows .*of {ROWS:,}")
+    row_in_time(page, "state inferring")
+    row_in_time(page, "engines alive 1")
+    picture(page, "live", tmp_path, 700)
+    open_artifact(page, prefect, "raybatch-monday-progress")
+    (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
+    assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
+    refused = prefect.until(
+        lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
+        60,
+        "the refusal of a second run",
+    )
+    assert "concurrency limit" in refused["message"]
+    assert prefect.state(run)["type"] == "RUNNING", "the first had ended: nothing was tested"
 
 
 def job_of(url: str, run_dir: Path) -> RayJob:
@@ -144,8 +192,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     key.locator("textarea").fill("monday")
     page.get_by_role("link", name="Deployments").last.scroll_into_view_if_needed()
     picture(page, "form", tmp_path, 1000)
-    page.get_by_role("button", name="Submit").click()
-    expect(page.get_by_text("scheduled to start").first).to_be_visible()
+    submit(page)
 
     def runs() -> Any:
         return prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [dev]}}})
@@ -157,34 +204,8 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
     working(prefect, run["id"], run_dir, 3)
-    again = {"parameters": run["parameters"]}
-    second = prefect.ask(f"deployments/{dev}/create_flow_run", again)["id"]
-    open_run(page, prefect, run["id"])
-    expect(page.get_by_text("Running", exact=True).first).to_be_visible()
-    line = page.get_by_text(
-        re.compile(rf"of {ROWS:,} rows \(\d+%\), \d+ rows/s, .* left, 0 failed")
-    )
-    expect(line.first).to_be_visible()
-    page.get_by_role("button", name="Oldest to newest").press("ArrowDown")
-    page.locator(".p-select-option", has_text="Newest to oldest").click()
-    expect(line.first).to_be_visible()
-    picture(page, "run", tmp_path, 1000)
-    open_artifact(page, prefect, "raybatch-monday-live")
-    row_in_time(page, f"rows .*of {ROWS:,}")
-    row_in_time(page, "state inferring")
-    row_in_time(page, "engines alive 1")
-    picture(page, "live", tmp_path, 700)
-    open_artifact(page, prefect, "raybatch-monday-progress")
-    (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
-    assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
-    refused = prefect.until(
-        lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
-        60,
-        "the refusal of a second run",
-    )
-    assert "concurrency limit" in refused["message"]
-    assert prefect.state(run["id"])["type"] == "RUNNING", "the first had ended: nothing was tested"
-
+    with slowed(below(ray_head.pid, "EngineStage")):
+        seen_at_work(page, prefect, run["id"], tmp_path)
     prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
     proof = verify(open_store(str(run_dir)))
     assert proof.ok and (proof.rows, proof.data, proof.quarantined) == (ROWS, ROWS, 0)
@@ -222,7 +243,7 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
 ) -> None:
     prefect, job_server = deployed, ray_head.url
     run_dir, table = folder / "out/dev-20260301T010000Z", str(folder / "many.csv")
-    write_customers(table, 60_000, 3)
+    write_customers(table, MANY, 3)
     dev = prefect.deployments["dev"]
     job = {
         **dev["parameters"]["job"],
@@ -240,9 +261,10 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     titles = "\n".join(map(title, before))
     assert "prefect.engine" in titles and "EngineStage" in titles, titles
 
-    open_run(page, prefect, run)
-    page.get_by_role("button", name="Cancel", exact=True).click()
-    expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
+    with slowed(below(ray_head.pid, "EngineStage")):
+        open_run(page, prefect, run)
+        page.get_by_role("button", name="Cancel", exact=True).click()
+        expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
     clicked = time.monotonic()
     page.get_by_role("button", name="Confirm", exact=True).click()
     badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
@@ -259,7 +281,7 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
 
     now = commits(run_dir)
     assert kept.items() <= now.items(), "a commit was changed or lost"
-    assert len(now) < 60_000 // SHARD and not (run_dir / "_SUCCESS").exists()
+    assert len(now) < MANY // SHARD and not (run_dir / "_SUCCESS").exists()
     time.sleep(3)
     assert commits(run_dir) == now, "something goes on committing"
     command = ["raybatch", "reconcile", job_server, "--json"]

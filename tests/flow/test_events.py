@@ -31,7 +31,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat
 from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
 from prefect_raybatch.flow import assets, events, page, tasks
-from prefect_raybatch.flow.artifacts import KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.ledger.layout import heartbeat_path
@@ -115,13 +115,13 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     stats = ShardStats(rows=10, started=1.0, ended=2.0)
     progress.add(replace(COMMIT, stats=stats), 1.0)
     shown.log = type("Log", (), {"info": lambda self, text: calls.update(["line"])})()
-    monkeypatch.setattr(Page, "_show", lambda self, artifact, kind: calls.update([kind]))
+    monkeypatch.setattr(Page, "show", lambda self, artifact, kind: calls.update([kind]))
     monkeypatch.setattr(plots, "live", lambda charts, working: "data:,")  # 960 would take a minute
     for second in range(8 * 3600):
         now[0] = float(second)
         done = round(1_000_000 * second / (8 * 3600))
-        shown._counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
-        shown._progress = progress
+        shown.counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
+        shown.progress = progress
         shown.hear(Beat(0.0, phase=INFERRING))
         shown.tick()
     assert calls["progress"] <= 8 * 720 and calls["live"] <= 8 * 360 and calls["line"] <= 8 * 240
@@ -143,8 +143,8 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
             raise ConnectionError("database is locked")
         seen.append(kind)
 
-    monkeypatch.setattr(Page, "_show", show)
-    shown._counts = counts()  # the same for ever: what is shown once is not shown again
+    monkeypatch.setattr(Page, "show", show)
+    shown.counts = counts()  # the same for ever: what is shown once is not shown again
     shown.hear(Beat(0.0, phase=INFERRING))
     with pytest.raises(ConnectionError):
         shown.tick()
@@ -164,15 +164,15 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
     now = [0.0]
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = Page(make_job(), run, clock=lambda: now[0])
-    shown._counts = counts()
+    shown.counts = counts()
     beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
     store.put(heartbeat_path("elsewhere"), beat.to_bytes())
-    assert shown._now(1.0).phase != WAITING
-    seen = shown._now(20.0)
+    assert shown.state(1.0).phase != WAITING
+    seen = shown.state(20.0)
     assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
     old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
     store.put(heartbeat_path("elsewhere"), old.to_bytes())
-    assert shown._now(40.0).phase != WAITING
+    assert shown.state(40.0).phase != WAITING
 
 
 # --- the asset's key ----------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_two_run_keys_never_share_an_artifact_key(names):
     assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARTIFACT_KINDS)
 def test_what_was_tuned_has_a_key_that_no_run_has(kind):
     assert tune_key("nightly") == "raybatch-tune-nightly"
     taken = f"{artifact_key('tune-x')}-{kind}"
@@ -397,10 +397,10 @@ def test_what_was_tuned_has_a_key_that_no_run_has(kind):
     assert tune_key(f"x-{kind}") != tune_key(f"x.{kind}")
 
 
-def test_the_terminal_hears_what_the_page_hears(tmp_path, monkeypatch, capsys):
+def test_the_terminal_hears_what_the_page_hears(tmp_path, capsys):
     show = TerminalProgress(quiet=False)
-    monkeypatch.setattr(page, "OBSERVERS", [show, lambda progress: None])
-    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False))
+    run, observers = Run(str(tmp_path), "k", "h", 100, 10, False), [show, lambda progress: None]
+    shown = Page(make_job(), run, observers=observers)
     shown.hear(Beat(0.0, phase=INFERRING))
     shown(Progress(100, 10))
     assert capsys.readouterr().err == "inferring\n"
@@ -416,23 +416,23 @@ def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
     assert {"": "failed", "now": "8 (7 of them not committed)"} in page.live_rows(beat)
     # Also of a driver elsewhere, whose commits are all that is seen from here.
     shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
-    shown._counts = counts()
+    shown.counts = counts()
     shown.hear(beat)
-    assert shown._now(1.0).held_back == 7
+    assert shown.state(1.0).held_back == 7
 
 
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = Page(make_job(), run)
     beat = Beat(0.0, phase=INFERRING, engines={"ALIVE": 1})
-    assert shown._plots(beat) is None
+    assert shown.image(beat) is None
     progress = Progress(100, 10)
-    shown._progress = progress
-    assert shown._plots(beat) is None
+    shown.progress = progress
+    assert shown.image(beat) is None
     stats = ShardStats(rows=10, started=1.0, ended=2.0)
     progress.add(replace(COMMIT, shard=0, stats=stats), 1.0)
-    assert "in work, about" in picture(shown._plots(beat) or "")
-    assert "in work, about" not in picture(shown._plots(replace(beat, engines={})) or "")
+    assert "in work, about" in picture(shown.image(beat) or "")
+    assert "in work, about" not in picture(shown.image(replace(beat, engines={})) or "")
 
 
 def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch):
@@ -500,7 +500,7 @@ def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path
         live.see(
             Beat(0.0, alarms=number + 1, about="engines: 1 alive", failed=4, rows=9, shards=5), 0.0
         )
-        live._high = False
+        live.told_high = False
         if {"stall" in p["subject"] for p in pages} == {True, False}:
             break
         time.sleep(1)

@@ -63,7 +63,7 @@ class _Answering(EngineStage):
     def __init__(self, engine: Stepped):
         self.spec, self.engine = EngineSpec({}, {}, {}), engine
 
-    def _ready(self) -> Stepped:
+    def ready(self) -> Stepped:
         return self.engine
 
 

@@ -230,3 +230,8 @@ def deadly_ask(row: Row) -> str:
 def most(row: Row) -> Row:
     """The largest number of a vector."""
     return {"most": max(row["answer"])}
+
+
+def seats(row):
+    """Takes an answer that is an object."""
+    return {"first": row["response"]["seats"][0]}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -40,3 +41,28 @@ def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
         time.sleep(0.1)
     return found
+
+
+@contextmanager
+def slowed(processes: list[psutil.Process]) -> Iterator[None]:
+    """Lets them work a tenth of each second, so that what they do is seen while it lasts."""
+    over = threading.Event()
+
+    def each(act: Callable[[psutil.Process], None]) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                act(process)
+
+    def pause() -> None:
+        while not over.wait(0.1):
+            each(psutil.Process.suspend)
+            over.wait(0.9)
+            each(psutil.Process.resume)
+
+    thread = threading.Thread(target=pause, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

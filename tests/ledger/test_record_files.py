@@ -28,12 +28,12 @@ from prefect_raybatch.ledger.layout import (
     heartbeat_path,
 )
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.record_files import KINDS, limit_of, put_record, read_record
+from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.record_files import RECORD_KINDS, limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.stages.finish import _ranges
 from prefect_raybatch.storage import open_store
 
 EVERY_SECOND = 400_000  # rows of a shard of which every second one is left out
@@ -44,8 +44,10 @@ def left_out_alternately(run: SmallRun, rows: int) -> Receipt:
     positions = np.arange(rows)
     good = positions[::2]
     table = pa.table({"__rb_pos": pa.array(good, pa.int32()), "response": ["a"] * len(good)})
-    piece = run.finish()._piece(0, "data", table, good)
-    return Receipt(0, "a", _ranges(good), (), _ranges(positions[1::2]), (piece,))
+    piece = run.finish().write_piece(0, "data", table, good)
+    return Receipt(
+        0, "a", to_ranges(good.tolist()), (), to_ranges(positions[1::2].tolist()), (piece,)
+    )
 
 
 def test_a_shard_with_every_second_row_left_out_is_committed_resumed_and_proved(tmp_path):
@@ -83,8 +85,8 @@ def test_a_success_of_40_000_parts_is_read_again(tmp_path):
 
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Readers and writers of this test take `limit` bytes of any record."""
-    kinds = tuple(kind._replace(limit=limit) for kind in KINDS)
-    monkeypatch.setattr(record_files, "KINDS", kinds)
+    kinds = tuple(kind._replace(limit=limit) for kind in RECORD_KINDS)
+    monkeypatch.setattr(record_files, "RECORD_KINDS", kinds)
     monkeypatch.setattr(record_files, "TABLE", record_files.TABLE._replace(limit=limit))
 
 

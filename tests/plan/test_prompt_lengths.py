@@ -59,8 +59,8 @@ def test_places_are_apart_within_the_rows_and_as_many_as_asked(rows, sample):
     found = sorted(tokens.places(rows, sample))
     taken = [row for start, count in found for row in range(start, start + count)]
     assert len(set(taken)) == len(taken) and taken[0] >= 0 and taken[-1] < rows
-    assert min(rows, sample) <= len(taken) < sample + tokens.RUN
-    if rows > sample > tokens.RUN:
+    assert min(rows, sample) <= len(taken) < sample + tokens.NEIGHBOURS
+    if rows > sample > tokens.NEIGHBOURS:
         assert taken[0] == 0 and taken[-1] == rows - 1
 
 

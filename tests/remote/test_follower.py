@@ -110,7 +110,7 @@ class World:
         follower = self.follower()
         assert self.records.add(number, follower.sent, URL, "earlier")
         record = self.records.read(number)
-        follower._submit(record, self.server(URL))
+        follower.submit_recorded(record, self.server(URL))
         self.head.jobs[record.id].status = status
         return record.id
 
@@ -261,7 +261,7 @@ def test_a_job_that_succeeded_meanwhile_is_collected(world: World) -> None:
     id = world.submitted(status="SUCCEEDED")
     world.small.commit_all()
     follower = world.follower()
-    follower.watch._seen[:] = False  # as if the commits came after the first look
+    follower.watch.seen[:] = False  # as if the commits came after the first look
     record, server = follower.attach()
     assert record.id == id
     assert follower.follow(record, server).status == "SUCCEEDED"
@@ -576,10 +576,10 @@ def test_a_running_job_ends_when_a_newer_one_is_recorded(
     monkeypatch.setattr(remote.os, "kill", lambda pid, number: killed.append(number))
     world.records.add(1, {}, URL, None)
     over = Over()
-    remote._guard(world.records, 1, over)
+    remote.guard(world.records, 1, over)
     assert killed == [remote.signal.SIGTERM] and over.looks == 2
     over.set()
-    remote._guard(world.records, 1, over)  # the work is done: nothing to guard
+    remote.guard(world.records, 1, over)  # the work is done: nothing to guard
     assert len(killed) == 1
 
 
@@ -726,7 +726,7 @@ def test_repetitions_are_counted_and_a_flood_is_bounded() -> None:
 
 
 def test_an_endless_log_is_left_to_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_raybatch.remote.logs.MOST_BYTES", 1000)
+    monkeypatch.setattr("prefect_raybatch.remote.logs.MOST_LOG_BYTES", 1000)
     log = Log()
     assert "too long" in log.add("x" * 2000 + "\n")[-1][1]
     assert log.add("[raybatch ERROR] not read\n") == []
@@ -737,7 +737,7 @@ def test_the_clients_address_is_not_the_environments(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
     with pytest.raises(Exception, match=r"127\.0\.0\.1:3"):
-        servers._connect("http://127.0.0.1:3")
+        servers.connect_client("http://127.0.0.1:3")
     assert servers.os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
 
 

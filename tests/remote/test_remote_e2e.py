@@ -26,7 +26,7 @@ from prefect_raybatch.remote.server import JobServer, RayJob
 pytestmark = pytest.mark.e2e
 
 BIN = Path(sys.executable).parent
-ROWS, SHARD, KEY = 6000, 100, "outlives-its-flow"
+ROWS, SHARD, KEY = 3000, 50, "outlives-its-flow"
 
 
 @pytest.fixture

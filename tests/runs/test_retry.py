@@ -632,7 +632,7 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     def never(*_: object, **__: object) -> None:
         raise AssertionError("nothing may start")
 
-    monkeypatch.setattr("prefect_raybatch.cli.drive._run_flow", never)
+    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     uri = first_run(tmp_path).store.uri
     first_run(tmp_path, failed={}, key="good")
     first_run(tmp_path, finish=False, key="half")

@@ -124,14 +124,14 @@ def test_the_job_file_has_the_settings_and_what_was_tried():
 
 def test_a_deadline_says_how_many_engines():
     trials = tuned().trials
-    found = tune._told(trials, trials[1], 1_000_000, 3620.0)
+    found = tune.tuned_of(trials, trials[1], 1_000_000, 3620.0)
     # 8,000 s of work in 3,600 s: 2 * 8000 / 3600 * 1.1 = 4.9 engines
     assert found.needs == 5
     assert settings(found) == {"engine.max_num_seqs": 512, "engine.replicas": 5}
     assert "needs engine.replicas: 5" in "\n".join(conclusion(found))
-    met = tune._told(trials, trials[1], 1_000_000, 9000.0)
+    met = tune.tuned_of(trials, trials[1], 1_000_000, 9000.0)
     assert met.needs is None and "is met" in "\n".join(conclusion(met))
-    never = tune._told(trials, trials[1], 1_000_000, 15.0)
+    never = tune.tuned_of(trials, trials[1], 1_000_000, 15.0)
     assert never.needs is None and "no number of them helps" in "\n".join(conclusion(never))
 
 
@@ -165,13 +165,13 @@ def job(tmp_path: Path) -> BatchJob:
 
 
 def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, monkeypatch):
-    monkeypatch.setattr(tune, "_axes", lambda job, have: {tune.SEQUENCES: lambda v: [256]})
+    monkeypatch.setattr(tune, "axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
     seen: list[Trial] = []
     found = tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
     assert list(found.trials) == seen and len(seen) == 2, seen
     assert not any(trial.error for trial in seen)
     first, second = found.trials
-    assert second.changes == {tune.SEQUENCES: 256}
+    assert second.changes == {tune.MAX_NUM_SEQS: 256}
     # Four times as fast, unless this machine is busy with something else.
     better = second.rows_per_s > first.rows_per_s * tune.BETTER
     assert found.best == (second if better else first)

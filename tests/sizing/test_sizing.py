@@ -253,7 +253,7 @@ def test_packed_engines_fit_in_memory_with_room_for_their_rows(config, kind, cpu
     except InsufficientResources:
         return
     count = found.pool.engines_per_gpu
-    assert 1 <= count <= packing.MOST
+    assert 1 <= count <= packing.MOST_ENGINES
     assert count == 1 or count * packing.CORES <= cpus
     if count == 1:
         assert found.share == {}

@@ -471,14 +471,14 @@ def test_an_open_quote_and_a_broken_archive(tmp_path, monkeypatch):
 
 def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
     path = Path(text(tmp_path / "a.csv", "a\n1\n"))
-    kept = snapshots._copy
+    kept = snapshots.copy_tables
 
     def slow(*args: Any) -> Inventory:
         made = kept(*args)
         path.write_text("a\n1\n2\n")
         return made
 
-    monkeypatch.setattr(snapshots, "_copy", slow)
+    monkeypatch.setattr(snapshots, "copy_tables", slow)
     with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
         copy(tmp_path, str(path))
 
@@ -486,7 +486,7 @@ def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
 def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path, monkeypatch):
     path = Path(text(tmp_path / "a.csv", "a\n1\n"))
     info = path.stat()
-    kept = snapshots._copy
+    kept = snapshots.copy_tables
 
     def slow(*args: Any) -> Inventory:
         made = kept(*args)
@@ -494,7 +494,7 @@ def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path
         os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
         return made
 
-    monkeypatch.setattr(snapshots, "_copy", slow)
+    monkeypatch.setattr(snapshots, "copy_tables", slow)
     with pytest.raises(SourceError, match=r"a\.csv: changed while it was being copied"):
         copy(tmp_path, str(path))
 

@@ -101,7 +101,7 @@ def test_a_row_that_takes_too_long_ends_the_process(what: str) -> None:
 def test_an_import_that_does_not_end_ends_the_process() -> None:
     code = (
         "from prefect_raybatch.stages.calls import calling\n"
-        "calling.START = 0.2\n"
+        "calling.START_SECONDS = 0.2\n"
         "with calling.Calls(0.1).function('helpers.hangs_when_imported:function', 'f'): pass\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -148,7 +148,7 @@ def test_a_row_ends_its_child_and_the_next_has_another(what: str, kind: Any, sai
 
 def test_what_is_raised_comes_back_by_name_from_the_same_child() -> None:
     function = Apart(DEADLY, "f", 5.0)
-    child = function._alive()
+    child = function.child()
     for what, kind, text in (
         ("error", "LookupError", "not there"),
         ("sys.exit", "SystemExit", "no good"),
@@ -162,7 +162,7 @@ def test_what_is_raised_comes_back_by_name_from_the_same_child() -> None:
         assert (type(caught.value).__name__, str(caught.value)) == (kind, text)
     assert function({"what": "forked"}) == {"said": "FORKED"}  # and no answer of the copy
     assert function({"what": "fine" * 1_000_000}) == {"said": "FINE" * 1_000_000}
-    assert function._alive() is child
+    assert function.child() is child
 
 
 def test_an_end_between_two_rows_is_no_rows_fault() -> None:
@@ -201,7 +201,7 @@ def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
         "import os, signal, threading\n"
         "from prefect_raybatch.stages.calls.apart import Apart\n"
         f"function = Apart({DEADLY!r}, 'f', None)\n"
-        "print(function._alive()._process.pid, flush=True)\n"
+        "print(function.child().process.pid, flush=True)\n"
         "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
         "function({'what': 'loop'})\n"
     )
@@ -212,7 +212,7 @@ def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
 
 def test_a_child_ends_when_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     child = apart.Child(DEADLY, "f", None)
-    pid = child._process.pid
+    pid = child.process.pid
     assert psutil.pid_exists(pid)
     del child
     gc.collect()
@@ -283,5 +283,5 @@ def test_a_unit_that_is_isolated_is_alone_in_its_read_task_too(tmp_path: Path) -
     size: Any = None
     pipeline = Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
     units = [run.whole(shard) for shard in range(300)]
-    assert [len(task.units) for task in pipeline._tasks(units, True)] == [1] * 300
-    assert len(pipeline._tasks(units, False)) < 300
+    assert [len(task.units) for task in pipeline.read_tasks(units, True)] == [1] * 300
+    assert len(pipeline.read_tasks(units, False)) < 300

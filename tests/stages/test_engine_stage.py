@@ -67,7 +67,7 @@ def dies(requests: Any) -> list[Completion]:
 def test_each_answer_comes_to_its_row_and_failed_rows_are_not_asked(started):
     made, factory = started(echo)
     table = made(block(Unit(5, 10, 4), failed=[0, 2]))
-    assert [r.prompt_token_ids for r in made._engine.seen[0]] == [[1, 1], [3, 3]]
+    assert [r.prompt_token_ids for r in made.engine.seen[0]] == [[1, 1], [3, 3]]
     assert table[ANSWERS].to_pylist() == [None, [[1, 2]], None, [[3, 2]]]
     assert table[FINISH].to_pylist() == [None, "stop", None, "stop"]
     assert table[PROMPT_TOKENS].to_pylist() == [None, 2, None, 2]
@@ -102,7 +102,7 @@ def test_a_row_that_the_engine_refuses_is_marked_and_the_others_are_answered(sta
 def test_a_rows_own_sampling_overrides_the_jobs(started):
     made, _ = started(echo)
     made(block(Unit(0, 0, 2), params={1: '{"max_tokens": 9, "seed": 1}'}))
-    asked = {r.prompt_token_ids[0]: r.params for r in made._engine.seen[0]}
+    asked = {r.prompt_token_ids[0]: r.params for r in made.engine.seen[0]}
     assert asked == {
         0: {"temperature": 0.0, "max_tokens": 4},
         1: {"temperature": 0.0, "max_tokens": 9, "seed": 1},
@@ -165,7 +165,7 @@ def test_blocks_in_flight_at_one_death_start_one_new_engine(started):
 
 # --- engines that work for no row ---------------------------------------------------------------
 
-FIXED = list(canary.PROMPT)
+FIXED = list(canary.CANARY_PROMPT)
 
 
 def dies_of(cause: str) -> Callable[[Any], list[Completion]]:
@@ -219,7 +219,7 @@ def test_an_engine_that_died_after_rows_is_followed_by_one_that_is_not_asked(sta
 
 def test_rows_answered_in_the_call_that_died_count_as_well(started):
     def half(requests: Any) -> list[Completion]:
-        made._engine.rows += 5
+        made.engine.rows += 5
         raise EngineDied("out of memory")
 
     made, factory = started(half, echo)
@@ -287,8 +287,8 @@ def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
     for _ in range(2):
         made(block(Unit(0, 0, 1)))
     asked = factory.made[1].seen[0][0].params
-    assert asked == {"temperature": 0.5, "max_tokens": canary.MOST, "choice": ["a"]}
-    assert canary.fields_for({}) == {"max_tokens": canary.MOST}
+    assert asked == {"temperature": 0.5, "max_tokens": canary.CANARY_TOKENS, "choice": ["a"]}
+    assert canary.fields_for({}) == {"max_tokens": canary.CANARY_TOKENS}
     assert canary.fields_for({"max_tokens": 1}) == {"max_tokens": 1}
 
 
@@ -401,7 +401,7 @@ def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path
     os.utime(path, (0, 0))
     assert note.Note("mine").left() is None and path.exists()  # old, and its process is alive
     os.utime(path, (0, 0))
-    other._file.close()
+    other.file.close()
     assert note.Note("mine").left() is None and not path.exists()
 
 
@@ -437,9 +437,9 @@ def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
 
 
 def test_an_engine_that_never_starts_is_fatal(started):
-    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.STARTS + 1)))
+    made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.ENGINE_STARTS + 1)))
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [
-        (0, 0, f"RuntimeError: try {canary.STARTS}", True)
+        (0, 0, f"RuntimeError: try {canary.ENGINE_STARTS}", True)
     ]
 
 
@@ -486,7 +486,7 @@ def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(echo))
     share = {"kv_cache_memory_bytes": 7, "gpu_memory_utilization": 0.46} if planned else {}
     arguments = {"max_num_batched_tokens": 2048, "max_num_seqs": 8}
-    found = EngineStage(EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share))._arguments()
+    found = EngineStage(EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share)).arguments()
     if same:
         assert found["kv_cache_memory_bytes"] == 7
     else:
@@ -565,12 +565,12 @@ def test_rows_go_to_the_engine_in_its_order_and_answers_come_back_in_theirs(star
     prompts = [[4], [1, 1, 1], [2, 2], [3, 3, 3, 3]]
     made, _ = started(echo)
     table = made(prepared(prompts))
-    assert [len(r.prompt_token_ids) for r in made._engine.seen[0]] == [4, 3, 2, 1]
+    assert [len(r.prompt_token_ids) for r in made.engine.seen[0]] == [4, 3, 2, 1]
     assert table[ANSWERS].to_pylist() == [[[4, 2]], [[1, 2]], [[2, 2]], [[3, 2]]]
     assert table[PROMPT_TOKENS].to_pylist() == [1, 3, 2, 4]
     plain, _ = started(echo, spec=replace(SPEC, sort=False))
     assert plain(prepared(prompts))[ANSWERS].equals(table[ANSWERS])
-    assert [r.prompt_token_ids for r in plain._engine.seen[0]] == prompts
+    assert [r.prompt_token_ids for r in plain.engine.seen[0]] == prompts
 
 
 def test_equal_requests_are_asked_once_and_counted_once(started):
@@ -578,14 +578,14 @@ def test_equal_requests_are_asked_once_and_counted_once(started):
     own = {3: '{"max_tokens": 9}'}
     made, _ = started(echo)
     table = made(prepared(prompts, own))
-    assert len(made._engine.seen[0]) == 3
+    assert len(made.engine.seen[0]) == 3
     assert [a[0][0] for a in table[ANSWERS].to_pylist()] == [7, 8, 7, 7, 8]
     assert table[MERGED].to_pylist() == [False, False, True, False, True]
     assert table[PROMPT_TOKENS].to_pylist() == [1, 1, None, 1, None]
     assert table[FINISH].to_pylist() == ["stop"] * 5
     each, _ = started(echo, spec=replace(SPEC, merge=False))
     assert each(prepared(prompts, own))[ANSWERS].equals(table[ANSWERS])
-    assert len(each._engine.seen[0]) == 5
+    assert len(each.engine.seen[0]) == 5
 
 
 def test_a_request_that_is_refused_fails_all_its_rows(started):

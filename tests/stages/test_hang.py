@@ -33,7 +33,7 @@ from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.vllm import last_words
-from prefect_raybatch.stages.vllm.hang import LOOK, STATUS, HangWatch
+from prefect_raybatch.stages.vllm.hang import HANG_LOOK, STATUS, HangWatch
 from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
 
@@ -206,7 +206,7 @@ def test_a_start_that_fails_tells_what_only_the_engines_log_has(
 def test_neither_slow_steps_nor_a_rest_is_a_hang(start: Callable[..., SteppedEngine]) -> None:
     engine = start(2 * SLOW_S)
     assert len(engine.run([Request([SLOW])] * 8)) == 8  # longer in all than the limit
-    time.sleep(2 * SLOW_S + 2 * LOOK)
+    time.sleep(2 * SLOW_S + 2 * HANG_LOOK)
     assert len(engine.run([Request([SLOW])])) == 1
     assert engine.stats()["died"] is None
 
@@ -221,7 +221,7 @@ def test_without_a_limit_a_stopped_core_is_waited_for(
     caller.start()
     core = psutil.Process(engine._engine.engine_core.process.pid)
     assert wait_until(lambda: core.status() == psutil.STATUS_STOPPED)
-    caller.join(3 * LOOK)
+    caller.join(3 * HANG_LOOK)
     assert caller.is_alive() and engine.stats()["died"] is None
     core.resume()
     caller.join(20)
@@ -275,11 +275,11 @@ class HangsInProcess(EngineStage):
 
     AT = 4
 
-    def _start(self) -> None:
+    def start(self) -> None:
         fake_vllm.install()
-        super()._start()
+        super().start()
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {}
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -324,8 +324,8 @@ class DiesInProcess(HangsInProcess):
     def __call__(self, table: pa.Table) -> pa.Table:
         return EngineStage.__call__(self, table)
 
-    def _start(self) -> None:
-        super()._start()
+    def start(self) -> None:
+        super().start()
         fake_vllm.compute = lambda tokens: os.kill(os.getpid(), signal.SIGILL)  # type: ignore
 
 

@@ -111,9 +111,9 @@ def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
 
 def test_samples_are_bounded():
     world = World()
-    for second in range(figures.KEPT + 100):
+    for second in range(figures.SAMPLES_KEPT + 100):
         world.at(1000 + second, running=1)
-    assert world.sampler.over(0, 1e12).samples == figures.KEPT
+    assert world.sampler.over(0, 1e12).samples == figures.SAMPLES_KEPT
 
 
 # --- the node -----------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
             return made
 
     monkeypatch.setattr(stepper, "SteppedEngine", Telling(lambda rs: [completion("x") for _ in rs]))
-    monkeypatch.setattr(figures, "EVERY", 60)
+    monkeypatch.setattr(figures, "SAMPLE_EVERY", 60)
     made = EngineStage(EngineSpec(dict(MODEL), {}, {}))
     assert isinstance(made, stage.EngineStage) and made.sampler is not None
     made.sampler.take()

@@ -96,9 +96,9 @@ def test_the_torch_that_is_installed_has_what_is_called() -> None:
 def test_the_entry_point_is_registered_and_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = project["entry-points"][GROUP]
-    assert list(ours) == [vllm_plugin.NAME]
-    (installed,) = entry_points(group=GROUP, name=vllm_plugin.NAME)
-    assert installed.value == ours[vllm_plugin.NAME]
+    assert list(ours) == [vllm_plugin.PLUGIN]
+    (installed,) = entry_points(group=GROUP, name=vllm_plugin.PLUGIN)
+    assert installed.value == ours[vllm_plugin.PLUGIN]
     assert installed.load() is vllm_plugin.register
 
 

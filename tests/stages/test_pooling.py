@@ -79,10 +79,10 @@ class Stages:
 
 class _Stage(EngineStage):
     def __init__(self, engine: Stepped, spec: EngineSpec):
-        self.spec, self.engine = spec, engine
+        self.spec, self.planned = spec, engine
 
-    def _ready(self) -> Any:
-        return self.engine
+    def ready(self) -> Any:
+        return self.planned
 
 
 BERT = {"architectures": ["BertModel"]}

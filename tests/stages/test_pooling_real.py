@@ -59,8 +59,8 @@ class Real:
         return made, job, task
 
     def close(self) -> None:
-        if self.stage is not None and self.stage._engine is not None:
-            self.stage._engine.close()
+        if self.stage is not None and self.stage.engine is not None:
+            self.stage.engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreU
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files
 from prefect_raybatch.ledger.records import InputFile, Unit
-from prefect_raybatch.source import inventory, snapshot, snapshot_dataset
+from prefect_raybatch.source import inventory, parquet, snapshot, snapshot_dataset
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
 from prefect_raybatch.stages.read import ShardReader, Task
@@ -106,7 +106,7 @@ def test_any_layout_gives_each_row_once_in_order(tmp_path_factory, **drawn: Any)
     ]
     tasks = one.tasks(units, min_tasks=1, units_per_task=drawn["per_task"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "BATCH_ROWS", drawn["batch"])
+        patch.setattr(parquet, "BATCH_ROWS", drawn["batch"])
         check_rows(everything(one, tasks), units)
 
 
@@ -127,7 +127,7 @@ def test_one_huge_row_group_is_decoded_once_a_task(tmp_path, monkeypatch):
     tasks = one.tasks(units, min_tasks=1)
     assert len(tasks) == 25 and all(len(task.units) == 8 for task in tasks)
     check_rows(list(one.read(tasks[0])), units[:8])
-    assert sum(decoded) <= 8000 + read.BATCH_ROWS
+    assert sum(decoded) <= 8000 + parquet.BATCH_ROWS
 
 
 def test_row_groups_that_are_not_needed_are_not_decoded(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_row_groups_that_are_not_needed_are_not_decoded(tmp_path, monkeypatch):
             yield batch
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    monkeypatch.setattr(read, "BATCH_ROWS", 100)
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 100)
     units = [(Unit(0, 0, 50), 120), (Unit(1, 0, 10), 180), (Unit(2, 0, 10), 9_950)]
     (task,) = one.tasks(units, min_tasks=1)
     check_rows(list(one.read(task)), units)
@@ -217,7 +217,7 @@ def test_nested_dictionary_and_widened_columns(tmp_path):
 def test_large_rows_are_decoded_in_small_batches(tmp_path, monkeypatch):
     table = pa.table({"i": range(64), "image": [os.urandom(10_000) for _ in range(64)]})
     write(tmp_path / "a.parquet", table)
-    monkeypatch.setattr(read, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 100_000)
     monkeypatch.setattr(read, "CHUNK_BYTES", 100_000)
     one = reader(tmp_path)
     units = shards(64, 20)
@@ -307,14 +307,14 @@ def test_a_changed_time_and_a_missing_file(two, tmp_path):
 
 
 def test_a_file_replaced_while_it_is_read(two, tmp_path, monkeypatch):
-    kept = read._Cursor.take
+    kept = read.Cursor.take
 
     def take(self: Any, start: int, rows: int) -> list[pa.Table]:
         tables = kept(self, start, rows)
         os.utime(tmp_path / "a.parquet", ns=(1, 1))
         return tables
 
-    monkeypatch.setattr(read._Cursor, "take", take)
+    monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert "a.parquet is not what the plan recorded" in lost(first)[0] and lost(first)[1]
     assert "a.parquet" in lost(second)[0]
@@ -349,7 +349,7 @@ def test_other_rows_of_the_same_size_and_time_are_noticed(two, tmp_path, move):
 
 
 def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch):
-    kept = read._Cursor.take
+    kept = read.Cursor.take
 
     def take(self: Any, start: int, rows: int) -> list[pa.Table]:
         tables = kept(self, start, rows)
@@ -357,7 +357,7 @@ def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch
             rewritten(tmp_path / "a.parquet", numbers(10, 10))
         return tables
 
-    monkeypatch.setattr(read._Cursor, "take", take)
+    monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert not blocks.is_lost(first) and not blocks.is_lost(third)
     assert "a.parquet is not what the plan recorded" in lost(second)[0] and lost(second)[1]

@@ -182,7 +182,7 @@ def examined() -> Iterator[Future[list[Finding]]]:
     """What `raybatch doctor` finds of the engine; looks beside the other starts."""
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
         show(patch, error=ABSENT)
-        patch.setattr(doctor_engine, "SECONDS", START_S)
+        patch.setattr(doctor_engine, "ENGINE_SECONDS", START_S)
         patient = Patient(None, lambda job: job)
         yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
 
@@ -434,20 +434,30 @@ def test_reaper_ends_engine_of_a_killed_process(victim: subprocess.Popen) -> Non
 
 
 REAPED = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from prefect_raybatch.stages.vllm.reaper import watch_children
 assert watch_children() and watch_children()
 sleep = "import time; time.sleep(120)"
-engine = subprocess.Popen([sys.executable, "-c", sleep, "VLLM::EngineCore"])
-other = subprocess.Popen([sys.executable, "-c", sleep, "some other program"])
-print(engine.pid, other.pid, flush=True)
+holder = (
+    "from multiprocessing.shared_memory import SharedMemory as S; import signal; "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); s = S(create=True, size=64); "
+    "print(s.name, flush=True); " + sleep
+)
+engine = subprocess.Popen(
+    [sys.executable, "-c", holder, "VLLM::EngineCore"], stdout=subprocess.PIPE, text=True
+)
+other = os.fork()  # seen by the helper before it is another program: on a busy machine this is long
+if other == 0:
+    time.sleep(1.5)
+    os.execv(sys.executable, [sys.executable, "-c", sleep, "some other program"])
+print(engine.pid, other, engine.stdout.readline().strip(), flush=True)
 time.sleep(float(sys.argv[1]))
 """
 
 
 @pytest.mark.parametrize("ending", ["killed", "normal"])
 def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
-    sleep = "60" if ending == "killed" else "1.5"
+    sleep = "60" if ending == "killed" else "4"
     process = subprocess.Popen(
         [sys.executable, "-c", REAPED, sleep],
         stdout=subprocess.PIPE,
@@ -455,7 +465,9 @@ def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
-    child, other = map(int, process.stdout.readline().split())
+    *pids, segment = process.stdout.readline().split()
+    child, other = map(int, pids)
+    assert Path("/dev/shm", segment).exists()
 
     def helpers() -> list[str]:
         mark = f"reaper.py\0{process.pid}\0"
@@ -468,13 +480,15 @@ def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
     try:
         assert len(helpers()) == 1
         assert int(helpers()[0]) not in descendants(process.pid)
-        time.sleep(1)
+        assert wait_until(lambda: command(other).endswith("some other program\0"), 30)
+        time.sleep(1)  # the helper looks twice a second
         if ending == "killed":
             process.kill()
         process.wait(30)
         assert wait_until(lambda: "VLLM::" not in command(child), 10)
         assert wait_until(lambda: not helpers(), 10)
         assert "some other program" in command(other)
+        assert wait_until(lambda: not Path("/dev/shm", segment).exists(), 10)
     finally:
         os.kill(other, signal.SIGKILL)
         process.kill()

@@ -411,7 +411,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
 def test_listing_and_deleting_go_past_one_page(
     s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "PAGE", 20)
+    monkeypatch.setattr(s3_module, "LISTING_PAGE", 20)
     for number in range(45):
         s3_store.put(f"commits/{number:05}", b"")
     paths = [info.path for info in s3_store.list("commits")]
@@ -835,7 +835,7 @@ def test_a_store_that_is_away_is_told_in_time_and_named(
         "refused": "http://127.0.0.1:9",
         "silent": silent,
         "no such host": "http://store.invalid:9000",
-        "busy": answers[1]._connection.options["endpoint_url"],
+        "busy": answers[1].connection.options["endpoint_url"],
     }[away]
     answers[0].spoil[:] = ["short"] * 1000
     keys = {"key": "AKEY", "secret": "ASECRET", "config_kwargs": {"read_timeout": 0.6}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from prefect.blocks.abstract import CredentialsBlock
@@ -12,12 +11,12 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_vali
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import SERVER
 
 CLIENT_REFUSED = (
     "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
     "host:6379, or the job server http://host:8265 whose jobs outlive this process"
 )
-SERVER = re.compile(r"https?://[^\s/?#@]+/?\Z")
 
 
 class RayCluster(CredentialsBlock):

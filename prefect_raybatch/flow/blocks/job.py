@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 ENTRYPOINT = "prefect_raybatch.flow.batch_inference"
-GRACE = 30.0  # seconds a stopped run has for ending its engines
-LOOK_EVERY = 0.5  # seconds between two looks at the process
+STOP_GRACE = 30.0  # seconds a stopped run has for ending its engines
+PROCESS_LOOK = 0.5  # seconds between two looks at the process
 
 
 class BatchInferenceJob(JobBlock[RunReport]):
@@ -144,13 +144,13 @@ class BatchInferenceJob(JobBlock[RunReport]):
         # started by Prefect's engine, so that nothing is pickled and no script is run again.
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect.engine", str(made.id)],
-            env=self._environment(),
+            env=self.environment(),
             stdin=subprocess.DEVNULL,
         )
         _logger().info("%s: flow run %s works on run key %s", job.name, made.name, key)
         return BatchInferenceRun(job, key, made.id, process)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Of the new process: ours, with Prefect's settings of now, without what names our own
         flow run. Secrets of the cluster pass here, not in flow parameters."""
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
@@ -176,7 +176,7 @@ class BatchInferenceRun(JobRun[RunReport]):
         """Waits for the end; see `wait_for_completion`."""
         try:
             while self._process.poll() is None:
-                await asyncio.sleep(LOOK_EVERY)
+                await asyncio.sleep(PROCESS_LOOK)
         except BaseException:
             await asyncio.to_thread(self.stop)
             raise
@@ -214,7 +214,7 @@ class BatchInferenceRun(JobRun[RunReport]):
             return
         self._process.terminate()
         try:
-            self._process.wait(GRACE)
+            self._process.wait(STOP_GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -235,7 +235,7 @@ class BatchInferenceRun(JobRun[RunReport]):
                 found = client.read_flow_run(self.flow_run_id)
                 if found.state is not None and found.state.is_final():
                     break
-                time.sleep(LOOK_EVERY)
+                time.sleep(PROCESS_LOOK)
             return found
 
     def _result(self) -> RunReport:

@@ -22,9 +22,9 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
 
-START = 120.0  # seconds a child has at least to start and to import the function's module
-LOOK = 0.5  # seconds between looks whether the child lives
-STARTS = 3  # children in a row that may end before a row begins
+START_SECONDS = 120.0  # seconds a child has at least to start and to import the function's module
+CHILD_LOOK = 0.5  # seconds between looks whether the child lives
+CHILD_STARTS = 3  # children in a row that may end before a row begins
 # Rows in a row that may hang. More mean that a service they wait for is gone: no row is to blame.
 HUNG = 3
 BOOT = (  # the child gets this process's sys.path, so that it finds the same modules
@@ -78,9 +78,9 @@ class Apart:
         self.name, self.field = name, field
         self.seconds, self.deaths = seconds, deaths
         self._hung = 0  # how many of the latest rows hung without one between them that did not
-        self._alive()
+        self.child()
 
-    def _alive(self) -> Child:
+    def child(self) -> Child:
         """A child that has imported the function's module: the last one, while it lives."""
         children: dict[tuple[str, str], Child] = _kept.__dict__.setdefault("children", {})
         child = children.get((self.name, self.field))
@@ -123,14 +123,14 @@ class Apart:
     def _begun(self, data: bytes) -> Child:
         """The child that has begun with a row, which was sent as `data`."""
         ended = ""
-        for _ in range(STARTS):
+        for _ in range(CHILD_STARTS):
             try:
-                child = self._alive()
+                child = self.child()
             except ConfigError as error:  # it could be had before
                 raise NoChild(str(error)) from None
             try:
                 child.say(data)
-                child.hear(START)
+                child.hear(START_SECONDS)
             except (_Ended, _Late):
                 ended = child.close()
                 continue
@@ -145,16 +145,16 @@ class Child:
         self._wire, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-c", BOOT, json.dumps([str(path) for path in sys.path])]
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), name, field],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that what it starts can be killed with it
             )
         # Kills the child when this object is collected, and when this process ends.
-        self._close = weakref.finalize(self, _kill, self._process, self._wire)
+        self._close = weakref.finalize(self, _kill, self.process, self._wire)
         try:
-            kind, *rest = self.hear(None if seconds is None else max(seconds, START))
+            kind, *rest = self.hear(None if seconds is None else max(seconds, START_SECONDS))
         except _Ended:
             raise NoChild(
                 f"{field} {name}: its process ended as its module was imported ({self.close()})"
@@ -168,13 +168,14 @@ class Child:
 
     @property
     def lives(self) -> bool:
-        return self._close.alive and self._process.poll() is None
+        return self._close.alive and self.process.poll() is None
 
     def close(self) -> str:
         """Ends it and says how it had ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LOOK)  # its end of the wire closes a little earlier than it ends
-        code = self._process.poll()
+            # Its end of the wire closes a little earlier than it ends.
+            self.process.wait(CHILD_LOOK)
+        code = self.process.poll()
         self._close()
         if code is None:
             return "it closed its connection"
@@ -186,7 +187,7 @@ class Child:
 
     def say(self, data: bytes) -> None:
         """Sends a row. Raises _Ended, _Late."""
-        self._wire.settimeout(START)
+        self._wire.settimeout(START_SECONDS)
         try:
             self._wire.sendall(HEADER.pack(len(data)) + data)
         except TimeoutError:
@@ -210,7 +211,7 @@ class Child:
                 # What it has started may hold its end of the wire open.
                 if dead:
                     raise _Ended from None
-                dead = self._process.poll() is not None
+                dead = self.process.poll() is not None
                 continue
             except OSError:
                 raise _Ended from None
@@ -230,11 +231,11 @@ class _Waited:
         """Seconds until the next look. Raises _Late."""
         now = time.monotonic()
         if self.rest is not None:
-            self.rest -= min(now - self.since, 2 * LOOK)
+            self.rest -= min(now - self.since, 2 * CHILD_LOOK)
             if self.rest <= 0:
                 raise _Late
         self.since = now
-        return LOOK if self.rest is None else min(self.rest, LOOK)
+        return CHILD_LOOK if self.rest is None else min(self.rest, CHILD_LOOK)
 
 
 def _kill(process: subprocess.Popen[bytes], wire: socket.socket) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.job.functions import load_function
-from prefect_raybatch.stages.calls.apart import START, Apart, raised
+from prefect_raybatch.stages.calls.apart import START_SECONDS, Apart, raised
 from prefect_raybatch.stages.calls.child import shown
 
 SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
@@ -39,7 +39,7 @@ class Calls:
             return
         alarm = _Alarm(self.seconds)
         try:
-            alarm.set(START)  # for the import of its module
+            alarm.set(START_SECONDS)  # for the import of its module
             yield _guarded(load_function(name, field), alarm)
         finally:
             alarm.off()

@@ -21,7 +21,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.functions import load_function
 
 IDLE = 60.0  # seconds without a row after which a child ends by itself
-TEXT = 500  # characters of an error's message
+ERROR_TEXT = 500  # characters of an error's message
 HEADER = struct.Struct("!Q")  # bytes of the message behind it
 PR_SET_PDEATHSIG = 1
 READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
@@ -60,7 +60,7 @@ def _end_with(parent: int) -> None:
 def shown(error: BaseException) -> str:
     """The beginning of an error's own text, whatever its class does when asked for it."""
     try:
-        return str(error)[:TEXT]
+        return str(error)[:ERROR_TEXT]
     except Exception:
         return "its message cannot be shown"
 

@@ -14,10 +14,10 @@ from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.stages.vllm.note import Left
 
-PROMPT = (1, 2, 3)  # token ids that any vocabulary has
-MOST = 2  # tokens asked for: a first step, and one that goes on from it
-STARTS = 2  # tries to start an engine
-TRIES = 2  # new engines that may fail on the prompt, each in its own way
+CANARY_PROMPT = (1, 2, 3)  # token ids that any vocabulary has
+CANARY_TOKENS = 2  # tokens asked for: a first step, and one that goes on from it
+ENGINE_STARTS = 2  # tries to start an engine
+PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +26,10 @@ def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
     if "task" in sampling:
         return sampling
     fields = {name: value for name, value in sampling.items() if name != "min_tokens"}
-    return {**fields, "max_tokens": min(MOST, int(sampling.get("max_tokens") or MOST))}
+    return {
+        **fields,
+        "max_tokens": min(CANARY_TOKENS, int(sampling.get("max_tokens") or CANARY_TOKENS)),
+    }
 
 
 def same(one: str, other: str) -> bool:
@@ -46,9 +49,9 @@ def judged(left: Left) -> Loss | None:
     """
     told = left.cause != note.SILENT
     again = told and same(left.before, left.cause)
-    if left.doing == note.PROMPT and (again or left.times >= TRIES):
+    if left.doing == note.PROMPT and (again or left.times >= PROMPT_TRIES):
         return refusal(left.cause)
-    if left.doing == note.START and told and left.times >= STARTS:
+    if left.doing == note.START and told and left.times >= ENGINE_STARTS:
         return Loss("", f"{left.cause}, {left.times} times while the engine started", True)
     return None
 

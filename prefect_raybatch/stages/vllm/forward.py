@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import sys
 
-from prefect_raybatch.stages.vllm.canary import PROMPT, fields_for
+from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT, fields_for
 from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
 
 
 def main(text: str) -> None:
     with SteppedEngine(json.loads(text)) as engine:
-        (answer,) = engine.run([Request(PROMPT, fields_for({"temperature": 0.0}))])
+        (answer,) = engine.run([Request(CANARY_PROMPT, fields_for({"temperature": 0.0}))])
     if answer.error:
         sys.exit(": ".join(answer.error))
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
-LOOK = 1.0  # seconds between looks
-FIRST = 2  # times as long is allowed until the first answer: first steps may compile kernels
+HANG_LOOK = 1.0  # seconds between looks
+FIRST_ANSWER = 2  # times as long is allowed until the first answer: first steps may compile kernels
 STATUS = 70  # exit status of a process that ends itself: an internal error, in sysexits
 
 
@@ -41,11 +41,11 @@ class HangWatch:
         if step != self._step or not step:
             self._step, self._waited = step, 0.0
         else:
-            self._waited += min(now - self._last, 2 * LOOK)
+            self._waited += min(now - self._last, 2 * HANG_LOOK)
         self._last = now
         if self.seconds is None:
             return None
-        allowed = self.seconds if answered else FIRST * self.seconds
+        allowed = self.seconds if answered else FIRST_ANSWER * self.seconds
         return allowed if self._waited >= allowed else None
 
 

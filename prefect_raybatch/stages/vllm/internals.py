@@ -58,7 +58,12 @@ def start(arguments: Mapping[str, Any]) -> LLMEngine:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
-    return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**arguments)))
+    fields = dict(arguments)
+    if isinstance(config := fields.get("structured_outputs_config"), dict):
+        from vllm.config import StructuredOutputsConfig  # EngineArgs leaves a dict as it is
+
+        fields["structured_outputs_config"] = StructuredOutputsConfig(**config)
+    return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
 
 
 def most_sequences(engine: LLMEngine) -> int:

@@ -20,7 +20,7 @@ from prefect_raybatch.exits import signal_text
 from prefect_raybatch.stages.vllm.internals import DUMPS
 
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
-MOST = 500  # characters of an error that are kept
+MOST_TEXT = 500  # characters of an error that are kept
 EXIT = re.compile(r"exit code: (-?\d+)")
 NO_CODE = "exit code: None"  # of a worker that was still ending when vLLM looked
 WAIT = 2.0  # seconds that its end is waited for
@@ -45,7 +45,7 @@ class _Listener(logging.Handler):
         elif error is None and not EXIT.search(text):
             return
         with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
-            file.write(" ".join(text.split())[:MOST] + "\n")
+            file.write(" ".join(text.split())[:MOST_TEXT] + "\n")
 
 
 def _code(args: object) -> int | None:
@@ -94,7 +94,7 @@ class LastWords:
         """
         if self._file.closed:
             return ""
-        words = os.pread(self._file.fileno(), 4 * MOST, 0).partition(b"\n")[0]
+        words = os.pread(self._file.fileno(), 4 * MOST_TEXT, 0).partition(b"\n")[0]
         return with_signal(words.decode(errors="replace"))
 
     def forget(self) -> None:

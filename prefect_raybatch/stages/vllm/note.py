@@ -28,9 +28,9 @@ from typing import IO
 from prefect_raybatch.exits import signal_text
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor can be doing
-KEPT = 86400.0  # seconds after which a note that no actor has read is removed
+NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
-FATAL = {  # faulthandler's names
+FAULTS = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,
     "Bus error": signal.SIGBUS,
@@ -38,7 +38,7 @@ FATAL = {  # faulthandler's names
     "Floating point exception": signal.SIGFPE,
     "Aborted": signal.SIGABRT,
 }
-WORDS = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Note:
     def __init__(self, attempt: str) -> None:
         self.folder, self.attempt = Path(tempfile.gettempdir()), attempt
         self._lock = threading.RLock()
-        self._file: IO[str] | None = None
+        self.file: IO[str] | None = None
         self._path = Path()
         self._traced = False
 
@@ -72,7 +72,7 @@ class Note:
         for path in self.folder.glob(f"raybatch-{os.getuid()}-*.note"):
             ours = path.name.split("-")[2:-1] == [_plain(self.attempt)]
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if not ours and time.time() - path.stat().st_mtime < KEPT:
+                if not ours and time.time() - path.stat().st_mtime < NOTES_KEPT:
                     continue
                 with path.open(encoding="utf-8", errors="replace") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or its process is alive
@@ -92,20 +92,20 @@ class Note:
         with self._lock, contextlib.suppress(OSError):  # a full disk costs the note, no more
             self.over()
             self._path = self.folder / name
-            self._file = self._path.open("w", encoding="utf-8")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
-            self._file.flush()
+            self.file = self._path.open("w", encoding="utf-8")
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
+            self.file.flush()
             self._traced = faulthandler.is_enabled()
             # Where it was enabled before Ray took the signals, only to enable it would leave them
             # with Ray, whose handler says nothing here.
             faulthandler.disable()
-            faulthandler.enable(self._file, all_threads=False)
+            faulthandler.enable(self.file, all_threads=False)
 
     def over(self) -> None:
         """Nothing of the noted kind is being done any more; also where nothing was."""
         with self._lock:
-            file, self._file = self._file, None
+            file, self.file = self.file, None
             if file is None:
                 return
             faulthandler.disable()
@@ -116,10 +116,10 @@ class Note:
 
 
 def _cause(words: str) -> str:
-    found = WORDS.search(words)
+    found = FATAL_LINE.search(words)
     if found is None:
         return SILENT
-    number = FATAL.get(found[1].strip())
+    number = FAULTS.get(found[1].strip())
     said = signal_text(-number) if number else found[1].strip()
     return f"the engine's process ended with {said}"
 

@@ -14,7 +14,7 @@ from prefect_raybatch.stages.vllm import last_words
 
 log = logging.getLogger(__name__)
 
-NAME = "prefect_raybatch"  # of the entry point
+PLUGIN = "prefect_raybatch"  # of the entry point
 ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without it, all
 
 
@@ -48,5 +48,5 @@ def ask_for_amx() -> None:
 def allow(environment: MutableMapping[str, str]) -> None:
     """Puts this plugin into vLLM's list of allowed ones, where there is such a list."""
     names = environment.get(ALLOWED)
-    if names is not None and NAME not in names.split(","):
-        environment[ALLOWED] = f"{names},{NAME}" if names else NAME
+    if names is not None and PLUGIN not in names.split(","):
+        environment[ALLOWED] = f"{names},{PLUGIN}" if names else PLUGIN

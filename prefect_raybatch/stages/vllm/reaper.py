@@ -34,13 +34,19 @@ ENGINE_MARKS = (
     b"VLLM::",
     b"multiprocessing.spawn",
     b"multiprocessing.forkserver",
-    b"multiprocessing.resource_tracker",
     b"multiprocessing.popen_spawn",
 )
 """What the command line of an engine process holds: its title, and before that how it was born."""
 
+TRACKER = b"multiprocessing.resource_tracker"
+"""In the command line of the process that removes from /dev/shm what those that it serves have left
+there, once all of them are gone; then it ends by itself."""
+
 Process = tuple[int, int]
 """A process id and its start time in clock ticks since boot: never the same for two processes."""
+
+Seen = dict[Process, bool]
+"""Processes that are an engine's; False for those that only look like it so far."""
 
 _watched_pid: int | None = None  # the process that has its helper; differs in a forked child
 
@@ -137,32 +143,32 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _look(root: int, root_command: bytes, seen: set[Process]) -> None:
+def _look(root: int, root_command: bytes, seen: Seen) -> None:
     """Add to `seen` the engine processes below `root`, and what is below those already seen."""
-    seen.intersection_update([process for process in seen if _alive(process)])
-    known = {pid for pid, _ in seen}
-    todo = [(pid, False) for pid in _children(root)] + [(pid, True) for pid in known]
-    done: set[int] = set()
+    for process in [process for process in seen if not _alive(process)]:
+        del seen[process]
+    certain = {pid for (pid, _), known in seen.items() if known}
+    todo = [(pid, 0) for pid in _children(root)] + [(pid, 0) for pid, _ in seen]
+    done: dict[int, int] = {}
     while todo:
-        pid, below_engine = todo.pop()
-        if pid in done:
+        pid, above = todo.pop()
+        if done.get(pid, -1) >= above:
             continue
-        done.add(pid)
         stat = _read(pid)
         if stat is None:
             continue
         command = _command(pid)
-        # A forked engine bears its parent's command line until it gives itself a title.
-        engine = (
-            below_engine
-            or pid in known
-            or (
-                command != b""
-                and (command == root_command or any(mark in command for mark in ENGINE_MARKS))
-            )
-        )
+        # A forked engine bears its parent's command line until it gives itself a title; so does
+        # another program for a moment, until it is that program.
+        likely = command != b"" and command == root_command
+        marked = not likely and any(mark in command for mark in (*ENGINE_MARKS, TRACKER))
+        known = pid in certain or marked
+        engine = max(above, 2 if known else 1 if likely else 0)
+        done[pid] = above
         if engine:
-            seen.add((pid, stat.started))
+            seen[(pid, stat.started)] = engine == 2
+        else:
+            seen.pop((pid, stat.started), None)
         todo.extend((child, engine) for child in _children(pid))
 
 
@@ -188,13 +194,12 @@ def _send(process: Process, number: int) -> None:
         os.close(handle)
 
 
-def _wait_for_end(root: Process, seen: set[Process]) -> None:
+def _wait_for_end(root: Process, root_command: bytes, seen: Seen) -> None:
     """Return when `root` has ended; keeps `seen` up to date until then."""
     try:
         handle = os.pidfd_open(root[0])
     except (AttributeError, OSError):
         handle = None
-    root_command = _command(root[0])
     while _alive(root):
         _look(root[0], root_command, seen)
         if handle is None:
@@ -203,23 +208,36 @@ def _wait_for_end(root: Process, seen: set[Process]) -> None:
             select.select([handle], [], [], POLL_S)
 
 
-def _end(seen: set[Process]) -> None:
-    """SIGTERM, then after `GRACE_S` SIGKILL, to all seen and whatever they have started since."""
-    _look(0, b"", seen)
-    for process in seen:
+def _end(root_command: bytes, seen: Seen) -> None:
+    """SIGTERM, then after `GRACE_S` SIGKILL, to all seen and whatever they have started since.
+
+    Trackers come last: killed with the others, they would leave the segments of shared memory of
+    these (some 200 MB an engine) behind.
+    """
+    _look(0, root_command, seen)
+    trackers = {process for process in seen if TRACKER in _command(process[0])}
+    for process in seen.keys() - trackers:
         _send(process, signal.SIGTERM)
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until and any(_alive(process) for process in seen):
-        _look(0, b"", seen)
-        time.sleep(0.1)
-    for process in seen:
+    _wait(root_command, seen, trackers)
+    for process in seen.keys() - trackers:
         _send(process, signal.SIGKILL)
+    _wait(root_command, seen, set())
+    for process in trackers:
+        _send(process, signal.SIGKILL)
+
+
+def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
+    """Up to `GRACE_S`, until all seen but these have ended; adds what they start meanwhile."""
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until and any(_alive(process) for process in seen.keys() - besides):
+        _look(0, root_command, seen)
+        time.sleep(0.1)
 
 
 def kill_all(pids: list[int]) -> None:
     """SIGKILL these processes and all below them, which ends those that are stopped, too; waits
     for their end, up to `GRACE_S`."""
-    seen = {(pid, stat.started) for pid in pids if (stat := _read(pid)) is not None}
+    seen = {(pid, stat.started): True for pid in pids if (stat := _read(pid)) is not None}
     _look(0, b"", seen)
     for process in seen:
         _send(process, signal.SIGKILL)
@@ -232,9 +250,10 @@ def main(pid: int, started: int) -> None:
     """The helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up, exit."""
     if os.fork():
         os._exit(0)
-    seen: set[Process] = set()
-    _wait_for_end((pid, started), seen)
-    _end(seen)
+    seen: Seen = {}
+    root_command = _command(pid)
+    _wait_for_end((pid, started), root_command, seen)
+    _end(root_command, seen)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.stages.vllm import internals
-from prefect_raybatch.stages.vllm.hang import LOOK, HangWatch, end_process
+from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
 from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
@@ -486,7 +486,7 @@ class SteppedEngine:
 
         sentinels = {process.sentinel: process for process in self._processes}
         while True:
-            ended = wait(list(sentinels), timeout=LOOK)
+            ended = wait(list(sentinels), timeout=HANG_LOOK)
             with self._wake:
                 if self._closing or self._died is not None:
                     return

@@ -1,0 +1,220 @@
+"""`output.schema_model`: what an answer must be, as the text of a JSON Schema.
+
+A job gives it inline, as a file or as a pydantic class; a plan keeps the text that this meant when
+it was made. As text, and not as a mapping, since the order of properties is the order in which a
+model writes them, and records sort their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
+from prefect_raybatch.job.trust import check_module
+
+FIELD = "output.schema_model"
+MOST_BYTES = 1 << 20
+VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+BACKEND = "guidance"
+"""vLLM's backend for grammars that enforces most of JSON Schema and refuses what it does not,
+where xgrammar passes over some of it. It can be asked in a fifth of a second, without torch."""
+
+
+def check_form(value: str | dict[str, Any]) -> str | dict[str, Any]:
+    """A mapping, JSON text, a .json file or package.module:Class; ValueError otherwise."""
+    if isinstance(value, dict) or value.lstrip().startswith("{"):
+        _parsed(value)
+    elif not value.endswith(".json") and not FUNCTION.match(value):
+        raise ValueError(
+            f"{value!r} is no JSON Schema; write it here, name a file that ends in .json, or a "
+            "pydantic class as package.module:Class"
+        )
+    else:
+        without_user(value)
+    return value
+
+
+def schema_text(value: str | Mapping[str, Any]) -> str:
+    """The schema as the text that a plan keeps. Raises `ConfigError` for a file or class that
+    cannot be had, and for a schema that is none or that no engine would take."""
+    try:
+        schema = _loaded(value)
+        _check(schema)
+    except ValueError as error:
+        raise ConfigError(f"{FIELD}: {error}") from None
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(value, Mapping) or value.lstrip().startswith("{"):
+        return _parsed(value)
+    name = class_name(value)
+    if name is not None:
+        return _of_class(name)
+    try:
+        with Path(value).open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{value} cannot be read: {error.strerror or error}") from None
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{value} has over {MOST_BYTES:,} bytes; no schema is that large")
+    try:
+        return _parsed(data.decode())
+    except ValueError as error:
+        raise ValueError(f"{value}: {error}") from None
+
+
+def _parsed(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        # Through JSON, so that what a plan keeps is what is checked: 1 as a name becomes "1".
+        text = value if isinstance(value, str) else json.dumps(dict(value), allow_nan=False)
+        text.encode()
+        schema = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError("is no JSON Schema of an object: it must begin with {")
+    return schema
+
+
+def _of_class(name: str) -> dict[str, Any]:
+    from pydantic import BaseModel
+    from pydantic.errors import PydanticUserError
+
+    module_name, _, attribute = name.partition(":")
+    check_module(module_name, FIELD)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"module {module_name!r} cannot be imported ({error})") from None
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type) or not issubclass(found, BaseModel):
+        raise ValueError(f"{module_name} has no pydantic class {attribute!r}")
+    try:
+        return _parsed(found.model_json_schema())
+    except PydanticUserError as error:
+        raise ValueError(f"{name} has no JSON Schema: {error.message}") from None
+
+
+def _check(schema: dict[str, Any]) -> None:
+    """ValueError for what is no JSON Schema, or refers to another document."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        # The format checker also compiles each pattern.
+        kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
+    except (SchemaError, RecursionError) as error:
+        said = error.message if isinstance(error, SchemaError) else "is nested too deeply"
+        place = "".join(f".{name}" for name in getattr(error, "absolute_path", ()))
+        raise ValueError(f"is no JSON Schema: {place or 'the root'}: {said[:300]}") from None
+    for place, part in _parts(schema):
+        for word in ("$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
+            if word in part:
+                raise ValueError(
+                    f"{place}: {word} is not supported; write a $ref such as #/$defs/X"
+                )
+        target = part.get("$ref")
+        if isinstance(target, str) and not target.startswith("#"):
+            raise ValueError(
+                f"{place}: $ref {target!r} leads to another document; put it into this one, under "
+                "$defs"
+            )
+        if isinstance(target, str):
+            refers(schema, target)
+    _check_grammar(schema)
+
+
+def _check_grammar(schema: dict[str, Any]) -> None:
+    """ValueError with what the grammar's library, where it is installed, says of a schema.
+
+    The same steps as vLLM's own check for its backend, which would refuse each row.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(
+            json.dumps(closed(schema)), defaults={"whitespace_flexible": False}
+        )
+        said = LLMatcher.validate_grammar(grammar, None)
+    except (ValueError, KeyError, TypeError) as error:
+        said = str(error)
+    if said:
+        raise ValueError(
+            f"vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}; remove that, and "
+            "check it in output.postprocess where it matters"
+        )
+
+
+def closed(part: Any) -> Any:
+    """A schema in which objects that name properties have no others, unless they say so."""
+    if isinstance(part, list):
+        return [closed(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    made = {name: item if name in VALUES else closed(item) for name, item in part.items()}
+    if "additionalProperties" not in made and isinstance(made.get("properties"), dict):
+        made["additionalProperties"] = False
+    return made
+
+
+def refers(schema: Mapping[str, Any], target: str) -> Any:
+    """What a $ref of this document leads to; ValueError where there is nothing."""
+    at: Any = schema
+    for name in target.lstrip("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        try:
+            at = at[int(name)] if isinstance(at, list) else at[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise ValueError(f"$ref {target!r} leads nowhere") from None
+    return at
+
+
+def _parts(part: Any, place: str = "", named: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each schema in a schema, with its place; `named`: `part` holds schemas by any name."""
+    if isinstance(part, dict) and not named:
+        yield place or "the root", part
+    inner = part.items() if isinstance(part, dict) else enumerate(part)
+    for name, item in inner:
+        if (not named and name in VALUES) or not isinstance(item, (dict, list)):
+            continue
+        yield from _parts(item, f"{place}.{name}", not named and name in BY_NAME)
+
+
+def sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+    """The sampling fields of a job whose answers have that schema."""
+    if schema is None:
+        return dict(sampling)
+    form = {
+        "json": schema,
+        "disable_any_whitespace": True,
+        "disable_additional_properties": True,
+    }
+    return {**sampling, "structured_outputs": form}
+
+
+def engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+    """vLLM's engine arguments `given` for answers of that schema; what the job sets stays.
+
+    Blanks between the parts are forbidden, since models can go on with blanks until max_tokens.
+    vLLM takes this for an engine, and not for a request.
+    """
+    if schema is None:
+        return dict(given)
+    own = given.get("structured_outputs_config")
+    own = own if isinstance(own, Mapping) else {}
+    ours: dict[str, Any] = {}
+    if own.get("backend", BACKEND) in ("xgrammar", "guidance"):
+        ours["disable_any_whitespace"] = True
+    if own.get("backend", BACKEND) == BACKEND:
+        ours["disable_additional_properties"] = True
+    return {**given, "structured_outputs_config": {"backend": BACKEND, **ours, **own}}

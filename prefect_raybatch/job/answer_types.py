@@ -1,0 +1,178 @@
+"""A JSON Schema as typed columns: which Arrow type each property of an answer has.
+
+Text, whole numbers, numbers, truth values, lists, objects with known properties and objects with
+names of one type have a type of their own. Everything else (unions, recursion, open objects) is
+kept as JSON text, and a plan says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.answer_schema import FIELD, refers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Kind = Literal["text", "integer", "number", "boolean", "list", "struct", "map", "json"]
+SIMPLE: dict[Any, Kind] = {
+    "string": "text",
+    "integer": "integer",
+    "number": "number",
+    "boolean": "boolean",
+}
+# Keywords that say something of a value beyond its own type: what they allow is a union.
+COMPOSED = ("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas")
+MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One value of an answer. `names`: a struct's properties; `item`: what a list or map holds;
+    `why`: of JSON text, what kept it from a type."""
+
+    kind: Kind
+    nullable: bool = False
+    names: tuple[tuple[str, Shape], ...] = ()
+    item: Shape | None = None
+    why: str = ""
+
+    def type(self) -> pa.DataType:
+        import pyarrow as pa
+
+        if self.kind == "struct":
+            return pa.struct([shape.field(name) for name, shape in self.names])
+        if self.item is not None and self.kind == "list":
+            return pa.list_(self.item.field("item"))
+        if self.item is not None:
+            return pa.map_(pa.string(), self.item.field("value"))
+        simple = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+        return simple.get(self.kind, pa.string())
+
+    def field(self, name: str) -> pa.Field:
+        import pyarrow as pa
+
+        return pa.field(name, self.type(), nullable=self.nullable)
+
+    def texts(self, place: str) -> Iterator[tuple[str, str]]:
+        """(place, reason) of each part that is kept as JSON text."""
+        if self.kind == "json":
+            yield place, self.why
+        if self.item is not None:
+            yield from self.item.texts(f"{place}[]")
+        for name, shape in self.names:
+            yield from shape.texts(f"{place}.{name}")
+
+
+@lru_cache(maxsize=8)
+def columns_of(text: str) -> dict[str, Shape]:
+    """The columns that the schema's root object gives, by name in order. Raises `ConfigError` for
+    a root that is no object with known properties."""
+    schema = json.loads(text)
+    shape = _shape(schema, schema, ())
+    if shape.kind != "struct" or shape.nullable:
+        reason = f" ({shape.why})" if shape.why else ""
+        raise ConfigError(
+            f"{FIELD}: its root must be an object whose properties are all named, since they are "
+            f"the columns of the result{reason}; wrap it as a property of an object"
+        )
+    return dict(shape.names)
+
+
+def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> Shape:
+    """The shape of `part` of a schema; `path` are the references that lead to it."""
+    if not isinstance(part, dict):
+        return Shape("json", True, why="any value is allowed" if part else "no value is allowed")
+    target = part.get("$ref")
+    if target is not None:
+        if target in path or target == "#":
+            return Shape("json", True, why="it refers to itself")
+        if any(word in part for word in ("type", "properties", "items", *MIXED)):
+            return Shape("json", True, why="$ref stands beside other rules")
+        return _shape(schema, refers(schema, target), (*path, target))
+    only = _only_member(part)
+    if only is not None:
+        member, nullable = only
+        inner = _shape(schema, member, path)
+        return replace(inner, nullable=inner.nullable or nullable)
+    odd = [word for word in COMPOSED if word in part]
+    if odd:
+        return Shape("json", True, why=f"it is made up by {odd[0]}")
+    if "enum" in part or "const" in part:
+        return _of_values(part.get("enum", [part.get("const")]))
+    return _of_type(schema, part, path)
+
+
+def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
+    """What is left of a union without null, where that is one schema, and whether null was there;
+    None for any other union, and where there is none."""
+    composed = [word for word in COMPOSED if word in part]
+    if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):
+        members = part[composed[0]]
+        own = any(word in part for word in ("type", "properties", "items", "enum", "const"))
+        rest = [m for m in members if composed[0] == "allOf" or m != {"type": "null"}]
+        return None if own or len(rest) != 1 else (rest[0], len(rest) < len(members))
+    kinds = part.get("type")
+    if isinstance(kinds, list) and not composed:
+        some = [kind for kind in kinds if kind != "null"]
+        if len(some) == 1:
+            return {**part, "type": some[0]}, len(some) < len(kinds)
+    return None
+
+
+def _of_values(values: list[Any]) -> Shape:
+    nullable = None in values
+    kinds = {_kind_of(value) for value in values if value is not None}
+    if kinds == {"integer", "number"}:
+        kinds = {"number"}
+    if len(kinds) != 1 or None in kinds:
+        return Shape("json", True, why="its values are of several types")
+    return Shape(kinds.pop() or "json", nullable)
+
+
+def _kind_of(value: Any) -> Kind | None:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, int):
+        return "integer"
+    return "number" if isinstance(value, float) else None
+
+
+def _of_type(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> Shape:
+    kind = part.get("type")
+    if kind is None and isinstance(part.get("properties"), dict):
+        kind = "object"
+    if isinstance(kind, str) and kind in SIMPLE:
+        return Shape(SIMPLE[kind])
+    if kind == "array":
+        if "prefixItems" in part or not isinstance(part.get("items"), dict):
+            return Shape("json", True, why="its items are not of one type")
+        return Shape("list", item=_shape(schema, part["items"], path))
+    if kind == "object":
+        return _of_object(schema, part, path)
+    if isinstance(kind, list):
+        return Shape("json", True, why=f"it is one of {', '.join(map(str, kind))}")
+    return Shape("json", True, why="any type is allowed" if kind is None else f"it is {kind}")
+
+
+def _of_object(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> Shape:
+    if any(word in part for word in MIXED):
+        return Shape("json", True, why="its properties follow from rules")
+    properties, others = part.get("properties") or {}, part.get("additionalProperties", False)
+    if not properties and isinstance(others, dict):
+        return Shape("map", item=_shape(schema, others, path))
+    if not properties or others is not False:
+        return Shape("json", True, why="it may have properties that are not named")
+    required = set(part.get("required", ()))
+    names = []
+    for name, inner in properties.items():
+        shape = _shape(schema, inner, path)
+        names.append((name, replace(shape, nullable=shape.nullable or name not in required)))
+    return Shape("struct", names=tuple(names))

@@ -1,0 +1,32 @@
+"""Which columns a result has beside those of its input, and of which types, told before a run."""
+
+from __future__ import annotations
+
+from prefect_raybatch.job.answer_types import columns_of
+from prefect_raybatch.job.batch_job import Output, Sampling
+
+LATER = "type fixed by the first shard"
+
+
+def answers_of(sampling: Sampling) -> int:
+    """How many answers a row has (n)."""
+    return int((sampling.model_extra or {}).get("n") or 1)
+
+
+def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
+    """(name, type in words) of each column that is not the input's."""
+    if output.postprocess is not None:
+        given = (output.output_schema or {}).items()
+        made = [(name, kind) for name, kind in given]
+        made = made or [(f"what {output.postprocess} returns", LATER)]
+    elif (form := output.answer_form) is not None:
+        made = []
+        for name, shape in columns_of(form).items():
+            null = "" if shape.nullable else " not null"
+            texts = "; ".join(
+                f"{place} as JSON text, since {why}" for place, why in shape.texts(name)
+            )
+            made.append((name, f"{shape.type()}{null}{f' ({texts})' if texts else ''}"))
+    else:
+        made = [(output.column, "list<item: string>" if answers > 1 else "string")]
+    return (*made, (output.row_number, "int64"))

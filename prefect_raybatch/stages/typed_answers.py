@@ -1,0 +1,181 @@
+"""Answers that are JSON, read strictly: what does not fit `output.schema_model` fails its row.
+
+A grammar does not enforce all of a schema, and an answer can end before its object does. So each
+one is parsed and validated here, whatever the engine was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.job.answer_types import Shape, columns_of
+from prefect_raybatch.stages.block import Failure
+
+NOT_VALID = "AnswerNotValid"
+MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
+MAX_REASON = 500
+INT64 = range(-(1 << 63), 1 << 63)
+
+
+class Misfit(ValueError):
+    """Why an answer does not fit; `place` in it, and the `rule` of the schema."""
+
+    def __init__(self, place: str, rule: str, message: str):
+        super().__init__(message)
+        self.place, self.rule = place or "its root", rule
+
+
+class AnswerReader:
+    """Answers as objects and as columns, by the text of a JSON Schema."""
+
+    def __init__(self, schema: str):
+        from jsonschema.validators import Draft202012Validator, validator_for
+        from referencing import Registry
+
+        loaded = json.loads(schema)
+        self.columns = columns_of(schema)
+        kind = validator_for(loaded, default=Draft202012Validator)
+        # An empty registry: no reference is ever looked for elsewhere.
+        self._validator = kind(loaded, registry=Registry())
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns' types."""
+        return pa.schema([shape.field(name) for name, shape in self.columns.items()])
+
+    def read(self, text: str) -> tuple[dict[str, Any], dict[str, Any]] | Failure:
+        """The object that an answer is, and its columns as Arrow takes them."""
+        try:
+            found = _parsed(text)
+            self._check(found)
+            row = {n: _value(s, found.get(n), f".{n}") for n, s in self.columns.items()}
+            _known(found, self.columns, "")
+        except Misfit as misfit:
+            return _failure(misfit, text)
+        except RecursionError:
+            return _failure(Misfit("", "depth", "it is nested too deeply"), text)
+        return found, row
+
+    def _check(self, found: Any) -> None:
+        from jsonschema.exceptions import best_match
+
+        if self._validator.is_valid(found):
+            return
+        error = best_match(self._validator.iter_errors(found))
+        raise Misfit(_place(error.absolute_path), str(error.validator), error.message)
+
+
+@lru_cache(maxsize=4)
+def reader_of(schema: str) -> AnswerReader:
+    """The reader of a schema, once a worker process."""
+    return AnswerReader(schema)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        found = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_float=_float,
+            parse_int=_int,
+        )
+    except Misfit:
+        raise
+    except ValueError as error:
+        raise Misfit("", "JSON", f"it is no JSON: {error}") from None
+    try:  # "\ud800" is JSON, but no text
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Misfit("", "JSON", "a text in it holds half a surrogate pair") from None
+    return found
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Misfit("", "JSON", f"property {twice!r} stands there twice")
+    return made
+
+
+def _constant(name: str) -> Any:
+    raise Misfit("", "JSON", f"{name} is no JSON number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Misfit("", "JSON", f"the number {text[:40]} is too large")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > 400:  # no float64 is as large, and Python refuses some thousand digits
+        raise Misfit("", "JSON", f"a whole number of {len(text)} digits is too large")
+    return int(text)
+
+
+def _place(path: Any) -> str:
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path)
+
+
+def _known(found: Any, names: Any, place: str) -> None:
+    odd = [name for name in found if name not in names]
+    if odd:
+        raise Misfit(place, "properties", f"property {odd[0]!r} is not in the schema")
+
+
+def _value(shape: Shape, found: Any, place: str) -> Any:
+    """A validated value as Arrow takes it for this shape."""
+    if found is None and shape.nullable:
+        return None
+    if shape.kind == "json":
+        return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    if shape.kind == "struct" and isinstance(found, dict):
+        names = dict(shape.names)
+        _known(found, names, place)
+        return {n: _value(inner, found.get(n), f"{place}.{n}") for n, inner in names.items()}
+    item = shape.item
+    if item is not None and shape.kind == "list" and isinstance(found, list):
+        return [_value(item, one, f"{place}[{i}]") for i, one in enumerate(found)]
+    if item is not None and shape.kind == "map" and isinstance(found, dict):
+        return [(name, _value(item, one, f"{place}.{name}")) for name, one in found.items()]
+    return _scalar(shape, found, place)
+
+
+def _scalar(shape: Shape, found: Any, place: str) -> Any:
+    number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    if shape.kind == "text" and isinstance(found, str):
+        return found
+    if shape.kind == "boolean" and isinstance(found, bool):
+        return found
+    if shape.kind == "integer" and number and found == int(found):  # 1.0 is an integer
+        if int(found) not in INT64:
+            raise Misfit(place, "int64", "the whole number does not fit 64 bits")
+        return int(found)
+    if shape.kind == "number" and number:
+        try:
+            return float(found)
+        except OverflowError:
+            raise Misfit(place, "float64", "the number is too large") from None
+    raise Misfit(place, "type", f"{type(found).__name__} is not {shape.kind}")
+
+
+def _failure(misfit: Misfit, text: str) -> Failure:
+    # Equal in the 120 characters by which failures are counted, whatever the answer is.
+    reason = str(misfit)[:MAX_REASON].encode("utf-8", "replace").decode()
+    return Failure(
+        "engine",
+        NOT_VALID,
+        f"the answer does not fit output.schema_model at {misfit.place} ({misfit.rule}); its text "
+        f"is below, and another prompt, model or schema may mend it on a retry: {reason}. "
+        f"It was: {text[:MAX_ANSWER]}",
+    )
