@@ -18,7 +18,7 @@ from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
 from prefect_raybatch.job.trust import check_module
 
 FIELD = "output.schema_model"
-MOST_BYTES = 1 << 20
+MOST_SCHEMA_BYTES = 1 << 20
 VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 BACKEND = "guidance"
@@ -59,11 +59,11 @@ def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
         return _of_class(name)
     try:
         with Path(value).open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MOST_SCHEMA_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{value} cannot be read: {error.strerror or error}") from None
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{value} has over {MOST_BYTES:,} bytes; no schema is that large")
+    if len(data) > MOST_SCHEMA_BYTES:
+        raise ValueError(f"{value} has over {MOST_SCHEMA_BYTES:,} bytes; no schema is that large")
     try:
         return _parsed(data.decode())
     except ValueError as error:
@@ -190,7 +190,7 @@ def _parts(part: Any, place: str = "", named: bool = False) -> Iterator[tuple[st
         yield from _parts(item, f"{place}.{name}", not named and name in BY_NAME)
 
 
-def sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
     """The sampling fields of a job whose answers have that schema."""
     if schema is None:
         return dict(sampling)
@@ -202,7 +202,7 @@ def sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str
     return {**sampling, "structured_outputs": form}
 
 
-def engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+def schema_engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
     """vLLM's engine arguments `given` for answers of that schema; what the job sets stays.
 
     Blanks between the parts are forbidden, since models can go on with blanks until max_tokens.

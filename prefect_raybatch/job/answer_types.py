@@ -19,8 +19,8 @@ from prefect_raybatch.job.answer_schema import FIELD, refers
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Kind = Literal["text", "integer", "number", "boolean", "list", "struct", "map", "json"]
-SIMPLE: dict[Any, Kind] = {
+AnswerKind = Literal["text", "integer", "number", "boolean", "list", "struct", "map", "json"]
+SIMPLE: dict[Any, AnswerKind] = {
     "string": "text",
     "integer": "integer",
     "number": "number",
@@ -32,14 +32,14 @@ MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerShape:
     """One value of an answer. `names`: a struct's properties; `item`: what a list or map holds;
     `why`: of JSON text, what kept it from a type."""
 
-    kind: Kind
+    kind: AnswerKind
     nullable: bool = False
-    names: tuple[tuple[str, Shape], ...] = ()
-    item: Shape | None = None
+    names: tuple[tuple[str, AnswerShape], ...] = ()
+    item: AnswerShape | None = None
     why: str = ""
 
     def type(self) -> pa.DataType:
@@ -70,7 +70,7 @@ class Shape:
 
 
 @lru_cache(maxsize=8)
-def columns_of(text: str) -> dict[str, Shape]:
+def columns_of(text: str) -> dict[str, AnswerShape]:
     """The columns that the schema's root object gives, by name in order. Raises `ConfigError` for
     a root that is no object with known properties."""
     schema = json.loads(text)
@@ -84,16 +84,18 @@ def columns_of(text: str) -> dict[str, Shape]:
     return dict(shape.names)
 
 
-def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> Shape:
+def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> AnswerShape:
     """The shape of `part` of a schema; `path` are the references that lead to it."""
     if not isinstance(part, dict):
-        return Shape("json", True, why="any value is allowed" if part else "no value is allowed")
+        return AnswerShape(
+            "json", True, why="any value is allowed" if part else "no value is allowed"
+        )
     target = part.get("$ref")
     if target is not None:
         if target in path or target == "#":
-            return Shape("json", True, why="it refers to itself")
+            return AnswerShape("json", True, why="it refers to itself")
         if any(word in part for word in ("type", "properties", "items", *MIXED)):
-            return Shape("json", True, why="$ref stands beside other rules")
+            return AnswerShape("json", True, why="$ref stands beside other rules")
         return _shape(schema, refers(schema, target), (*path, target))
     only = _only_member(part)
     if only is not None:
@@ -102,7 +104,7 @@ def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> Shape
         return replace(inner, nullable=inner.nullable or nullable)
     odd = [word for word in COMPOSED if word in part]
     if odd:
-        return Shape("json", True, why=f"it is made up by {odd[0]}")
+        return AnswerShape("json", True, why=f"it is made up by {odd[0]}")
     if "enum" in part or "const" in part:
         return _of_values(part.get("enum", [part.get("const")]))
     return _of_type(schema, part, path)
@@ -125,17 +127,17 @@ def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
     return None
 
 
-def _of_values(values: list[Any]) -> Shape:
+def _of_values(values: list[Any]) -> AnswerShape:
     nullable = None in values
     kinds = {_kind_of(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
         kinds = {"number"}
     if len(kinds) != 1 or None in kinds:
-        return Shape("json", True, why="its values are of several types")
-    return Shape(kinds.pop() or "json", nullable)
+        return AnswerShape("json", True, why="its values are of several types")
+    return AnswerShape(kinds.pop() or "json", nullable)
 
 
-def _kind_of(value: Any) -> Kind | None:
+def _kind_of(value: Any) -> AnswerKind | None:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, str):
@@ -145,34 +147,36 @@ def _kind_of(value: Any) -> Kind | None:
     return "number" if isinstance(value, float) else None
 
 
-def _of_type(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> Shape:
+def _of_type(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> AnswerShape:
     kind = part.get("type")
     if kind is None and isinstance(part.get("properties"), dict):
         kind = "object"
     if isinstance(kind, str) and kind in SIMPLE:
-        return Shape(SIMPLE[kind])
+        return AnswerShape(SIMPLE[kind])
     if kind == "array":
         if "prefixItems" in part or not isinstance(part.get("items"), dict):
-            return Shape("json", True, why="its items are not of one type")
-        return Shape("list", item=_shape(schema, part["items"], path))
+            return AnswerShape("json", True, why="its items are not of one type")
+        return AnswerShape("list", item=_shape(schema, part["items"], path))
     if kind == "object":
         return _of_object(schema, part, path)
     if isinstance(kind, list):
-        return Shape("json", True, why=f"it is one of {', '.join(map(str, kind))}")
-    return Shape("json", True, why="any type is allowed" if kind is None else f"it is {kind}")
+        return AnswerShape("json", True, why=f"it is one of {', '.join(map(str, kind))}")
+    return AnswerShape("json", True, why="any type is allowed" if kind is None else f"it is {kind}")
 
 
-def _of_object(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> Shape:
+def _of_object(
+    schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]
+) -> AnswerShape:
     if any(word in part for word in MIXED):
-        return Shape("json", True, why="its properties follow from rules")
+        return AnswerShape("json", True, why="its properties follow from rules")
     properties, others = part.get("properties") or {}, part.get("additionalProperties", False)
     if not properties and isinstance(others, dict):
-        return Shape("map", item=_shape(schema, others, path))
+        return AnswerShape("map", item=_shape(schema, others, path))
     if not properties or others is not False:
-        return Shape("json", True, why="it may have properties that are not named")
+        return AnswerShape("json", True, why="it may have properties that are not named")
     required = set(part.get("required", ()))
     names = []
     for name, inner in properties.items():
         shape = _shape(schema, inner, path)
         names.append((name, replace(shape, nullable=shape.nullable or name not in required)))
-    return Shape("struct", names=tuple(names))
+    return AnswerShape("struct", names=tuple(names))

@@ -131,6 +131,13 @@ class Prompt(Group):
         text="With engine.task score: the text that the first is compared with, with {Column} "
         "fields.",
     )
+    adapter_column: str | None = field(
+        7,
+        None,
+        title="Adapter column",
+        text="Column with the name of each row's LoRA adapter, of those in engine.adapters. A null "
+        "is the model alone where on_null is empty.",
+    )
 
     @field_validator("template", "second")
     @classmethod
@@ -332,6 +339,19 @@ class Engine(Group):
         title="Task",
         text="generate: text. embed: a vector. classify: a label and the probability of each. "
         "score: how well two texts fit each other. docs/tasks.md.",
+    )
+    adapter: str | None = field(
+        21,
+        None,
+        title="LoRA adapter",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
+        "by its content in the plan.",
+    )
+    adapters: dict[str, str] = field(
+        22,
+        {},
+        title="LoRA adapters",
+        text="By name, for prompt.adapter_column; each as adapter.",
     )
 
     @classmethod
@@ -641,6 +661,7 @@ class BatchJob(Group):
     @model_validator(mode="after")
     def _one_task(self) -> BatchJob:
         tasks.check(self)
+        tasks.check_adapters(self)
         return self
 
     @model_validator(mode="after")
@@ -687,7 +708,7 @@ class BatchJob(Group):
 
     def asked(self) -> dict[str, Any]:
         """The sampling fields of each request, as plain values."""
-        return answer_schema.sampling_fields(self.sampling.given(), self.output.answer_form)
+        return answer_schema.schema_sampling_fields(self.sampling.given(), self.output.answer_form)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:

@@ -55,7 +55,8 @@ class Group(BaseModel):
     ) -> JsonSchemaValue:
         """The schema, with each field as the form in the Prefect page shows it best."""
         schema = handler(core_schema)
-        for shown in handler.resolve_ref_schema(schema)["properties"].values():
+        # As what is written out, a group is any object: which keys are hidden is told only then.
+        for shown in handler.resolve_ref_schema(schema).get("properties", {}).values():
             show_plainly(shown)
         return schema
 

@@ -66,6 +66,25 @@ def _check_pooling(job: BatchJob, task: str) -> None:
         raise ValueError("engine.runner: follows from engine.task; leave it out")
 
 
+def check_adapters(job: BatchJob) -> None:
+    """Raises ValueError where it cannot be told which rows an adapter is for."""
+    column, several = job.prompt.adapter_column, job.engine.adapters
+    if job.engine.adapter is not None and (several or column is not None):
+        raise ValueError(
+            "engine.adapter: is for all rows; for several keep engine.adapters and "
+            "prompt.adapter_column"
+        )
+    if bool(several) != (column is not None):
+        raise ValueError(
+            "engine.adapters: prompt.adapter_column says which row takes which of them; set both "
+            "or neither"
+        )
+    if "" in several:
+        raise ValueError("engine.adapters: an adapter has an empty name; give it one")
+    if (several or job.engine.adapter is not None) and job.engine.stage != "vllm":
+        raise ValueError("engine.adapters: need engine.stage vllm")
+
+
 def _set(group: Any) -> list[str]:
     """The fields of a group that are not as they are by default."""
     usual = type(group)().model_dump()

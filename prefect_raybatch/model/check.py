@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Engine, Sampling
 from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model import tasks
 from prefect_raybatch.storage import Store, is_remote
 
 INDEX = "model.safetensors.index.json"
@@ -47,6 +47,8 @@ def check(
     tasks.check(engine, source, config, paired)
     if not pools(engine.task):
         _check_room(engine, sampling, config)
+    if found := adapters.pin(engine) if files else {}:
+        adapters.check(engine, found, config)
     if not files:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():

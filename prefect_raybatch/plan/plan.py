@@ -72,6 +72,8 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
         known(name, "prompt.template")
     for name in template_fields(job.prompt.second) if job.prompt.second else ():
         known(name, "prompt.second")
+    if job.prompt.adapter_column is not None:
+        known(job.prompt.adapter_column, "prompt.adapter_column")
     for name in job.output.columns or ():
         known(name, "output.columns")
     kept = names if job.output.columns is None else job.output.columns
@@ -161,7 +163,7 @@ def make_plan(
         shards=len(starts) - 1,
         fingerprint=resolved.fingerprint,
         parts=dict(resolved.parts),
-        model=resolved.model,
+        model=resolved.with_adapters(),
         input_schema=encode_schema(schema),
         shards_table=str(names[0]),
         files_table=str(names[1]),

@@ -11,22 +11,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.answer_schema import engine_fields
+from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
+from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
+from prefect_raybatch.stages.adapted import Adapted, Adapter
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -48,7 +51,7 @@ from prefect_raybatch.stages.block import (
     units_of,
 )
 from prefect_raybatch.stages.load import Sampler
-from prefect_raybatch.stages.order import arrange, token_keys
+from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.vllm import canary, internals, note
 
 if TYPE_CHECKING:
@@ -98,6 +101,7 @@ class EngineSpec:
     merge: bool = True
     hang_seconds: float | None = None
     attempt: str = ""
+    adapted: Adapted = field(default_factory=lambda: Adapted(None))
 
 
 def engine_spec(
@@ -111,9 +115,10 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    arguments = engine_fields(arguments, job.output.answer_form)
+    arguments = schema_engine_fields(arguments, job.output.answer_form)
     if task is not None:
         arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
+    arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=model,
@@ -129,6 +134,9 @@ def engine_spec(
         merge=job.engine.deduplicate and not arguments.get("logits_processors"),
         hang_seconds=job.limits.hang_seconds or None,
         attempt=attempt,
+        adapted=Adapted(
+            job.prompt.adapter_column, model.get("adapters") or {}, job.prompt.on_null == "empty"
+        ),
     )
 
 
@@ -142,6 +150,7 @@ class EngineStage:
     sampler: Sampler | None = None
     _note = note.Note("")
     _suspect: str | None = None  # what the latest engine died of, when no row was through
+    _adapters: Mapping[str, Adapter] = MappingProxyType({})
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
@@ -216,6 +225,7 @@ class EngineStage:
 
         for attempt in range(canary.ENGINE_STARTS):
             try:
+                self._adapters = self.spec.adapted.here()
                 self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
@@ -283,21 +293,24 @@ class EngineStage:
         spec, pools = self.spec, "task" in self.spec.sampling
         params = [fields_of(spec.sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
-        prompts, keys = table[TOKENS].to_pylist(), token_keys(table[TOKENS])
-        if SECOND in table.column_names:
-            pairs = list(zip(prompts, table[SECOND].to_pylist(), strict=True))
-            both = (keys, token_keys(table[SECOND]))
-            return pooling.checked(
-                pooling.ask_pairs(
-                    engine.run, Request, pairs, both, params, well, spec.sort, spec.merge
-                )
-            )
-        asked = arrange(keys, params, well, spec.sort, spec.merge)
-        done = engine.run([Request(prompts[i], params[i]) for i in asked.rows])
-        answers: list[pooling.Answer] = list(
-            zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
-        )
-        return pooling.checked(answers) if pools else answers
+        under, unknown = spec.adapted.of_rows(table, self._adapters)
+        refused = [(i, [i], pooling.failed(unknown[i])) for i in well if i in unknown]
+        well = [i for i in well if i not in unknown]
+        sides = [table[name] for name in (TOKENS, SECOND) if name in table.column_names]
+        numbers = [adapter[1] if adapter else 0 for adapter in under]
+        prompts = [side.to_pylist() for side in sides]
+        keys = [adapter_keys(token_keys(side), numbers) for side in sides]
+
+        def request(i: int, side: int = 0) -> Request:
+            return Request(prompts[side][i], params[i], under[i])
+
+        if len(sides) > 1:
+            made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
+        else:
+            asked = arrange(keys[0], params, well, spec.sort, spec.merge)
+            done = engine.run([request(i) for i in asked.rows])
+            made = list(zip(asked.rows, map(asked.served, asked.rows), done, strict=True))
+        return [*(pooling.checked(made) if pools else made), *refused]
 
     def _load(self) -> dict[str, float]:
         engine = self.engine

@@ -49,6 +49,15 @@ def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(edges)]
 
 
+def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
+    """Keys by which rows of one adapter stand together, and equal prompts under two are two."""
+    if not any(adapters):
+        return list(keys)
+    # As long as what keeps rows together: so the first branches are the adapters.
+    heads = {number: number.to_bytes(4, "big") * GROUP for number in set(adapters)}
+    return [heads[number] + key for key, number in zip(keys, adapters, strict=True)]
+
+
 def arrange(
     keys: Sequence[bytes],
     params: Sequence[dict[str, Any]],

@@ -15,6 +15,7 @@ from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model import tasks
+from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.order import arrange
 
 if TYPE_CHECKING:
@@ -95,25 +96,32 @@ def _longest(job: BatchJob, config: Mapping[str, Any]) -> int:
 
 def ask_pairs(
     run: Callable[[list[Request]], list[Completion]],
-    request: Callable[[list[int], dict[str, Any]], Request],
-    prompts: Sequence[tuple[list[int], list[int]]],
-    keys: tuple[Sequence[bytes], Sequence[bytes]],
+    request: Callable[[int, int], Request],
+    keys: Sequence[Sequence[bytes]],
     params: Sequence[dict[str, Any]],
     well: Sequence[int],
     sort: bool,
     merge: bool,
 ) -> list[Answer]:
-    """The cosine of two prompts of each row `well`, `keys` as of `order.token_keys`. A text that
-    stands in several rows, such as a query over its documents, is asked once."""
-    rows = len(prompts)
+    """The cosine of the two prompts of each row `well`: `request(row, side)`, with `keys[side]` as
+    of `order.token_keys`. A text that stands in several rows, such as a query over its documents,
+    is asked once."""
+    rows = len(params)
     both = [*well, *(rows + i for i in well)]
     asked = arrange([*keys[0], *keys[1]], [*params, *params], both, sort, merge)
-    done = run([request(prompts[i % rows][i // rows], params[i % rows]) for i in asked.rows])
+    done = run([request(i % rows, i // rows) for i in asked.rows])
     found: dict[int, Completion] = {}
     for i, completion in zip(asked.rows, done, strict=True):
         for j in asked.served(i):
             found[j] = completion if i == j else replace(completion, prompt_tokens=0)
     return [(i, [i], _cosine(found[i], found[rows + i])) for i in well]
+
+
+def failed(failure: Failure) -> Completion:
+    """An answer in place of one that nobody was asked for."""
+    from prefect_raybatch.stages.vllm.stepper import Completion
+
+    return Completion([], error=(failure.kind, failure.message))
 
 
 def _cosine(one: Completion, other: Completion) -> Completion:

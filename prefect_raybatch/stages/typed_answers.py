@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job.answer_types import Shape, columns_of
+from prefect_raybatch.job.answer_types import AnswerShape, columns_of
 from prefect_raybatch.stages.block import Failure
 
 NOT_VALID = "AnswerNotValid"
@@ -23,7 +23,7 @@ MAX_REASON = 500
 INT64 = range(-(1 << 63), 1 << 63)
 
 
-class Misfit(ValueError):
+class AnswerMisfit(ValueError):
     """Why an answer does not fit; `place` in it, and the `rule` of the schema."""
 
     def __init__(self, place: str, rule: str, message: str):
@@ -56,10 +56,10 @@ class AnswerReader:
             self._check(found)
             row = {n: _value(s, found.get(n), f".{n}") for n, s in self.columns.items()}
             _known(found, self.columns, "")
-        except Misfit as misfit:
+        except AnswerMisfit as misfit:
             return _failure(misfit, text)
         except RecursionError:
-            return _failure(Misfit("", "depth", "it is nested too deeply"), text)
+            return _failure(AnswerMisfit("", "depth", "it is nested too deeply"), text)
         return found, row
 
     def _check(self, found: Any) -> None:
@@ -68,7 +68,7 @@ class AnswerReader:
         if self._validator.is_valid(found):
             return
         error = best_match(self._validator.iter_errors(found))
-        raise Misfit(_place(error.absolute_path), str(error.validator), error.message)
+        raise AnswerMisfit(_place(error.absolute_path), str(error.validator), error.message)
 
 
 @lru_cache(maxsize=4)
@@ -86,14 +86,14 @@ def _parsed(text: str) -> Any:
             parse_float=_float,
             parse_int=_int,
         )
-    except Misfit:
+    except AnswerMisfit:
         raise
     except ValueError as error:
-        raise Misfit("", "JSON", f"it is no JSON: {error}") from None
+        raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
     try:  # "\ud800" is JSON, but no text
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Misfit("", "JSON", "a text in it holds half a surrogate pair") from None
+        raise AnswerMisfit("", "JSON", "a text in it holds half a surrogate pair") from None
     return found
 
 
@@ -102,24 +102,24 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise Misfit("", "JSON", f"property {twice!r} stands there twice")
+        raise AnswerMisfit("", "JSON", f"property {twice!r} stands there twice")
     return made
 
 
 def _constant(name: str) -> Any:
-    raise Misfit("", "JSON", f"{name} is no JSON number")
+    raise AnswerMisfit("", "JSON", f"{name} is no JSON number")
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise Misfit("", "JSON", f"the number {text[:40]} is too large")
+        raise AnswerMisfit("", "JSON", f"the number {text[:40]} is too large")
     return value
 
 
 def _int(text: str) -> int:
     if len(text) > 400:  # no float64 is as large, and Python refuses some thousand digits
-        raise Misfit("", "JSON", f"a whole number of {len(text)} digits is too large")
+        raise AnswerMisfit("", "JSON", f"a whole number of {len(text)} digits is too large")
     return int(text)
 
 
@@ -130,10 +130,10 @@ def _place(path: Any) -> str:
 def _known(found: Any, names: Any, place: str) -> None:
     odd = [name for name in found if name not in names]
     if odd:
-        raise Misfit(place, "properties", f"property {odd[0]!r} is not in the schema")
+        raise AnswerMisfit(place, "properties", f"property {odd[0]!r} is not in the schema")
 
 
-def _value(shape: Shape, found: Any, place: str) -> Any:
+def _value(shape: AnswerShape, found: Any, place: str) -> Any:
     """A validated value as Arrow takes it for this shape."""
     if found is None and shape.nullable:
         return None
@@ -151,7 +151,7 @@ def _value(shape: Shape, found: Any, place: str) -> Any:
     return _scalar(shape, found, place)
 
 
-def _scalar(shape: Shape, found: Any, place: str) -> Any:
+def _scalar(shape: AnswerShape, found: Any, place: str) -> Any:
     number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if shape.kind == "text" and isinstance(found, str):
         return found
@@ -159,17 +159,17 @@ def _scalar(shape: Shape, found: Any, place: str) -> Any:
         return found
     if shape.kind == "integer" and number and found == int(found):  # 1.0 is an integer
         if int(found) not in INT64:
-            raise Misfit(place, "int64", "the whole number does not fit 64 bits")
+            raise AnswerMisfit(place, "int64", "the whole number does not fit 64 bits")
         return int(found)
     if shape.kind == "number" and number:
         try:
             return float(found)
         except OverflowError:
-            raise Misfit(place, "float64", "the number is too large") from None
-    raise Misfit(place, "type", f"{type(found).__name__} is not {shape.kind}")
+            raise AnswerMisfit(place, "float64", "the number is too large") from None
+    raise AnswerMisfit(place, "type", f"{type(found).__name__} is not {shape.kind}")
 
 
-def _failure(misfit: Misfit, text: str) -> Failure:
+def _failure(misfit: AnswerMisfit, text: str) -> Failure:
     # Equal in the 120 characters by which failures are counted, whatever the answer is.
     reason = str(misfit)[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(

@@ -11,7 +11,7 @@ from helpers.small import job_dict
 from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.answer_schema import engine_fields, schema_text
+from prefect_raybatch.job.answer_schema import schema_engine_fields, schema_text
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
 
@@ -152,15 +152,15 @@ def test_the_requests_and_the_engine_of_a_job_with_a_schema():
     form = job.asked()["structured_outputs"]
     assert json.loads(form["json"]) == SCHEMA
     assert job.output.fails_cut_off
-    assert engine_fields({"seed": 1}, None) == {"seed": 1}
-    made = engine_fields({"structured_outputs_config": {"reasoning_parser": "x"}}, "{}")
+    assert schema_engine_fields({"seed": 1}, None) == {"seed": 1}
+    made = schema_engine_fields({"structured_outputs_config": {"reasoning_parser": "x"}}, "{}")
     assert made["structured_outputs_config"] == {
         "backend": "guidance",
         "disable_any_whitespace": True,
         "disable_additional_properties": True,
         "reasoning_parser": "x",
     }
-    own = engine_fields({"structured_outputs_config": {"backend": "outlines"}}, "{}")
+    own = schema_engine_fields({"structured_outputs_config": {"backend": "outlines"}}, "{}")
     assert own["structured_outputs_config"] == {"backend": "outlines"}
     plain = BatchJob.from_dict(job_dict())
     assert plain.asked() == plain.sampling.given() and not plain.output.fails_cut_off

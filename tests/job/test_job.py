@@ -429,6 +429,10 @@ def test_the_json_schema_carries_title_description_and_position():
     assert "schema" in schema["$defs"]["Output"]["properties"]
 
 
+def test_what_is_written_out_has_a_schema_too() -> None:
+    assert BatchJob.model_json_schema(mode="serialization")["type"] == "object"
+
+
 def test_ray_data_llm_does_not_tell_what_was_cut_off() -> None:
     fails = put(job_dict(), "output.on_cut_off", "fail")
     said = refused(put(fails, "engine.stage", "ray.data.llm"))

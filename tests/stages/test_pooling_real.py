@@ -46,7 +46,7 @@ class Real:
         model = models.pin(job.engine)
         task = Pooling.of(job, model)
         assert task is not None
-        size = sizes.resolve(job, len(FIRST), 50.0, sizes.assumed(job.engine))
+        size = sizes.sizes_of(job, len(FIRST), 50.0, sizes.assumed(job.engine))
         spec = engine_spec(job, model, size, task=task)
         if self.stage is None:
             self.stage = EngineStage(spec)

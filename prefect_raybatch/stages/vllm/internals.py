@@ -48,7 +48,9 @@ class LLMEngine(Protocol):
     vllm_config: Any
     engine_core: Any
 
-    def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Params) -> object: ...
+    def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: Params, *, lora_request: Any = ...
+    ) -> object: ...
 
     def step(self) -> Sequence[RequestOutput]: ...
 
@@ -88,6 +90,13 @@ def pooling_params(fields: Mapping[str, Any]) -> Params:
     from vllm.pooling_params import PoolingParams
 
     return cast(Params, PoolingParams(**fields))
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """vLLM's request for an adapter; it takes two of one name for the same."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def sequences(params: Params) -> int:

@@ -59,10 +59,12 @@ class Request:
         `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
         `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
         are fields of vLLM's `PoolingParams`, and the answer is a vector.
+    adapter: (name, number from 1 on, local folder) of its LoRA adapter; each unique in an engine.
     """
 
     prompt_token_ids: Sequence[int]
     params: dict[str, Any] = field(default_factory=dict)
+    adapter: tuple[str, int, str] | None = None
 
 
 @dataclass(slots=True)
@@ -93,11 +95,17 @@ class _Call:
     `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
     """
 
-    __slots__ = ("answers", "cursor", "died", "done", "missing", "params", "prompts")
+    __slots__ = ("adapters", "answers", "cursor", "died", "done", "missing", "params", "prompts")
 
-    def __init__(self, prompts: list[list[int]], params: list[Params | Exception]) -> None:
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        params: list[Params | Exception],
+        adapters: list[tuple[str, int, str] | None],
+    ) -> None:
         self.prompts = prompts
         self.params = params
+        self.adapters = adapters
         self.answers: list[Completion | None] = [None] * len(prompts)
         self.cursor = 0
         self.missing = len(prompts)
@@ -170,7 +178,7 @@ class SteppedEngine:
         """
         prompts = [_as_list(request.prompt_token_ids) for request in requests]
         params = self._prepare_params(requests)
-        call = _Call(prompts, params)
+        call = _Call(prompts, params, [request.adapter for request in requests])
         if not requests:
             return []
         with self._wake:
@@ -396,11 +404,14 @@ class SteppedEngine:
             self._count += 1
             self._in_flight[request_id] = (call, position, params)
             self._sequences += internals.sequences(params)
+            adapter = call.adapters[position]
+            more = {} if adapter is None else {"lora_request": internals.lora_request(*adapter)}
             try:
                 engine.add_request(
                     request_id,
                     {"type": "token", "prompt_token_ids": call.prompts[position]},
                     params,
+                    **more,
                 )
             except Exception as error:
                 if internals.engine_is_gone(error):
