@@ -69,3 +69,36 @@ def _saved(folder: Path, kind: Any, config: Any) -> Any:
     model = kind(config).float().eval()
     model.save_pretrained(folder)
     return model
+
+
+def lora(folder: Path, base: str, config: dict[str, Any], seed: int = 1, rank: int = 4) -> Path:
+    """A random LoRA adapter of every q_proj and down_proj of a Llama, as peft writes it."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = torch.Generator().manual_seed(seed)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    width = heads * (config.get("head_dim") or hidden // heads)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        shapes = {"self_attn.q_proj": (hidden, width), "mlp.down_proj": (inner, hidden)}
+        for module, (into, out) in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            for side, shape in (("lora_A", (rank, into)), ("lora_B", (out, rank))):
+                tensors[f"{name}.{side}.weight"] = torch.randn(shape, generator=made) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
+    return folder
