@@ -364,6 +364,16 @@ class Engine(Group):
     def _model(cls, value: str) -> str:
         return without_user(value)
 
+    @field_validator("adapter")
+    @classmethod
+    def _adapter(cls, value: str | None) -> str | None:
+        return None if value is None else without_user(value)
+
+    @field_validator("adapters")
+    @classmethod
+    def _each_adapter(cls, value: dict[str, str]) -> dict[str, str]:
+        return {name: without_user(source) for name, source in value.items()}
+
     @field_validator("replicas", mode="before")
     @classmethod
     def _replicas(cls, value: Any) -> Any:
