@@ -333,7 +333,7 @@ class Engine(Group):
         text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
         "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
     )
-    task: tasks.Task = field(
+    task: tasks.TaskName = field(
         20,
         "generate",
         title="Task",
@@ -670,7 +670,7 @@ class BatchJob(Group):
 
     @model_validator(mode="after")
     def _one_task(self) -> BatchJob:
-        tasks.check(self)
+        tasks.check_task(self)
         tasks.check_adapters(self)
         return self
 

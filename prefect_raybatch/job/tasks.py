@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob, Prompt
 
-Task = Literal["generate", "embed", "classify", "score"]
+TaskName = Literal["generate", "embed", "classify", "score"]
 VectorType = Literal["float32", "float16"]
 
 
@@ -22,7 +22,7 @@ def paired(prompt: Prompt) -> bool:
     return prompt.second is not None or prompt.function is not None
 
 
-def check(job: BatchJob) -> None:
+def check_task(job: BatchJob) -> None:
     """Raises ValueError that names the field which the job's task has no use for."""
     task = job.engine.task
     if task != "score" and job.prompt.second is not None:
@@ -102,7 +102,7 @@ def probabilities(column: str) -> str:
     return f"{column}_probabilities"
 
 
-def fields_of(job: BatchJob) -> dict[str, Any]:
+def pooling_fields(job: BatchJob) -> dict[str, Any]:
     """What the engine is told for each row: vLLM's sampling fields, or its pooling fields, which
     are those that name a `task`. `score` of two texts in one prompt is `classify`, of two vectors
     `embed`: the model decides (`model.tasks`)."""

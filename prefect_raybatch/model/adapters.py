@@ -21,13 +21,13 @@ from prefect_raybatch.storage import Store, is_remote, open_store
 
 log = logging.getLogger(__name__)
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
-MAX_BYTES = 8 << 30
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+MAX_ADAPTER_BYTES = 8 << 30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
 TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
-KEPT = 32  # and in the node's memory
+IN_MEMORY = 32  # and in the node's memory
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -46,13 +46,13 @@ def identities(engine: Engine) -> dict[str, str]:
     }
 
 
-def pin(engine: Engine) -> dict[str, dict[str, Any]]:
+def pin_adapters(engine: Engine) -> dict[str, dict[str, Any]]:
     """{name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps it."""
     made = {}
     for name, source in named(engine).items():
         revision = None
         if _is_name(source):
-            revision = models.hub_commit(source, None, _field(name), CONFIG)
+            revision = models.hub_commit(source, None, _field(name), ADAPTER_CONFIG)
             identity = f"{source}@{revision}"
         else:
             identity = _identity(_field(name), source)
@@ -70,13 +70,15 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
     ours = {
         "enable_lora": True,
         "max_loras": min(len(pinned), TOGETHER),
-        "max_cpu_loras": max(min(len(pinned), KEPT), int(given.get("max_loras") or 0)),
+        "max_cpu_loras": max(min(len(pinned), IN_MEMORY), int(given.get("max_loras") or 0)),
         "max_lora_rank": next(size for size in RANKS if size >= rank),
     }
     return {name: value for name, value in ours.items() if given.get(name) is None}
 
 
-def check(engine: Engine, pinned: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_adapters_fit(
+    engine: Engine, pinned: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
     """Raises `ConfigError` for an adapter that was not made for this model, by its tensors, or that
     vLLM does not load; where only the name of its model differs that is a warning."""
     text = {**config, **(config.get("text_config") or {})}
@@ -100,7 +102,7 @@ def check(engine: Engine, pinned: Mapping[str, Any], config: Mapping[str, Any]) 
             )
 
 
-def local_path(adapter: Mapping[str, Any]) -> str:
+def adapter_path(adapter: Mapping[str, Any]) -> str:
     """A folder on this node that holds the adapter as it was pinned, whatever becomes of the one
     that the job named. Raises `ConfigError` where that changed before it was taken."""
     source, identity = str(adapter["source"]), str(adapter["identity"])
@@ -108,7 +110,7 @@ def local_path(adapter: Mapping[str, Any]) -> str:
         from huggingface_hub import snapshot_download
 
         found: str = snapshot_download(
-            source, revision=str(adapter["revision"]), allow_patterns=list(FILES)
+            source, revision=str(adapter["revision"]), allow_patterns=list(ADAPTER_FILES)
         )
         return found
     root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
@@ -121,7 +123,7 @@ def local_path(adapter: Mapping[str, Any]) -> str:
             shutil.rmtree(part, ignore_errors=True)  # of one that was killed
             part.mkdir()
             store = open_store(source)
-            for file in FILES:
+            for file in ADAPTER_FILES:
                 with store.open(file) as stream, (part / file).open("wb") as out:
                     shutil.copyfileobj(stream, out, 16 << 20)
             if _identity("engine.adapters", source) != identity:
@@ -147,9 +149,11 @@ def _identity(field: str, source: str) -> str:
     """Digest of an adapter's two files: of a folder their content, of S3 size and ETag."""
     store = _store(field, source)
     if is_remote(source):
-        files = [[f.path, f.size, f.etag] for f in store.list() if f.path in FILES]
+        files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]
         return digest(dump(sorted(files)))
-    return digest(dump([[name, digest(store.read(name, MAX_BYTES))] for name in FILES]))
+    return digest(
+        dump([[name, digest(store.read(name, MAX_ADAPTER_BYTES))] for name in ADAPTER_FILES])
+    )
 
 
 def _store(field: str, source: str) -> Store:
@@ -157,7 +161,7 @@ def _store(field: str, source: str) -> Store:
         raise ConfigError(f"{field}: {source!r} is no folder here and no Hugging Face name")
     store = open_store(source)
     there = {file.path for file in store.list()}
-    missing = [name for name in FILES if name not in there]
+    missing = [name for name in ADAPTER_FILES if name not in there]
     if missing:
         raise ConfigError(
             f"{field}: {source} holds no {missing[0]}, so it is no LoRA adapter as peft writes it"
@@ -171,14 +175,16 @@ def _config(field: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
         if adapter.get("revision") is not None:
             from huggingface_hub import hf_hub_download
 
-            path = hf_hub_download(source, CONFIG, revision=str(adapter["revision"]))
+            path = hf_hub_download(source, ADAPTER_CONFIG, revision=str(adapter["revision"]))
             value = json.loads(Path(path).read_bytes())
         else:
-            value = json.loads(_store(field, source).read(CONFIG, models.MAX_CONFIG_BYTES))
+            value = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: {CONFIG} of {source} is not readable: {error}") from None
+        raise ConfigError(
+            f"{field}: {ADAPTER_CONFIG} of {source} is not readable: {error}"
+        ) from None
     if not isinstance(value, dict) or value.get("peft_type", "LORA") != "LORA":
-        raise ConfigError(f"{field}: {CONFIG} of {source} is of no LoRA adapter")
+        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} is of no LoRA adapter")
     return value
 
 
@@ -196,13 +202,14 @@ def _check_tensors(
     """By the shapes in the header of its weights; of a Hugging Face name they are not fetched."""
     if adapter.get("revision") is not None:
         return
-    with open_store(str(adapter["source"])).open(WEIGHTS) as stream:
+    with open_store(str(adapter["source"])).open(ADAPTER_WEIGHTS) as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
             head = json.loads(stream.read(min(length, models.MAX_CONFIG_BYTES * 8)))
         except ValueError:
             raise ConfigError(
-                f"{field}: {adapter['source']}/{WEIGHTS} is no safetensors file; copy it again"
+                f"{field}: {adapter['source']}/{ADAPTER_WEIGHTS} is no safetensors file; copy it "
+                "again"
             ) from None
     for name, tensor in head.items():
         if name == "__metadata__":

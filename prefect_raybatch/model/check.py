@@ -44,11 +44,11 @@ def check(
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
-    tasks.check(engine, source, config, paired)
+    tasks.check_can(engine, source, config, paired)
     if not pools(engine.task):
         _check_room(engine, sampling, config)
-    if found := adapters.pin(engine) if files else {}:
-        adapters.check(engine, found, config)
+    if found := adapters.pin_adapters(engine) if files else {}:
+        adapters.check_adapters_fit(engine, found, config)
     if not files:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():

@@ -14,12 +14,12 @@ from prefect_raybatch.job.batch_job import Engine
 
 # Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
 CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")
-OTHERS = (  # a value for each token, or of something that is no text
+NOT_A_TEXT = (  # a value for each token, or of something that is no text
     *("ForTokenClassification", "ForAudioClassification", "ForImageClassification"),
     *("ForVideoClassification", "ForRewardModeling", "ForRewardModel", "RewardModel"),
 )
 EMBEDS = ("ForTextEncoding", "EmbeddingModel", "ForMaskedLM")
-Asked = Literal["embed", "classify"]
+PoolingTask = Literal["embed", "classify"]
 
 
 def overridden(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def asked(engine: Engine, config: Mapping[str, Any]) -> Asked:
+def asked(engine: Engine, config: Mapping[str, Any]) -> PoolingTask:
     """vLLM's task for a job that pools: a score is one of a classifier of pairs, or the cosine of
     two vectors."""
     if engine.task != "score":
@@ -57,7 +57,7 @@ def labels(engine: Engine, config: Mapping[str, Any]) -> list[str]:
     return [f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2)]
 
 
-def check(engine: Engine, source: str, config: Mapping[str, Any], paired: bool = True) -> None:
+def check_can(engine: Engine, source: str, config: Mapping[str, Any], paired: bool = True) -> None:
     """Raises `ConfigError` for a model that cannot do the job's task; `paired` says that a row
     gives two texts."""
     config = overridden(engine, config)
@@ -68,7 +68,7 @@ def check(engine: Engine, source: str, config: Mapping[str, Any], paired: bool =
     shown = f"engine.model: {source} is {', '.join(names)}, which"
     if any(name in (vllm_fields.late_models() or ()) for name in names):
         raise ConfigError(f"{shown} gives a vector for each token; only one a row can be written")
-    if any(name.endswith(OTHERS) for name in names):
+    if any(name.endswith(NOT_A_TEXT) for name in names):
         raise ConfigError(
             f"{shown} gives a value for each token or is not asked in text; name a model that "
             f"can {engine.task}"
@@ -104,7 +104,7 @@ def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> 
     generating = vllm_fields.generating_models()
     if not names or any(name in (generating or ()) for name in names):
         return
-    if any(name.endswith((*CLASSIFIES, *OTHERS, *EMBEDS)) for name in names) or (
+    if any(name.endswith((*CLASSIFIES, *NOT_A_TEXT, *EMBEDS)) for name in names) or (
         generating is not None and all(name.endswith("Model") for name in names)
     ):
         raise ConfigError(

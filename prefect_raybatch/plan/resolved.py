@@ -54,7 +54,7 @@ class Resolved:
 
     def with_adapters(self) -> dict[str, Any]:
         """The model with the job's adapters pinned beside it, as a new plan keeps them."""
-        found = adapters.pin(self.job.engine)
+        found = adapters.pin_adapters(self.job.engine)
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:

@@ -135,7 +135,10 @@ def engine_spec(
         hang_seconds=job.limits.hang_seconds or None,
         attempt=attempt,
         adapted=Adapted(
-            job.prompt.adapter_column, model.get("adapters") or {}, job.prompt.on_null == "empty"
+            job.prompt.adapter_column,
+            model.get("adapters") or {},
+            null=job.prompt.on_null == "empty",
+            alone=not cpu,
         ),
     )
 
@@ -285,7 +288,7 @@ class EngineStage:
             table = self.sampler.tell(table, began)
         return timed(table, "engine", began)
 
-    def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.Answer]:
+    def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
         """(the row that was asked about, the rows that get its answer, the answer) of the block's
         well rows."""
         from prefect_raybatch.stages.vllm.stepper import Request
@@ -294,7 +297,7 @@ class EngineStage:
         params = [fields_of(spec.sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
         under, unknown = spec.adapted.of_rows(table, self._adapters)
-        refused = [(i, [i], pooling.failed(unknown[i])) for i in well if i in unknown]
+        refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
         well = [i for i in well if i not in unknown]
         sides = [table[name] for name in (TOKENS, SECOND) if name in table.column_names]
         numbers = [adapter[1] if adapter else 0 for adapter in under]
@@ -310,7 +313,7 @@ class EngineStage:
             asked = arrange(keys[0], params, well, spec.sort, spec.merge)
             done = engine.run([request(i) for i in asked.rows])
             made = list(zip(asked.rows, map(asked.served, asked.rows), done, strict=True))
-        return [*(pooling.checked(made) if pools else made), *refused]
+        return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _load(self) -> dict[str, float]:
         engine = self.engine
@@ -352,7 +355,7 @@ def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
     return {**sampling, **json.loads(own)} if own else sampling
 
 
-def answered(table: pa.Table, answers: Sequence[pooling.Answer], began: float) -> pa.Table:
+def answered(table: pa.Table, answers: Sequence[pooling.RowAnswer], began: float) -> pa.Table:
     """A prepared block with the columns of its answers, and when it came to the engine.
 
     `answers` are (the row that was asked about, the rows that get its answer, the answer).

@@ -21,7 +21,7 @@ from prefect_raybatch.stages.order import arrange
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
-Answer = tuple[int, Sequence[int], "Completion"]  # the row asked about, those served, the answer
+RowAnswer = tuple[int, Sequence[int], "Completion"]  # the row asked about, those served, the answer
 
 
 class Texts(Enum):
@@ -60,7 +60,7 @@ class Pooling:
         return cls(
             task=job.engine.task,
             texts=texts,
-            fields={**job_tasks.fields_of(job), "task": asked},
+            fields={**job_tasks.pooling_fields(job), "task": asked},
             encodes=_encodes(job, config),
             longest=_longest(job, config) if _encodes(job, config) else 0,
             labels=tuple(tasks.labels(job.engine, config)) if asked == "classify" else (),
@@ -102,7 +102,7 @@ def ask_pairs(
     well: Sequence[int],
     sort: bool,
     merge: bool,
-) -> list[Answer]:
+) -> list[RowAnswer]:
     """The cosine of the two prompts of each row `well`: `request(row, side)`, with `keys[side]` as
     of `order.token_keys`. A text that stands in several rows, such as a query over its documents,
     is asked once."""
@@ -117,7 +117,7 @@ def ask_pairs(
     return [(i, [i], _cosine(found[i], found[rows + i])) for i in well]
 
 
-def failed(failure: Failure) -> Completion:
+def refusal_of(failure: Failure) -> Completion:
     """An answer in place of one that nobody was asked for."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
@@ -136,9 +136,9 @@ def _cosine(one: Completion, other: Completion) -> Completion:
     return replace(one, prompt_tokens=tokens, cached_tokens=cached, vector=cosine)
 
 
-def checked(answers: Iterable[Answer]) -> list[Answer]:
+def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
     """The same, with an error in place of a vector that is no good."""
-    made: list[Answer] = []
+    made: list[RowAnswer] = []
     size: int | None = None
     for row, served, completion in answers:
         if completion.error is None:
@@ -155,7 +155,7 @@ def checked(answers: Iterable[Answer]) -> list[Answer]:
     return made
 
 
-def column(rows: int, answers: Iterable[Answer]) -> pa.Array:
+def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
     """fixed_size_list<float32>[rows]: the vector of each row, null where there is none."""
     good = [(served, c.vector) for _, served, c in answers if c.error is None]
     size = len(np.asarray(good[0][1])) if good else 1

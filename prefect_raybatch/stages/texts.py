@@ -30,9 +30,8 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.pooling import Pooling, Texts
-from prefect_raybatch.stages.prepare import ChatRequest, Prepare
+from prefect_raybatch.stages.prepare import ChatRequest, Prepare, TokenIds
 
-TokenIds = list[int]
 UNBOUNDED = 1 << 30  # a tokenizer that knows no length says an immense one
 
 

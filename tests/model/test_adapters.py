@@ -61,19 +61,19 @@ def test_the_content_counts_and_not_the_place(folder, tmp_path):
 
 def test_a_node_keeps_its_own_copy_of_what_was_pinned(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "cache"))
-    pinned = adapters.pin(job(adapter=str(folder)).engine)[""]
+    pinned = adapters.pin_adapters(job(adapter=str(folder)).engine)[""]
     assert (pinned["source"], pinned["rank"]) == (str(folder), 4)
-    own = Path(adapters.local_path(pinned))
-    before = (own / adapters.WEIGHTS).read_bytes()
+    own = Path(adapters.adapter_path(pinned))
+    before = (own / adapters.ADAPTER_WEIGHTS).read_bytes()
     tiny_models.lora(folder, "demo", CONFIG, seed=2)
-    assert (Path(adapters.local_path(pinned)) / adapters.WEIGHTS).read_bytes() == before
+    assert (Path(adapters.adapter_path(pinned)) / adapters.ADAPTER_WEIGHTS).read_bytes() == before
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "another"))
     with pytest.raises(ConfigError, match="another one than when the run was planned"):
-        adapters.local_path(pinned)
+        adapters.adapter_path(pinned)
 
 
 def test_vllm_makes_room_for_them(folder):
-    pinned = adapters.pin(job(adapter=str(folder)).engine)
+    pinned = adapters.pin_adapters(job(adapter=str(folder)).engine)
     room = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
     assert adapters.arguments(pinned, {}) == room
     many = {str(i): {"rank": i} for i in range(1, 41)}
@@ -95,9 +95,9 @@ def test_vllm_makes_room_for_them(folder):
 )
 def test_an_adapter_of_another_model_is_told_by_its_tensors(folder, change, said):
     engine = job(adapter=str(folder)).engine
-    adapters.check(engine, adapters.pin(engine), CONFIG)
+    adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
     with pytest.raises(ConfigError) as refused:
-        adapters.check(engine, adapters.pin(engine), {**CONFIG, **change})
+        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), {**CONFIG, **change})
     assert "was made for another model than demo" in str(refused.value)
     assert said in str(refused.value)
 
@@ -105,7 +105,7 @@ def test_an_adapter_of_another_model_is_told_by_its_tensors(folder, change, said
 def test_another_name_of_the_model_is_a_warning(folder, caplog):
     engine = job(adapter=str(tiny_models.lora(folder, "someone/else", CONFIG))).engine
     with caplog.at_level(logging.WARNING):
-        adapters.check(engine, adapters.pin(engine), CONFIG)
+        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
     assert "was made for someone/else, and engine.model is demo" in caplog.text
 
 
@@ -120,22 +120,22 @@ def test_another_name_of_the_model_is_a_warning(folder, caplog):
     ],
 )
 def test_what_vllm_does_not_load_is_refused(folder, change, said):
-    path = folder / adapters.CONFIG
+    path = folder / adapters.ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}), encoding="utf-8")
     engine = job(adapter=str(folder)).engine
     with pytest.raises(ConfigError) as refused:
-        adapters.check(engine, adapters.pin(engine), CONFIG)
+        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
     assert said in str(refused.value)
 
 
 def test_no_adapter_there(folder, tmp_path):
     with pytest.raises(ConfigError, match="is no folder here"):
-        adapters.pin(job(adapter=str(tmp_path / "gone")).engine)
-    (folder / adapters.WEIGHTS).unlink()
+        adapters.pin_adapters(job(adapter=str(tmp_path / "gone")).engine)
+    (folder / adapters.ADAPTER_WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"holds no adapter_model\.safetensors"):
-        adapters.pin(job(adapter=str(folder)).engine)
+        adapters.pin_adapters(job(adapter=str(folder)).engine)
     tiny_models.lora(folder, "demo", CONFIG)
-    (folder / adapters.WEIGHTS).write_bytes(b"version https://git-lfs")
+    (folder / adapters.ADAPTER_WEIGHTS).write_bytes(b"version https://git-lfs")
     engine = job(adapter=str(folder)).engine
     with pytest.raises(ConfigError, match="is no safetensors file"):
-        adapters.check(engine, adapters.pin(engine), CONFIG)
+        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)

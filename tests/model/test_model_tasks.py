@@ -34,7 +34,7 @@ def engine(task: str, **more: Any) -> Engine:
     ],
 )
 def test_a_model_that_can(task, config):
-    tasks.check(engine(task), "m", config)
+    tasks.check_can(engine(task), "m", config)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_a_model_that_can(task, config):
 )
 def test_a_model_that_cannot_is_told(task, config, said):
     with pytest.raises(ConfigError) as refused:
-        tasks.check(engine(task), "m", config)
+        tasks.check_can(engine(task), "m", config)
     assert said in str(refused.value)
 
 
 def test_a_score_by_two_vectors_needs_two_texts():
     with pytest.raises(ConfigError, match=r"prompt\.second"):
-        tasks.check(engine("score"), "m", BERT, paired=False)
-    tasks.check(engine("score"), "m", CROSS, paired=False)  # its template holds both
+        tasks.check_can(engine("score"), "m", BERT, paired=False)
+    tasks.check_can(engine("score"), "m", CROSS, paired=False)  # its template holds both
 
 
 def test_what_is_asked_of_a_model_follows_from_task_and_classes():

@@ -157,6 +157,8 @@ CHANGED: dict[str, Any] = {
     "prompt.function": "helpers.functions:as_text",
     "prompt.on_null": "empty",
     "prompt.on_too_long": "truncate_left",
+    "prompt.second": "{Company}",
+    "prompt.adapter_column": "Company",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],
@@ -168,6 +170,9 @@ CHANGED: dict[str, Any] = {
     "engine.replicas": 2,
     "engine.tensor_parallel_size": 2,
     "engine.pipeline_parallel_size": 2,
+    "engine.task": "embed",
+    "engine.adapter": "owner/adapter",
+    "engine.adapters": {"a": "owner/adapter"},
     "engine.max_model_len": 100,
     "engine.max_model_len_percentile": 0.9,
     "engine.max_num_seqs": 8,
@@ -193,6 +198,8 @@ CHANGED: dict[str, Any] = {
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
     "output.on_cut_off": "fail",
+    "output.normalize": False,
+    "output.vector_type": "float16",
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
@@ -221,6 +228,17 @@ CHANGED: dict[str, Any] = {
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
 NEEDS: dict[str, dict[str, Any]] = {
+    "prompt.second": {"engine.task": "score", "prompt.second": "a"},
+    "prompt.adapter_column": {
+        "engine.adapters": {"a": "owner/adapter"},
+        "prompt.adapter_column": "id",
+    },
+    "engine.adapters": {
+        "engine.adapters": {"a": "owner/another"},
+        "prompt.adapter_column": "id",
+    },
+    "output.normalize": {"engine.task": "embed"},
+    "output.vector_type": {"engine.task": "embed"},
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
 }
@@ -257,7 +275,7 @@ def test_each_field_is_tried_below():
 def test_a_field_changes_the_fingerprint_as_its_table_says(path):
     needs = NEEDS.get(path, {})
     before = fingerprint(job_with(**needs), MODEL)[0]
-    after = fingerprint(job_with(**needs, **{path: CHANGED[path]}), MODEL)[0]
+    after = fingerprint(job_with(**{**needs, path: CHANGED[path]}), MODEL)[0]
     name = path.removeprefix("engine.")
     if path in leaves(BatchJob):
         free = listed(path, FREE)

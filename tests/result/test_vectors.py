@@ -14,7 +14,7 @@ from helpers.small import MODEL, SmallRun, receipts, small_run, success_of
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.stages.block import VECTOR
-from prefect_raybatch.stages.pooling import Answer, Pooling, Texts, checked, column
+from prefect_raybatch.stages.pooling import Pooling, RowAnswer, Texts, column, without_misfits
 from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
@@ -26,12 +26,12 @@ def commit(run: SmallRun, task: Pooling, shard: int) -> None:
     """One shard's vectors, by the stages' own functions: (row, row / 2, 1), NaN in one row."""
     unit = run.whole(shard)
     start = run.shards[shard].start
-    answers: list[Answer] = []
+    answers: list[RowAnswer] = []
     for i in range(unit.rows):
         number = start + i
         vector = np.array([number, number / 2, np.nan if number == FAILS else 1], np.float32)
         answers.append((i, [i], Completion([], vector=vector)))
-    found = checked(answers)
+    found = without_misfits(answers)
     bad = [i for i, _, completion in found if completion.error]
     table = run.block(unit, failed=bad).append_column(VECTOR, column(unit.rows, found))
     (receipt,) = receipts(finish_of(task, run.job.output, dict(MODEL), run.store, "a")(table))

@@ -18,7 +18,7 @@ from helpers.small import make_job, receipts
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
-from prefect_raybatch.stages.block import ERROR, PROMPT_TOKENS, VECTOR, tag
+from prefect_raybatch.stages.block import ERROR, PROMPT_TOKENS, VECTOR, is_lost, losses, tag
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
@@ -54,7 +54,7 @@ class Real:
         table = tag(pa.table({"a": FIRST, "b": SECOND}), Unit(0, 0, len(FIRST)))
         prepared = prepare_of(task, job.prompt, model, job.engine.context)(table)
         made = self.stage(prepared)
-        assert self.stage._refused is None
+        assert not is_lost(made), losses(made)
         assert made[ERROR].null_count == len(FIRST), made[ERROR].to_pylist()
         return made, job, task
 
