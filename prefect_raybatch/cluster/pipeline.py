@@ -144,7 +144,7 @@ class Pipeline:
             self.job.drawn.max_tokens,
             calls=calls,
             sampling=self.job.asked(),
-            fixed_form=self.job.output.schema_model is not None,
+            fixed_form=self.job.fixed_form,
         )
         finish = replace(self.finish, calls=calls)
         model = dict(self.plan.model)

@@ -163,7 +163,10 @@ NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stre
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
+PROBABILITIES = "probabilities"  # the column of output.probabilities
+
 MOST_REPLICAS = 4096
+MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
 MOST_SEQUENCES = 65536
 
 
@@ -489,14 +492,28 @@ class Output(Group):
         "(package.module:Class). Its properties become typed columns in place of the answer "
         "column; with postprocess that gets the parsed object there.",
     )
-    normalize: bool = field(
+    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens"]] = field(
         13,
+        [],
+        title="About the answers",
+        text="Columns of these names: why an answer ended (stop or length), and the tokens of the "
+        "prompt and of the answer. With several answers a row, lists but for prompt_tokens.",
+    )
+    probabilities: bool = field(
+        14,
+        False,
+        title="Label probabilities",
+        text="With sampling.choice: a column of this name, a map of each label to how probable the "
+        "model held it.",
+    )
+    normalize: bool = field(
+        15,
         True,
         title="Vectors of length 1",
         text="With engine.task embed; off writes them as the model gives them.",
     )
     vector_type: tasks.VectorType = field(
-        14,
+        16,
         "float32",
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
@@ -516,6 +533,13 @@ class Output(Group):
     @classmethod
     def _function(cls, value: str | None) -> str | None:
         return None if value is None else check_function(value)
+
+    @field_validator("extras")
+    @classmethod
+    def _extras(cls, value: list[Any]) -> list[Any]:
+        if len(set(value)) < len(value):
+            raise ValueError("a name stands there twice; remove one")
+        return value
 
     @field_validator("schema_model")
     @classmethod
@@ -683,10 +707,36 @@ class BatchJob(Group):
             raise ValueError(
                 "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
             )
+        if self.engine.stage == "ray.data.llm" and "finish_reason" in self.output.extras:
+            raise ValueError(
+                "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
+                "vllm, or leave finish_reason out"
+            )
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(
                 "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
                 "engine.stage to vllm, or on_cut_off to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _labels(self) -> BatchJob:
+        if not self.output.probabilities:
+            return self
+        if not self.sampling.choice:
+            raise ValueError("output.probabilities: are those of labels; set sampling.choice")
+        if len(self.sampling.choice) > MOST_LABELS:
+            raise ValueError(
+                f"output.probabilities: of at most {MOST_LABELS} labels, and sampling.choice has "
+                f"{len(self.sampling.choice)}; leave some out"
+            )
+        if ((self.sampling.model_extra or {}).get("n") or 1) > 1:
+            raise ValueError(
+                "output.probabilities: are the same for all answers to a row; leave sampling.n out"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "output.probabilities: ray.data.llm does not tell them; set engine.stage to vllm"
             )
         return self
 
@@ -715,6 +765,13 @@ class BatchJob(Group):
                 "engine.stage to vllm"
             )
         return self
+
+    @property
+    def fixed_form(self) -> str | None:
+        """The field for which all answers must have one form, so that no row may set another."""
+        if self.output.schema_model is not None:
+            return "output.schema_model"
+        return "output.probabilities" if self.output.probabilities else None
 
     def asked(self) -> dict[str, Any]:
         """The sampling fields of each request, as plain values."""

@@ -58,10 +58,9 @@ def _check_pooling(job: BatchJob, task: str) -> None:
             f"output.on_cut_off: engine.task {task} has no answer that could be cut off; leave it "
             "out"
         )
-    if job.output.schema_model is not None:
-        raise ValueError(
-            f"output.schema_model: engine.task {task} answers in no text; leave it out"
-        )
+    for name in ("schema_model", "extras", "probabilities"):
+        if getattr(job.output, name):
+            raise ValueError(f"output.{name}: engine.task {task} answers in no text; leave it out")
     if "runner" in (job.engine.model_extra or {}):
         raise ValueError("engine.runner: follows from engine.task; leave it out")
 

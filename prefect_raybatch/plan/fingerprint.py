@@ -41,6 +41,8 @@ FINGERPRINTED = {
     "output.output_schema": "other result types",
     "output.row_number": "other result columns",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
+    "output.extras": "other result columns; counts where there are any",
+    "output.probabilities": "another result column; counts where it is written",
     "output.schema_model": "decides the answers and the columns; its text counts",
     "output.normalize": "other vectors",
     "output.vector_type": "other vectors",
@@ -140,6 +142,10 @@ def fingerprint(
         parts["output.vector_type"] = job.output.vector_type
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
+    if job.output.extras:
+        parts["output.extras"] = list(job.output.extras)
+    if job.output.probabilities:
+        parts["output.probabilities"] = True
     if job.output.schema_model is not None:
         parts["output.schema_model"] = job.output.answer_form
     if job.engine.max_model_len == "auto":

@@ -12,7 +12,7 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import UNWRITTEN, BatchJob
+from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob
 from prefect_raybatch.job.checks import RESERVED, template_fields
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
@@ -81,7 +81,8 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     if job.output.postprocess is None:
         form = job.output.answer_form
         added += tasks.added_columns(job) if form is None else columns_of(form)
-    added += list(job.output.output_schema or ())
+    added += [*(job.output.output_schema or ()), *job.output.extras]
+    added += [PROBABILITIES] if job.output.probabilities else []
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")

@@ -166,7 +166,7 @@ def measure(
         None,
         calls=calls,
         sampling=job.asked(),
-        fixed_form=job.output.schema_model is not None,
+        fixed_form=job.fixed_form,
     )
     began = time.monotonic()
     looked: float | None = None

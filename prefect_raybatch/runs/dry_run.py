@@ -18,6 +18,7 @@ from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.stages.result_columns import answers_of, result_columns
 from prefect_raybatch.storage import join
 
@@ -67,6 +68,7 @@ def dry_run(
     model_check.check(
         job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
     )
+    check_labels(job, model)
     tokens = None
     if sample or job.engine.max_model_len == "auto":
         sample = sample or counting.SAMPLE_ROWS

@@ -20,6 +20,7 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.runs.run import Run, run_of, run_store
+from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def _checked(resolved: Resolved) -> Resolved:
         job = resolved.job
         paired = tasks.paired(job.prompt)
         model_check.check(job.engine, job.sampling, resolved.model, paired=paired)
+        check_labels(job, resolved.model)
     return replace(resolved, checked=True)
 
 

@@ -33,6 +33,8 @@ PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function se
 ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
 TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
+ENDS = "__rb_ends"  # list<string>: the finish reason of each answer, where there are several
+CHANCES = "__rb_chances"  # map<string, double>: each label's probability; not in every block
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
@@ -41,6 +43,7 @@ SECOND = "__rb_second"  # list<int32>: the other prompt of a row that compares t
 VECTOR = "__rb_vector"  # fixed_size_list<float32>: the answer of a task that pools
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
+PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 
 

@@ -33,11 +33,14 @@ from prefect_raybatch.stages.adapted import Adapted, Adapter
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
+    CHANCES,
+    ENDS,
     ERROR,
     ERROR_TYPE,
     FINISH,
     MERGED,
     PARAMS,
+    PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     SECOND,
     TEXTS,
@@ -45,11 +48,13 @@ from prefect_raybatch.stages.block import (
     TOKENS,
     VECTOR,
     Failure,
+    load_tokenizer,
     lost_all,
     passes_by,
     timed,
     units_of,
 )
+from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.vllm import canary, internals, note
@@ -86,7 +91,8 @@ class EngineSpec:
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take, None any; by `attempt` an actor finds what one of
+    `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
+    written; by `attempt` an actor finds what one of
     the same driver left that died on its node."""
 
     model: dict[str, Any]
@@ -102,6 +108,7 @@ class EngineSpec:
     hang_seconds: float | None = None
     attempt: str = ""
     adapted: Adapted = field(default_factory=lambda: Adapted(None))
+    labels: tuple[str, ...] = ()
 
 
 def engine_spec(
@@ -121,7 +128,7 @@ def engine_spec(
     arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
-        model=model,
+        model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
         sampling=job.asked() if task is None else dict(task.fields),
         arguments=arguments,
         env={**ours, **job.engine.env},
@@ -140,6 +147,7 @@ def engine_spec(
             null=job.prompt.on_null == "empty",
             alone=not cpu,
         ),
+        labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
     )
 
 
@@ -152,6 +160,7 @@ class EngineStage:
 
     sampler: Sampler | None = None
     _note = note.Note("")
+    _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, when no row was through
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
 
@@ -177,6 +186,13 @@ class EngineStage:
 
     def _begin(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
+        if self.spec.labels and self._labels is None:
+            try:
+                tokenizer = load_tokenizer(*models.tokenizer_place(self.spec.model))
+                self._labels = LabelTokens.of(tokenizer, self.spec.labels)
+            except Exception as error:
+                self._refused = Loss(type(error).__name__, str(error), fatal=True)
+                return
         left, self._left = self._left, None
         starts = prompts = 1
         if left is not None:  # of an actor that this one takes the place of
@@ -283,7 +299,7 @@ class EngineStage:
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
         if any(answer.error is None for _, _, answer in answers):
             self._note.over()
-        table = answered(table, answers, began)
+        table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
             table = self.sampler.tell(table, began)
         return timed(table, "engine", began)
@@ -294,7 +310,8 @@ class EngineStage:
         from prefect_raybatch.stages.vllm.stepper import Request
 
         spec, pools = self.spec, "task" in self.spec.sampling
-        params = [fields_of(spec.sampling, own) for own in table[PARAMS].to_pylist()]
+        sampling = self._labels.asked(spec.sampling) if self._labels else spec.sampling
+        params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
         under, unknown = spec.adapted.of_rows(table, self._adapters)
         refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
@@ -347,7 +364,15 @@ _TYPES = {
     PROMPT_TOKENS: pa.int32(),
     CACHED_TOKENS: pa.int32(),
     MERGED: pa.bool_(),
+    ENDS: pa.list_(pa.string()),
 }
+
+
+UNTOLD = Failure(
+    "engine",
+    "ProbabilitiesMissing",
+    "vLLM told the probability of no label; retry the row, or leave output.probabilities out",
+)
 
 
 def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
@@ -355,24 +380,37 @@ def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
     return {**sampling, **json.loads(own)} if own else sampling
 
 
-def answered(table: pa.Table, answers: Sequence[pooling.RowAnswer], began: float) -> pa.Table:
+def answered(
+    table: pa.Table,
+    answers: Sequence[pooling.RowAnswer],
+    began: float,
+    labels: LabelTokens | None = None,
+) -> pa.Table:
     """A prepared block with the columns of its answers, and when it came to the engine.
 
-    `answers` are (the row that was asked about, the rows that get its answer, the answer).
+    `answers` are (the row that was asked about, the rows that get its answer, the answer); with
+    `labels` there is a column of their probabilities.
     """
     errors = table[ERROR].to_pylist()
     columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
+    chances: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
                 errors[i] = Failure("engine", *completion.error).to_dict()
                 continue
+            if labels is not None:
+                chances[i] = labels.probabilities(completion.logprobs or {})
+                if chances[i] is None:
+                    errors[i] = UNTOLD.to_dict()
+                    continue
             columns[ANSWERS][i] = completion.token_ids
             columns[TEXTS][i] = completion.texts
             columns[FINISH][i] = completion.finish_reason
             columns[MERGED][i] = i != row
+            columns[ENDS][i] = completion.finish_reasons
+            columns[PROMPT_TOKENS][i] = completion.prompt_tokens
             if i == row:  # tokens count where they were computed
-                columns[PROMPT_TOKENS][i] = completion.prompt_tokens
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
@@ -381,5 +419,7 @@ def answered(table: pa.Table, answers: Sequence[pooling.RowAnswer], began: float
     table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values, _TYPES[name]))
+    if labels is not None:
+        table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
     when = pa.array([began] * table.num_rows, pa.float64())
     return table.append_column(f"{TIMES}_began", when)

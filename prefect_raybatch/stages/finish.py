@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.batch_job import PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
@@ -34,11 +34,14 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
+    CHANCES,
+    ENDS,
     ERROR,
     FINISH,
     FORMED,
     MERGED,
     POSITION,
+    PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     SHARD,
     TEXTS,
@@ -55,6 +58,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
+from prefect_raybatch.stages.result_columns import extra_type
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
@@ -114,6 +118,7 @@ class Finish:
                 outcome[i] = failure
             good = [i for i in good if i not in bad]
         if good:
+            columns += self._extras(table, good)
             data = table.select([POSITION, *kept])
             data = data.take(pa.array(good)) if len(good) < table.num_rows else data
             for column, values in columns:
@@ -164,12 +169,16 @@ class Finish:
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
+        chances: list[dict[str, Any]] = [{} for _ in finish]
+        if self.output.probabilities:
+            chances = [{PROBABILITIES: dict(c or ())} for c in table[CHANCES].to_pylist()]
         kept = names if self.output.columns is None else self.output.columns
-        taken = {POSITION, self.output.row_number, *kept}
+        taken = {POSITION, self.output.row_number, *kept, *self.output.extras}
+        taken |= {PROBABILITIES} if self.output.probabilities else set()
         made = []
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
-            for e, row, a, f in zip(errors, rows, answers, finish, strict=True):
-                answer = {**(a or {}), "finish_reason": f}
+            for e, row, a, f, c in zip(errors, rows, answers, finish, chances, strict=True):
+                answer = {**(a or {}), "finish_reason": f, **c}
                 made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
         return made
 
@@ -252,6 +261,27 @@ class Finish:
         rest = [i for i in good if i not in bad]
         return [(c, pa.array([outcome[i][c.name] for i in rest], c.type)) for c in schema], bad
 
+    def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
+        """The columns that tell about the answers of the good rows."""
+        made = []
+        for name in self.output.extras:
+            if name == "finish_reason":
+                values = table[FINISH].to_pylist()
+                if self.answers > 1:  # a row that asked for one has no list
+                    several = table[ENDS].to_pylist()
+                    values = [s or [v] for s, v in zip(several, values, strict=True)]
+            elif name == "prompt_tokens":
+                values = table[PROMPT_TOKENS].to_pylist()
+            else:
+                counts = [[len(ids) for ids in a or ()] for a in table[ANSWERS].to_pylist()]
+                values = counts if self.answers > 1 else [sum(c) for c in counts]
+            kind = extra_type(name, self.answers)
+            made.append((pa.field(name, kind), pa.array([values[i] for i in good], kind)))
+        if self.output.probabilities:
+            values = table[CHANCES].combine_chunks().take(pa.array(good))
+            made.append((pa.field(PROBABILITIES, PROBABILITIES_TYPE), values))
+        return made
+
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
         if self.output.postprocess is None and (form := self.output.answer_form) is not None:
@@ -298,7 +328,11 @@ class Finish:
         return replace(
             load,
             rows=table.num_rows,
-            prompt_tokens=_sum(table, PROMPT_TOKENS),
+            prompt_tokens=sum(
+                n or 0
+                for n, m in zip(table[PROMPT_TOKENS].to_pylist(), merged, strict=True)
+                if not m
+            ),
             cached_tokens=_sum(table, CACHED_TOKENS),
             output_tokens=sum(
                 len(ids) for a, m in zip(answers, merged, strict=True) if a and not m for ids in a

@@ -53,7 +53,7 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
     `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against; with `fixed_form` it may not have another form than the job's.
+    checked against; with `fixed_form`, a field that needs one form for all, it may set none.
     """
 
     prompt: Prompt
@@ -62,7 +62,7 @@ class Prepare:
     max_tokens: int = 1
     calls: Calls = HERE
     sampling: dict[str, Any] = field(default_factory=dict)
-    fixed_form: bool = False
+    fixed_form: str | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""

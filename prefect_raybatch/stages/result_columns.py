@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import Output, Sampling
+from prefect_raybatch.job.batch_job import PROBABILITIES, Output, Sampling
+from prefect_raybatch.stages.block import PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 
@@ -29,4 +32,13 @@ def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
             made.append((name, f"{shape.type()}{null}{f' ({texts})' if texts else ''}"))
     else:
         made = [(output.column, "list<item: string>" if answers > 1 else "string")]
+    made += [(name, str(extra_type(name, answers))) for name in output.extras]
+    if output.probabilities:
+        made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
     return (*made, (output.row_number, "int64"))
+
+
+def extra_type(name: str, answers: int) -> pa.DataType:
+    """The type of a column that tells about the answers."""
+    kind = pa.string() if name == "finish_reason" else pa.int64()
+    return pa.list_(kind) if answers > 1 and name != "prompt_tokens" else kind

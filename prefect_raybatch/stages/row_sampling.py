@@ -15,6 +15,7 @@ from prefect_raybatch.job.checks import refuse_unknown
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value
+    "n",
     "temperature",
     "max_tokens",
     "min_tokens",
@@ -28,9 +29,12 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 )
 
 
-def check_own(own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: bool = False) -> None:
+def check_own(
+    own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: str | None = None
+) -> None:
     """Raises ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
-    sampling fields that are set; both are plain values. `fixed_form`: all answers have one form."""
+    sampling fields that are set; both are plain values. `fixed_form`: the field for which all
+    answers have one form."""
     refuse_unknown(own, vllm_fields.sampling_fields(), set(Sampling.model_fields), "sampling: ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):
         value = own.get(name)
@@ -49,8 +53,8 @@ def check_own(own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: bool =
     for name in ("choice", "structured_outputs"):
         if fixed_form and name in own:
             raise ValueError(
-                f"sampling.{name}: output.schema_model is the form of all answers of this job; "
-                "leave it out of what prompt.function returns"
+                f"sampling.{name}: with {fixed_form} all answers of this job have one form; leave "
+                "it out of what prompt.function returns"
             )
     _check_form(own, job)
 
@@ -64,11 +68,20 @@ def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bo
 def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     """How many answers a row has, how long they are and how they become text."""
     usual = job.get("n") or 1
-    if (own.get("n", usual) or 1) != usual:
+    number = own.get("n", usual)
+    number = 1 if number is None else number
+    if type(number) is not int or number < 1:
+        raise ValueError(f"sampling.n is {number!r}; give a whole number from 1 on")
+    if number > 1 and usual == 1:
         raise ValueError(
-            f"sampling.n is {own['n']!r} for this row and the job's {usual}: all rows have as many "
-            "answers, or the column could not hold them; set sampling.n in the job, and leave it "
-            "out here"
+            f"sampling.n is {number} for this row and the job's 1, so that the column holds one "
+            "answer a row; set sampling.n over 1 in the job for a column of lists, in which each "
+            "row has as many answers as it asks for"
+        )
+    if number > 1 and not {**job, **own}.get("temperature", 1.0):
+        raise ValueError(
+            f"sampling.n: {number} answers are the same at temperature 0; raise temperature, or "
+            "leave n out"
         )
     most = own.get("max_tokens", 1)
     if most is not None and (type(most) is not int or most < 1):

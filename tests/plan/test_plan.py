@@ -198,6 +198,8 @@ CHANGED: dict[str, Any] = {
     "output.output_schema": {"loud": "string"},
     "output.row_number": "row",
     "output.on_cut_off": "fail",
+    "output.extras": ["finish_reason"],
+    "output.probabilities": True,
     "output.normalize": False,
     "output.vector_type": "float16",
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
@@ -241,6 +243,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output.vector_type": {"engine.task": "embed"},
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
     "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
+    "output.probabilities": {"sampling.choice": ["a", "b"]},
 }
 
 

@@ -581,7 +581,8 @@ def test_equal_requests_are_asked_once_and_counted_once(started):
     assert len(made.engine.seen[0]) == 3
     assert [a[0][0] for a in table[ANSWERS].to_pylist()] == [7, 8, 7, 7, 8]
     assert table[MERGED].to_pylist() == [False, False, True, False, True]
-    assert table[PROMPT_TOKENS].to_pylist() == [1, 1, None, 1, None]
+    assert table[PROMPT_TOKENS].to_pylist() == [1, 1, 1, 1, 1]  # finish counts those not merged
+    assert table[CACHED_TOKENS].to_pylist() == [1, 1, None, 1, None]
     assert table[FINISH].to_pylist() == ["stop"] * 5
     each, _ = started(echo, spec=replace(SPEC, merge=False))
     assert each(prepared(prompts, own))[ANSWERS].equals(table[ANSWERS])

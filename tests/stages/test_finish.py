@@ -18,19 +18,30 @@ from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.block import (
     ANSWERS,
+    CACHED_TOKENS,
+    ENDS,
     ERROR_TYPE,
     FINISH,
     FORMED,
     MERGED,
+    PARAMS,
+    PROMPT_TOKENS,
     TEXTS,
+    TIMES,
+    TOKENS,
     TRUNCATED,
     Failure,
     lost,
     tag,
+    timed,
 )
+from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.finish import Finish, declared
+from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
+ANSWERED = [ANSWERS, TEXTS, FINISH, MERGED, ENDS, PROMPT_TOKENS, CACHED_TOKENS]
+ANSWERED += [f"{TIMES}_began", f"{TIMES}_engine"]
 REFUSED = Failure("engine", "ValueError", "refused").to_dict()
 
 
@@ -169,6 +180,42 @@ def test_several_answers_a_row_are_a_list(tmp_path):
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
     made = piece(tmp_path, one(tmp_path, table, answers=2))
     assert made["response"].to_pylist() == [["a", "b"], ["c", "d"]]
+
+
+def test_each_row_has_as_many_answers_as_it_asked_for(tmp_path):
+    several = [Completion([[5], [6, 7], [8]], ["a", "b", "c"], "length", 4)]
+    several[0].finish_reasons = ["stop", "length", "stop"]
+    table = answered_by([*several, Completion([[5, 6]], ["d"], "stop", 3)])
+    extras = ["finish_reason", "prompt_tokens", "output_tokens"]
+    made = piece(tmp_path, one(tmp_path, table, answers=2, extras=extras)).to_pylist()
+    assert [row["response"] for row in made] == [["a", "b", "c"], ["d"]]
+    assert [row["finish_reason"] for row in made] == [["stop", "length", "stop"], ["stop"]]
+    assert [row["output_tokens"] for row in made] == [[1, 2, 1], [2]]
+    assert [row["prompt_tokens"] for row in made] == [4, 3]
+
+
+def answered_by(completions: list[Completion]) -> pa.Table:
+    """The block of rows that the engine answered so."""
+    table = block(Unit(0, 0, len(completions))).drop_columns(ANSWERED)
+    table = table.append_column(TOKENS, pa.array([[1]] * len(completions)))
+    table = table.append_column(PARAMS, pa.array([None] * len(completions), pa.string()))
+    return timed(
+        answered(table, [(i, [i], c) for i, c in enumerate(completions)], 0.0), "engine", 0.0
+    )
+
+
+@pytest.mark.parametrize("post", [None, "helpers.functions:shout"])
+def test_columns_about_the_answers_are_written_on_request(tmp_path, post):
+    table = cut(3, {1})
+    merged = table.column_names.index(MERGED)
+    table = table.set_column(merged, MERGED, pa.array([False, False, True]))
+    extras = ["output_tokens", "finish_reason", "prompt_tokens"]
+    receipt = one(tmp_path, table, extras=extras, columns=["id"], postprocess=post)
+    made = piece(tmp_path, receipt)
+    assert made.column_names[-3:] == extras
+    assert made["finish_reason"].to_pylist() == ["stop", "length", "stop"]
+    assert made["prompt_tokens"].to_pylist() == [3, 3, 3] and receipt.stats.prompt_tokens == 6
+    assert made["output_tokens"].to_pylist() == [1, 1, 1] and receipt.stats.output_tokens == 2
 
 
 def cut(rows: int, at: Any, formed: Any = None) -> pa.Table:

@@ -174,7 +174,9 @@ def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 3}, ["sampling.n", "3", "the job's 1", "set sampling.n in the job"]),
+        ({"n": 3}, ["sampling.n", "3", "the job's 1", "set sampling.n over 1 in the job"]),
+        ({"n": 0}, ["sampling.n", "whole number from 1 on"]),
+        ({"n": "2"}, ["sampling.n", "whole number from 1 on"]),
         ({"logprobs": 1}, ["logprobs", "only the answer's text is written", "leave it out"]),
         ({"logprobs": 0}, ["logprobs"]),
         ({"prompt_logprobs": 1}, ["prompt_logprobs"]),
@@ -210,6 +212,8 @@ def test_sampling_of_a_row_that_cannot_be_honoured_fails_that_row(given, said):
     ("given", "job"),
     [
         ({"n": 2}, {"n": 2}),
+        ({"n": 5}, {"n": 2}),
+        ({"n": 1, "temperature": 0.0}, {"n": 2}),
         ({"n": 1}, {}),
         ({"temperature": 0.7, "max_tokens": 3, "seed": 4, "stop": ["x"]}, {"temperature": 0.0}),
         ({"logprobs": None, "flat_logprobs": False}, {}),
@@ -223,6 +227,28 @@ def test_sampling_of_a_row_that_cannot_be_honoured_fails_that_row(given, said):
 def test_sampling_of_a_row_that_is_honoured_travels_with_it(given, job):
     row = own(given, **job)
     assert row[ERROR] is None and json.loads(row[PARAMS]) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": None}, "sampling.n is null"),
+        ({"temperature": 0}, "sampling.n: 2 answers are the same at temperature 0"),
+        ({"n": 3, "temperature": 0.0}, "sampling.n: 3 answers are the same"),
+    ],
+)
+def test_a_row_that_could_have_no_several_answers_fails(given, said):
+    failed(own(given, n=2, temperature=0.5), "ValueError", said)
+
+
+@pytest.mark.parametrize("name", ["choice", "structured_outputs"])
+def test_a_row_may_have_no_other_form_than_the_jobs_schema(name):
+    table = tag(pa.table({"Sampling": [json.dumps({name: None})]}), Unit(0, 0, 1))
+    prompt = Prompt(function="helpers.functions:own_sampling")
+    form = {"structured_outputs": {"json": "{}"}}
+    stage = Prepare(prompt, dict(MODEL), None, sampling=form, fixed_form="output.schema_model")
+    (row,) = stage(table).to_pylist()
+    failed(row, "ValueError", f"sampling.{name}: with output.schema_model all answers")
 
 
 def formed(prompt: dict[str, Any], columns: Any, **sampling: Any) -> list[bool] | None:

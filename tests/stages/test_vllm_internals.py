@@ -24,6 +24,14 @@ CONTRACT = {
             "logger_manager",
         ],
     },
+    "config/__init__.py": {"": ["StructuredOutputsConfig"]},
+    "config/structured_outputs.py": {
+        "StructuredOutputsConfig": [
+            "backend",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+        ],
+    },
     "config/scheduler.py": {"SchedulerConfig": ["max_num_seqs"]},
     "v1/engine/output_processor.py": {
         "OutputProcessor": ["update_scheduler_stats(scheduler_stats)", "log_stats"],
@@ -41,13 +49,25 @@ CONTRACT = {
     "v1/engine/exceptions.py": {"EngineDeadError": []},
     # Requests and answers.
     "sampling_params.py": {
-        "SamplingParams": ["n", "detokenize", "output_kind", "skip_clone", "verify"],
+        "SamplingParams": [
+            "n",
+            "detokenize",
+            "output_kind",
+            "skip_clone",
+            "verify",
+            "logprob_token_ids",
+        ],
         "RequestOutputKind": ["FINAL_ONLY"],
-        "StructuredOutputsParams": ["choice"],
+        "StructuredOutputsParams": [
+            "choice",
+            "json",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+        ],
     },
     "outputs.py": {
         "RequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
-        "CompletionOutput": ["text", "token_ids", "finish_reason"],
+        "CompletionOutput": ["text", "token_ids", "finish_reason", "logprobs"],
         "PoolingRequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
         "PoolingOutput": ["data"],
     },

@@ -23,6 +23,7 @@ class Params(Protocol):
 
     n: int
     detokenize: bool
+    logprob_token_ids: list[int] | None
 
 
 class CompletionOutput(Protocol):
@@ -31,6 +32,7 @@ class CompletionOutput(Protocol):
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
+    logprobs: Any  # of each step, by token
 
 
 class RequestOutput(Protocol):
@@ -108,6 +110,14 @@ def vector_of(output: Any) -> np.ndarray | None:
     """The numbers (float32) of a request that pools; None for an answer in tokens."""
     data = getattr(output.outputs, "data", None)
     return None if data is None else data.float().cpu().numpy().reshape(-1)
+
+
+def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
+    """The logarithms of the probabilities that the first step of the first answer was asked for."""
+    steps = output.outputs[0].logprobs
+    if not steps:
+        return None
+    return {int(token): float(found.logprob) for token, found in steps[0].items()}
 
 
 def accept_always(params: Params) -> None:

@@ -75,6 +75,8 @@ class Completion:
     texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
     finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
         `stop`, so that a cut-off one shows. None with an error.
+    logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
+    finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
     error: class name and message of what vLLM said when it refused the request or gave it up.
     vector: float32 numbers, of a request that pools.
@@ -86,6 +88,8 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: tuple[str, str] | None = None
+    finish_reasons: list[str | None] | None = None
+    logprobs: dict[int, float] | None = None
     vector: np.ndarray | None = None
 
 
@@ -457,6 +461,10 @@ class SteppedEngine:
             ]
             texts = [answer.text for answer in answers] if params.detokenize else None
             completion = Completion(token_ids, texts, reason, prompt_tokens, cached)
+            if getattr(params, "logprob_token_ids", None):
+                completion.logprobs = internals.first_logprobs(output)
+            if len(answers) > 1:
+                completion.finish_reasons = [answer.finish_reason for answer in answers]
             self._stats["output_tokens"] += sum(map(len, token_ids))
         self._stats["prompt_tokens"] += prompt_tokens
         self._stats["cached_tokens"] += cached
