@@ -80,6 +80,11 @@ class Answer(NamedTuple):
             return not_found(place)
         if self.expired:
             return StoreError(f"{place}: the credentials have expired; renew them ({credentials})")
+        if self.may_be_expired and operation == "head_object":
+            return StoreError(
+                f"{place}: refused ({said}), and an answer to HEAD gives no reason; most often the "
+                f"credentials have expired: renew them ({credentials})"
+            )
         if self.code == "QuotaExceeded" or self.status == 507:
             return StoreError(f"{place}: the store is full or over its quota ({said})")
         if self.status in (401, 403):

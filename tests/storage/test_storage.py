@@ -536,6 +536,13 @@ def test_errors_that_stay_are_told(s3: S3Server) -> None:
             assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
 
 
+def test_expired_credentials_are_told_where_the_answer_has_no_body(s3: S3Server) -> None:
+    with proxy(s3, First("expired", 10**6, method="HEAD")) as between:
+        store = behind(s3, between.endpoint, retry_seconds=0.2)
+        with pytest.raises(StoreError, match=r"the credentials have expired: renew"):
+            store.stat("commits/1")
+
+
 def test_large_upload_starts_again(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
