@@ -18,7 +18,7 @@ from helpers.small import make_job, receipts
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
-from prefect_raybatch.stages.block import ERROR, PROMPT_TOKENS, VECTOR, is_lost, losses, tag
+from prefect_raybatch.stages.block import ERROR, MERGED, VECTOR, is_lost, losses, tag
 from prefect_raybatch.stages.engine import EngineStage, engine_spec
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
@@ -137,7 +137,7 @@ def test_vectors_are_those_of_transformers(made):
     found = vectors_of(table)
     assert min(map(cosine, found, expected)) > 0.999
     assert np.linalg.norm(found, axis=1) == pytest.approx(1, abs=1e-5)
-    assert table[PROMPT_TOKENS].to_pylist()[3] is None  # as the first row: asked once
+    assert table[MERGED].to_pylist() == [False, False, False, True]  # as the first: asked once
     as_they_are = real.vectors(
         prompt={"template": "{a}"},
         engine={"task": "embed"},
