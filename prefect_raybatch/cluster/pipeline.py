@@ -32,7 +32,7 @@ from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.parsing import Parsing
-from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
@@ -41,6 +41,8 @@ from prefect_raybatch.stages.ray_internals import (
     stop_pass,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.stages.texts import prepare_of
+from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,9 @@ class Pipeline:
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
-        self.finish = Finish(
+        self.task = Pooling.of(self.job, self.model)
+        self.finish = finish_of(
+            self.task,
             self.job.output,
             self.model,
             self.store,
@@ -134,18 +138,20 @@ class Pipeline:
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         limits = self.job.limits
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
-        prepare = Prepare(
+        prepare = prepare_of(
+            self.task,
             self.job.prompt,
             self.model,
             self.job.engine.context,
-            self.job.sampling.max_tokens,
+            self.job.drawn.max_tokens,
             calls=calls,
             sampling=self.job.asked(),
             fixed_form=self.job.fixed_form,
             parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)
-        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
+        model = dict(self.plan.model)
+        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
         prepared = (
             ShardDatasource(self.reader, self.read_tasks(units, isolated))
             .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
