@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 TaskName = Literal["generate", "embed", "classify", "score"]
 VectorType = Literal["float32", "float16"]
 # Fields of a job that have no meaning where no chat is held, and where no text comes back.
-CHAT_FIELDS = (
+OF_A_CHAT = (
     *("messages", "chat_template", "chat_template_kwargs", "prefill"),
     *("continue_final_message", "tools", "documents"),
 )
-TEXT_FIELDS = ("schema_model", "extras", "probabilities", "reasoning_parser", "tool_parser")
+OF_A_TEXT = ("schema_model", "extras", "probabilities", "reasoning_parser", "tool_parser")
 
 
 def pools(task: str) -> bool:
@@ -64,13 +64,13 @@ def _check_pooling(job: BatchJob, task: str) -> None:
             f"output.on_cut_off: engine.task {task} has no answer that could be cut off; leave it "
             "out"
         )
-    for name in CHAT_FIELDS:
+    for name in OF_A_CHAT:
         if getattr(job.prompt, name) not in (None, False, {}):
             raise ValueError(
                 f"prompt.{name}: engine.task {task} takes the plain text of prompt.template, "
                 "without a chat; leave it out"
             )
-    for name in TEXT_FIELDS:
+    for name in OF_A_TEXT:
         if getattr(job.output, name):
             raise ValueError(f"output.{name}: engine.task {task} answers in no text; leave it out")
     if "runner" in (job.engine.model_extra or {}):
