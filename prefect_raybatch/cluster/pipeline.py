@@ -33,7 +33,7 @@ from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.parsing import Parsing
-from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
@@ -42,6 +42,8 @@ from prefect_raybatch.stages.ray_internals import (
     stop_pass,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.stages.texts import prepare_of
+from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -85,11 +87,13 @@ class Pipeline:
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
+        self.task = Pooling.of(self.job, self.model)
         output = self.job.output
         if self.job.prompt.images.used:
             names = decode_schema(self.plan.input_schema).names
             output = output.model_copy(update={"columns": self.job.kept(names)})
-        self.finish = Finish(
+        self.finish = finish_of(
+            self.task,
             output,
             self.model,
             self.store,
@@ -138,17 +142,19 @@ class Pipeline:
 
     def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         limits = self.job.limits
-        spec = engine_spec(self.job, dict(self.plan.model), self.size, self._done, self.attempt)
+        model = dict(self.plan.model)
+        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
-        prepare = Prepare(
+        prepare = prepare_of(
+            self.task,
             self.job.prompt,
             self.model,
             self.job.engine.context,
-            self.job.sampling.max_tokens,
+            self.job.drawn.max_tokens,
             calls=calls,
             sampling=self.job.asked(),
             fixed_form=self.job.fixed_form,
-            images=row_images(self.job, spec.arguments),
+            images=row_images(self.job, spec.arguments, self.input_options),
             parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import answer_schema, chat, sampling_ranges, vllm_fields
+from prefect_raybatch.job import answer_schema, chat, sampling_ranges, tasks, vllm_fields
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
@@ -196,12 +196,26 @@ class Prompt(Group):
         text="Column of documents for a chat template that takes them: lists of {title, text} or "
         "of texts, or JSON text of such a list.",
     )
-
-    images: Images = field(
-        13, Images(), title="Images", text="Images that go with the text. By default none."
+    second: str | None = field(
+        13,
+        None,
+        title="Second text",
+        text="With engine.task score: the text that the first is compared with, with {Column} "
+        "fields.",
+    )
+    adapter_column: str | None = field(
+        14,
+        None,
+        title="Adapter column",
+        text="Column with the name of each row's LoRA adapter, of those in engine.adapters. A null "
+        "is the model alone where on_null is empty.",
     )
 
-    @field_validator("template")
+    images: Images = field(
+        15, Images(), title="Images", text="Images that go with the text. By default none."
+    )
+
+    @field_validator("template", "second")
     @classmethod
     def _template(cls, value: str | None) -> str | None:
         if value is not None:
@@ -271,10 +285,14 @@ class Prompt(Group):
         """Columns of the input that are named, with the field that names them; what a function
         reads is not known."""
         named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
+        for name in template_fields(self.second or ""):
+            named.setdefault(name, "prompt.second")
         if self.messages is not None:
             named[self.messages] = "prompt.messages"
         if self.documents is not None:
             named[self.documents] = "prompt.documents"
+        if self.adapter_column is not None:
+            named.setdefault(self.adapter_column, "prompt.adapter_column")
         return named
 
 
@@ -456,6 +474,26 @@ class Engine(Group):
         text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
         "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
     )
+    task: tasks.TaskName = field(
+        20,
+        "generate",
+        title="Task",
+        text="generate: text. embed: a vector. classify: a label and the probability of each. "
+        "score: how well two texts fit each other. docs/tasks.md.",
+    )
+    adapter: str | None = field(
+        21,
+        None,
+        title="LoRA adapter",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
+        "by its content in the plan.",
+    )
+    adapters: dict[str, str] = field(
+        22,
+        {},
+        title="LoRA adapters",
+        text="By name, for prompt.adapter_column; each as adapter.",
+    )
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
@@ -466,6 +504,16 @@ class Engine(Group):
     @classmethod
     def _model(cls, value: str) -> str:
         return without_user(value)
+
+    @field_validator("adapter")
+    @classmethod
+    def _adapter(cls, value: str | None) -> str | None:
+        return None if value is None else without_user(value)
+
+    @field_validator("adapters")
+    @classmethod
+    def _each_adapter(cls, value: dict[str, str]) -> dict[str, str]:
+        return {name: without_user(source) for name, source in value.items()}
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -627,6 +675,18 @@ class Output(Group):
         text="Name of the column with the calls, where a tool parser is set: a list of {id, name, "
         "arguments}, the arguments as JSON text.",
         min_length=1,
+    )
+    normalize: bool = field(
+        19,
+        True,
+        title="Vectors of length 1",
+        text="With engine.task embed; off writes them as the model gives them.",
+    )
+    vector_type: tasks.VectorType = field(
+        20,
+        "float32",
+        title="Numbers of a vector",
+        text="With engine.task embed: float16 takes half the room.",
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
@@ -833,12 +893,30 @@ class BatchJob(Group):
             )
         return value
 
+    @property
+    def drawn(self) -> Sampling:
+        """How the answers are drawn, as far as sizes follow from it: a task that pools takes one
+        step, and no room beside the prompt."""
+        return Sampling(max_tokens=1) if tasks.pools(self.engine.task) else self.sampling
+
+    @model_validator(mode="after")
+    def _one_task(self) -> BatchJob:
+        tasks.check_task(self)
+        tasks.check_adapters(self)
+        return self
+
     @model_validator(mode="after")
     def _with_images(self) -> BatchJob:
         if not self.prompt.images.used:
             if self.source.media_root is not None:
                 raise ValueError("source.media_root: no images are asked for (prompt.images)")
             return self
+        if tasks.pools(self.engine.task):
+            raise ValueError(
+                f"prompt.images: engine.task {self.engine.task} takes text alone; leave one out"
+            )
+        if self.engine.adapter is not None or self.engine.adapters:
+            raise ValueError("prompt.images: adapters do not go with images yet; leave one out")
         if self.engine.stage == "ray.data.llm":
             raise ValueError("prompt.images: set engine.stage to vllm, which takes them")
         if self.engine.max_model_len == "auto":

@@ -33,6 +33,18 @@ def generating_models() -> frozenset[str] | None:
 
 
 @cache
+def classifying_models() -> frozenset[str] | None:
+    """Architectures that vLLM lists as classifying text; None when vLLM is not installed."""
+    return _listed("model_executor/models/registry.py", "_SEQUENCE_CLASSIFICATION_MODELS")
+
+
+@cache
+def late_models() -> frozenset[str] | None:
+    """Those that vLLM lists as giving a vector a token; None when vLLM is not installed."""
+    return _listed("model_executor/models/registry.py", "_LATE_INTERACTION_MODELS")
+
+
+@cache
 def reasoning_parsers() -> frozenset[str] | None:
     """Names of vLLM's reasoning parsers; None when vLLM is not installed."""
     return _listed("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")

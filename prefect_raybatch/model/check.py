@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import Engine, Sampling
+from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store, is_remote
 
@@ -25,50 +26,33 @@ TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     *("spiece.model", "sentencepiece.bpe.model"),
 )
-# Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
-POOLING = (
-    *("ForTextEncoding", "EmbeddingModel", "ForSequenceClassification", "ForTokenClassification"),
-    *("ForAudioClassification", "ForImageClassification", "ForVideoClassification"),
-    *("ClassificationModel", "ForRewardModeling", "RewardModel", "ForMaskedLM"),
-)
 
 
-def check(engine: Engine, sampling: Sampling, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raises `ConfigError` for a model that does not generate text, lacks weights or tokenizer,
+def check(
+    engine: Engine,
+    sampling: Sampling,
+    model: Mapping[str, Any],
+    files: bool = True,
+    paired: bool = True,
+) -> None:
+    """Raises `ConfigError` for a model that cannot do the job's task, lacks weights or tokenizer,
     has files that were cut off, or whose context has no room for the answer.
 
     `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
-    so of any model without `files`, as for a cluster that is only imagined.
+    so of any model without `files`, as for a cluster that is only imagined. `paired`: a row gives
+    two texts.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
-    _check_generates(engine, source, config)
-    _check_room(engine, sampling, config)
+    tasks.check_can(engine, source, config, paired)
+    if not pools(engine.task):
+        _check_room(engine, sampling, config)
+    if found := adapters.pin_adapters(engine) if files else {}:
+        adapters.check_adapters_fit(engine, found, config)
     if not files:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():
         _check_files(engine, source, models.store_of(model))
-
-
-def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> None:
-    extra = engine.model_extra or {}
-    if extra.get("runner") not in (None, "auto", "generate"):
-        raise ConfigError(
-            f"engine.runner: {extra['runner']!r} gives no text, and only text can be written; "
-            "leave it out"
-        )
-    named = config.get("architectures")
-    names = [str(name) for name in named] if isinstance(named, list) else []
-    generating = vllm_fields.generating_models()
-    if not names or any(name in (generating or ()) for name in names):
-        return
-    if any(name.endswith(POOLING) for name in names) or (
-        generating is not None and all(name.endswith("Model") for name in names)
-    ):
-        raise ConfigError(
-            f"engine.model: {source} is {', '.join(names)}, which embeds or classifies and "
-            "generates no text; name a model that does, such as one ending in ForCausalLM"
-        )
 
 
 def _check_room(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -> None:

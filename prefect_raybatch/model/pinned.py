@@ -48,7 +48,7 @@ def pin(engine: Engine) -> dict[str, Any]:
         raise ConfigError(
             f"engine.model: {source!r} is no folder here and no Hugging Face name (owner/name)"
         )
-    revision = _hub_commit(source, engine.revision)
+    revision = hub_commit(source, engine.revision)
     return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
 
 
@@ -168,8 +168,10 @@ def _remote(source: str) -> str:
     return digest(dump(sorted(files)))
 
 
-def _hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit `revision` means; offline, the one in the local cache."""
+def hub_commit(
+    name: str, revision: str | None, field: str = "engine.model", file: str = "config.json"
+) -> str | None:
+    """The commit `revision` means; offline, the one in the local cache, which holds `file`."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -183,7 +185,7 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
             status = getattr(getattr(error, "response", None), "status_code", None)
             if isinstance(error, HfHubHTTPError) and status in (401, 403, 404):
                 raise ConfigError(
-                    f"engine.model: Hugging Face answers {status} for {name!r}"
+                    f"{field}: Hugging Face answers {status} for {name!r}"
                     f"{f' at revision {revision!r}' if revision else ''}; check the name, the "
                     "revision and HF_TOKEN"
                 ) from None
@@ -191,17 +193,18 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
                 raise
             trouble = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     try:
-        cached = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
+        cached = hf_hub_download(name, file, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, OSError):
         raise ConfigError(
-            f"engine.model: {name!r} cannot be reached at Hugging Face ({trouble}) and is not in "
+            f"{field}: {name!r} cannot be reached at Hugging Face ({trouble}) and is not in "
             "the local cache; check the network, or give a local folder or an s3:// one"
         ) from None
     commit = Path(cached).parent.name
     if not HF_HUB_OFFLINE:
         log.warning(
-            "engine.model: Hugging Face cannot be reached (%s); %s is taken from the local cache, "
+            "%s: Hugging Face cannot be reached (%s); %s is taken from the local cache, "
             "at revision %s",
+            field,
             trouble,
             name,
             commit,

@@ -9,6 +9,7 @@ from prefect_raybatch.job.batch_job import BatchJob, Prompt
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.model import adapters
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
@@ -35,11 +36,16 @@ FINGERPRINTED = {
     "prompt.continue_final_message": "other prompts",
     "prompt.tools": "other prompts",
     "prompt.documents": "other prompts",
+    "prompt.second": "other requests",
+    "prompt.adapter_column": "other answers",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
     "engine.max_model_len": "decides which prompts are too long",
     "engine.max_model_len_percentile": "decides it, where max_model_len is auto",
+    "engine.task": "other answers",
+    "engine.adapter": "other answers; its content counts",
+    "engine.adapters": "other answers; their content counts",
     "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
     "output.column": "other result columns",
     "output.columns": "other result columns",
@@ -54,6 +60,8 @@ FINGERPRINTED = {
     "output.extras": "other result columns; counts where there are any",
     "output.probabilities": "another result column; counts where it is written",
     "output.schema_model": "decides the answers and the columns; its text counts",
+    "output.normalize": "other vectors",
+    "output.vector_type": "other vectors",
 }
 
 FREE = {
@@ -159,6 +167,17 @@ def fingerprint(
     if job.output.tool_parser:
         parts["output.tool_parser"] = job.output.tool_parser
     parts |= job.output.parsed_columns
+    if job.prompt.second is None:
+        del parts["prompt"]["second"]
+    if job.prompt.adapter_column is None:
+        del parts["prompt"]["adapter_column"]
+    if found := adapters.identities(job.engine):
+        parts["engine.adapters"] = found
+    if job.engine.task != "generate":
+        parts["engine.task"] = job.engine.task
+    if job.engine.task == "embed":
+        parts["output.normalize"] = job.output.normalize
+        parts["output.vector_type"] = job.output.vector_type
     if job.output.on_cut_off == "fail":
         parts["output.on_cut_off"] = "fail"
     if job.output.extras:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob, Prompt
 from prefect_raybatch.job.checks import RESERVED
@@ -88,7 +89,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     added = [job.output.row_number]
     if job.output.postprocess is None:
         form = job.output.answer_form
-        added += [job.output.column] if form is None else columns_of(form)
+        added += tasks.added_columns(job) if form is None else columns_of(form)
         added += job.output.parsed_columns.values()
     added += [*(job.output.output_schema or ()), *job.output.extras]
     added += [PROBABILITIES] if job.output.probabilities else []
@@ -237,7 +238,7 @@ def make_plan(
         shards=len(starts) - 1,
         fingerprint=resolved.fingerprint,
         parts=dict(resolved.parts),
-        model=resolved.model,
+        model=resolved.with_adapters(),
         input_schema=encode_schema(schema),
         shards_table=str(names[0]),
         files_table=str(names[1]),

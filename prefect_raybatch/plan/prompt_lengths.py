@@ -150,13 +150,15 @@ def measure(
 ) -> PromptLengths:
     """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
     from prefect_raybatch.stages.calls.calling import Calls
-    from prefect_raybatch.stages.prepare import Prepare
+    from prefect_raybatch.stages.pooling import Pooling
+    from prefect_raybatch.stages.texts import prepare_of
 
     pinned = models.with_tokenizer(model, job.engine)
     limits = job.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-    prepare = Prepare(
+    prepare = prepare_of(
+        Pooling.of(job, pinned),
         job.prompt,
         pinned,
         None,
@@ -168,7 +170,7 @@ def measure(
     looked: float | None = None
     seen = _Seen()
     for uri, start, table in blocks:
-        _look(seen, prepare, job.sampling.max_tokens, uri, start, table)
+        _look(seen, prepare, job.drawn.max_tokens, uri, start, table)
         # The first block loads the reader and the tokenizer, which says nothing about the others.
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:

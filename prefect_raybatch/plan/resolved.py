@@ -10,7 +10,7 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob, Engine
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.model import chat_template
+from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.storage import is_remote
@@ -52,6 +52,11 @@ class Resolved:
         if self.known is None:
             raise ConfigError(f"engine.model: {self.job.engine.model} is not pinned to a commit")
         return dict(self.known)
+
+    def with_adapters(self) -> dict[str, Any]:
+        """The model with the job's adapters pinned beside it, as a new plan keeps them."""
+        found = adapters.pin_adapters(self.job.engine)
+        return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
         """With the commit that a Hugging Face name means now."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
@@ -65,7 +66,9 @@ def dry_run(
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     model = resolved.pinned().model
-    model_check.check(job.engine, job.sampling, model, files=what_if is None)
+    model_check.check(
+        job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
+    )
     chat_template.check_template(job, model)
     check_labels(job, model)
     tokens = None

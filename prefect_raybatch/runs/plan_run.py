@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob, Output, Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
@@ -123,9 +124,11 @@ def _check_same(plan: Plan, resolved: Resolved, where: str) -> None:
 def _checked(resolved: Resolved) -> Resolved:
     """Its model can be loaded and answers, as far as the files tell; looks at them once."""
     if not resolved.checked:
-        model_check.check(resolved.job.engine, resolved.job.sampling, resolved.model)
-        chat_template.check_template(resolved.job, resolved.model)
-        check_labels(resolved.job, resolved.model)
+        job = resolved.job
+        paired = tasks.paired(job.prompt)
+        model_check.check(job.engine, job.sampling, resolved.model, paired=paired)
+        chat_template.check_template(job, resolved.model)
+        check_labels(job, resolved.model)
     return replace(resolved, checked=True)
 
 

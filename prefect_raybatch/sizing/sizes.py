@@ -125,7 +125,7 @@ def expected_engines(job: BatchJob, have: Capacity | None) -> int:
     gpu = device(engine, gpus) == "gpu"
     each = 1
     if gpu and engine.gpus_per_replica == 1:
-        row = packing.tokens(job.prompt, job.sampling, 0)
+        row = packing.tokens(job.prompt, job.drawn, 0)
         short = row.out is not None and row.out <= packing.SHORT
         each = ASSUMED_PACKED if short else 1
         if engine.engines_per_gpu != "auto":
@@ -243,7 +243,7 @@ def pool_for(job: BatchJob, have: Capacity) -> Pool:
         unknown="",
         gpu=gpu_of(job.engine.accelerator_type, have),
         arguments=_asked(job.engine, device(job.engine, have.gpus)),
-        row=packing.tokens(job.prompt, job.sampling, 0),
+        row=packing.tokens(job.prompt, job.drawn, 0),
         length=None,
     )
 
@@ -296,7 +296,7 @@ def sizes_of(
     """
     engine = job.engine
     gpu = gpu_of(engine.accelerator_type, have)
-    row = packing.tokens(job.prompt, job.sampling, row_bytes)
+    row = packing.tokens(job.prompt, job.drawn, row_bytes)
     length = engine.context or (model.context if model else None)
     arguments = _asked(engine, device(engine, have.gpus))
     pool = choose_pool(
@@ -317,7 +317,7 @@ def sizes_of(
         fit=fit,
         card=gpu.card,
         row=row,
-        longest=job.sampling.max_tokens,
+        longest=job.drawn.max_tokens,
         engines_per_gpu=pool.engines_per_gpu,
     )
     arguments, share = replace(arguments, max_num_seqs=seqs), {}

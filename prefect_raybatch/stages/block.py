@@ -43,6 +43,8 @@ REASONING_OPEN = (
     "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
 )
 TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
+SECOND = "__rb_second"  # list<int32>: the other prompt of a row that compares two
+VECTOR = "__rb_vector"  # fixed_size_list<float32>: the answer of a task that pools
 MAX_ERROR = 500  # characters of a message that are kept
 LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
 MM_TYPE = pa.struct(  # vLLM's version, whose objects these are; what stands for the images; them
@@ -162,9 +164,17 @@ class Tokenizer(Protocol):
     chat_template: str | None
     is_fast: bool
     model_max_length: int
+    truncation_side: str
 
     def __call__(
-        self, text: str | list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = ...
+        self,
+        text: str | list[str],
+        text_pair: list[str] | None = ...,
+        *,
+        add_special_tokens: bool,
+        return_offsets_mapping: bool = ...,
+        truncation: bool = ...,
+        max_length: int | None = ...,
     ) -> Mapping[str, Any]: ...
 
     all_special_ids: list[int]

@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,10 +23,13 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
+from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages import pooling
+from prefect_raybatch.stages.adapted import Adapted, Adapter
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -39,9 +43,11 @@ from prefect_raybatch.stages.block import (
     PARAMS,
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
+    SECOND,
     TEXTS,
     TIMES,
     TOKENS,
+    VECTOR,
     Failure,
     load_tokenizer,
     lost_all,
@@ -51,12 +57,12 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
-from prefect_raybatch.stages.order import arrange, token_keys
+from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -103,6 +109,7 @@ class EngineSpec:
     merge: bool = True
     hang_seconds: float | None = None
     attempt: str = ""
+    adapted: Adapted = field(default_factory=lambda: Adapted(None))
     labels: tuple[str, ...] = ()
 
 
@@ -112,6 +119,7 @@ def engine_spec(
     size: Sizing,
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
+    task: pooling.Pooling | None = None,
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
@@ -120,12 +128,15 @@ def engine_spec(
         limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
         arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
     arguments = schema_engine_fields(arguments, job.output.answer_form)
-    sampling, output = job.asked(), job.output
+    sampling, output = job.asked() if task is None else dict(task.fields), job.output
     if output.reasoning_parser and (has_form(sampling) or job.prompt.function):
         # The form is of the answer, and thinking comes before it. A function may ask for one.
         arguments.setdefault("reasoning_parser", output.reasoning_parser)
     if output.parsed_columns:  # the marks that parsers look for may be special tokens
         sampling["skip_special_tokens"] = False
+    if task is not None:
+        arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
+    arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
         model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
@@ -141,6 +152,12 @@ def engine_spec(
         merge=job.engine.deduplicate and not arguments.get("logits_processors"),
         hang_seconds=job.limits.hang_seconds or None,
         attempt=attempt,
+        adapted=Adapted(
+            job.prompt.adapter_column,
+            model.get("adapters") or {},
+            null=job.prompt.on_null == "empty",
+            alone=not cpu,
+        ),
         labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
     )
 
@@ -156,6 +173,7 @@ class EngineStage:
     _note = note.Note("")
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, when no row was through
+    _adapters: Mapping[str, Adapter] = MappingProxyType({})
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
@@ -237,6 +255,7 @@ class EngineStage:
 
         for attempt in range(canary.ENGINE_STARTS):
             try:
+                self._adapters = self.spec.adapted.here()
                 self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 self._refused = None  # of an earlier try: a death later must start another one
                 return
@@ -272,44 +291,62 @@ class EngineStage:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""
-        from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
+        from prefect_raybatch.stages.vllm.stepper import EngineDied
 
         table = self.pending(table)
         if passes_by(table):
             return table
+        if MM in table.column_names and (refusal := multimodal.other_version(table[MM])):
+            return lost_all(table, refusal)
         began = time.time()
         engine = self.ready()
         if engine is None:
             return lost_all(table, self._refused or Loss("", "the engine did not start", True))
-        prompts = table[TOKENS].to_pylist()
-        errors = table[ERROR].to_pylist()
-        sampling = self._labels.asked(self.spec.sampling) if self._labels else self.spec.sampling
-        params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
-        well = [i for i, error in enumerate(errors) if error is None]
-        keys = token_keys(table[TOKENS])
-        seen: list[Any] = [None] * table.num_rows
-        if MM in table.column_names:
-            refusal = multimodal.other_version(table[MM])
-            if refusal is not None:
-                return lost_all(table, refusal)
-            keys, seen = multimodal.seen(keys, table[MM])
-            table = table.drop_columns([MM])
-        asked = arrange(keys, params, well, self.spec.sort, self.spec.merge)
         try:
-            done = engine.run([Request(prompts[i], params[i], seen[i]) for i in asked.rows])
+            answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
                 if self.engine is engine:
                     self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
-        if any(answer.error is None for answer in done):
+        if any(answer.error is None for _, _, answer in answers):
             self._note.over()
-        answers = zip(asked.rows, map(asked.served, asked.rows), done, strict=True)
         table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
             table = self.sampler.tell(table, began)
         return timed(table, "engine", began)
+
+    def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
+        """(the row that was asked about, the rows that get its answer, the answer) of the block's
+        well rows."""
+        from prefect_raybatch.stages.vllm.stepper import Request
+
+        spec, pools = self.spec, "task" in self.spec.sampling
+        sampling = self._labels.asked(spec.sampling) if self._labels else spec.sampling
+        params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
+        well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
+        under, unknown = spec.adapted.of_rows(table, self._adapters)
+        refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
+        well = [i for i in well if i not in unknown]
+        sides = [table[name] for name in (TOKENS, SECOND) if name in table.column_names]
+        numbers = [adapter[1] if adapter else 0 for adapter in under]
+        prompts = [side.to_pylist() for side in sides]
+        keys = [adapter_keys(token_keys(side), numbers) for side in sides]
+        seen: list[Any] = [None] * table.num_rows
+        if MM in table.column_names:
+            keys[0], seen = multimodal.seen(keys[0], table[MM])
+
+        def request(i: int, side: int = 0) -> Request:
+            return Request(prompts[side][i], params[i], under[i], seen[i])
+
+        if len(sides) > 1:
+            made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
+        else:
+            asked = arrange(keys[0], params, well, spec.sort, spec.merge)
+            done = engine.run([request(i) for i in asked.rows])
+            made = list(zip(asked.rows, map(asked.served, asked.rows), done, strict=True))
+        return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _load(self) -> dict[str, float]:
         engine = self.engine
@@ -361,7 +398,7 @@ def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
 
 def answered(
     table: pa.Table,
-    answers: Iterable[tuple[int, Sequence[int], Completion]],
+    answers: Sequence[pooling.RowAnswer],
     began: float,
     labels: LabelTokens | None = None,
 ) -> pa.Table:
@@ -391,7 +428,10 @@ def answered(
             columns[PROMPT_TOKENS][i] = completion.prompt_tokens
             if i == row:  # tokens count where they were computed
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
-    table = table.drop_columns([TOKENS, PARAMS, ERROR])
+    if any(completion.vector is not None for _, _, completion in answers):
+        table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
+    gone = [name for name in (TOKENS, SECOND, MM, PARAMS, ERROR) if name in table.column_names]
+    table = table.drop_columns(gone)
     table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values, _TYPES[name]))

@@ -182,7 +182,7 @@ class Finish:
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
             for e, row, a, f, c in zip(errors, rows, answers, finish, chances, strict=True):
                 answer = {**(a or {}), "finish_reason": f, **c}
-                made.append(Failure(**e) if e else _post(function, row, answer, taken))
+                made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
         return made
 
     def _answers(
@@ -435,9 +435,10 @@ def _type_of(value: object) -> pa.DataType | None:
         return None
 
 
-def _post(
+def postprocessed(
     function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
 ) -> Any:
+    """What a user's function makes of a row and its answer: columns, None, or its failure."""
     if isinstance(row, Failure):
         return row
     try:

@@ -49,6 +49,15 @@ def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(edges)]
 
 
+def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
+    """Keys by which rows of one adapter stand together, and equal prompts under two are two."""
+    if not any(adapters):
+        return list(keys)
+    # As long as what keeps rows together: so the first branches are the adapters.
+    heads = {number: number.to_bytes(4, "big") * GROUP for number in set(adapters)}
+    return [heads[number] + key for key, number in zip(keys, adapters, strict=True)]
+
+
 def arrange(
     keys: Sequence[bytes],
     params: Sequence[dict[str, Any]],
@@ -66,8 +75,10 @@ def arrange(
 
 
 def is_exact(params: dict[str, Any]) -> bool:
-    """Whether equal prompts under `params` have equal answers by vLLM's definition: greedy, one
-    answer, and no hook of the user's in between."""
+    """Whether equal prompts under `params` have equal answers by vLLM's definition: a vector, or
+    greedy, one answer, and no hook of the user's in between."""
+    if "task" in params:  # of a request that pools: nothing is drawn
+        return True
     temperature = params.get("temperature", 1.0)
     # A row's own fields may be anything: what vLLM would refuse is left to it.
     greedy = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY

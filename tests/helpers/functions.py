@@ -36,6 +36,10 @@ def as_dict(row: Row) -> Row:
     return {"messages": as_messages(row), "sampling": {"max_tokens": 3}}
 
 
+def as_pair(row: Row) -> Any:
+    return [row["a"], "dog"] if row["a"] else "dog"
+
+
 def by_name(row: Row) -> Any:
     """Does what the row's Company says, so that one block holds good and bad rows."""
     what = row["Company"]
@@ -226,6 +230,11 @@ def deadly_ask(row: Row) -> str:
 def thought_and_said(row: dict[str, Any]) -> dict[str, Any]:
     """Both columns of an answer with thinking."""
     return {"both": f"{row['reasoning']}/{row['response']}"}
+
+
+def most(row: Row) -> Row:
+    """The largest number of a vector."""
+    return {"most": max(row["answer"])}
 
 
 def seats(row):

@@ -164,6 +164,8 @@ CHANGED: dict[str, Any] = {
     "prompt.continue_final_message": True,
     "prompt.tools": [{"type": "function", "function": {"name": "f"}}],
     "prompt.documents": "Papers",
+    "prompt.second": "{Company}",
+    "prompt.adapter_column": "Company",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],
@@ -175,6 +177,9 @@ CHANGED: dict[str, Any] = {
     "engine.replicas": 2,
     "engine.tensor_parallel_size": 2,
     "engine.pipeline_parallel_size": 2,
+    "engine.task": "embed",
+    "engine.adapter": "owner/adapter",
+    "engine.adapters": {"a": "owner/adapter"},
     "engine.max_model_len": 100,
     "engine.max_model_len_percentile": 0.9,
     "engine.max_num_seqs": 8,
@@ -206,6 +211,8 @@ CHANGED: dict[str, Any] = {
     "output.reasoning_column": "thinking",
     "output.tool_parser": "hermes",
     "output.tool_calls_column": "calls",
+    "output.normalize": False,
+    "output.vector_type": "float16",
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
@@ -256,6 +263,17 @@ NEEDS: dict[str, dict[str, Any]] = {
         )
     },
     "prompt.continue_final_message": {"prompt.messages": "Chat"},
+    "prompt.second": {"engine.task": "score", "prompt.second": "a"},
+    "prompt.adapter_column": {
+        "engine.adapters": {"a": "owner/adapter"},
+        "prompt.adapter_column": "id",
+    },
+    "engine.adapters": {
+        "engine.adapters": {"a": "owner/another"},
+        "prompt.adapter_column": "id",
+    },
+    "output.normalize": {"engine.task": "embed"},
+    "output.vector_type": {"engine.task": "embed"},
     "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
     "output.reasoning_column": {"output.reasoning_parser": "qwen3"},
     "output.tool_calls_column": {"output.tool_parser": "hermes"},
@@ -295,7 +313,7 @@ def test_each_field_is_tried_below():
 def test_a_field_changes_the_fingerprint_as_its_table_says(path):
     needs = NEEDS.get(path, {})
     before = fingerprint(job_with(**needs), MODEL)[0]
-    after = fingerprint(job_with(**needs, **{path: CHANGED[path]}), MODEL)[0]
+    after = fingerprint(job_with(**{**needs, path: CHANGED[path]}), MODEL)[0]
     name = path.removeprefix("engine.")
     if path in leaves(BatchJob):
         free = listed(path, FREE)

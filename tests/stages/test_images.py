@@ -273,6 +273,8 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
         ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
         ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
         ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
+        ({"engine": {"task": "embed"}}, "takes text alone"),
+        ({"engine": {"adapter": "adapters/a"}}, "adapters do not go with images"),
         ({"engine": {"max_model_len": "auto"}}, "such as 8192"),
         ({"engine": {"limit_mm_per_prompt": {"image": 9}}}, "per_row"),
     ],

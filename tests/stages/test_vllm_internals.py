@@ -15,7 +15,7 @@ CONTRACT = {
     "v1/engine/llm_engine.py": {
         "LLMEngine": [
             "from_engine_args(engine_args)",
-            "add_request(request_id, prompt, params)",
+            "add_request(request_id, prompt, params, lora_request)",
             "step",
             "vllm_config",
             "engine_core",
@@ -68,7 +68,12 @@ CONTRACT = {
     "outputs.py": {
         "RequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
         "CompletionOutput": ["text", "token_ids", "finish_reason", "logprobs"],
+        "PoolingRequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
+        "PoolingOutput": ["data"],
     },
+    "pooling_params.py": {"PoolingParams": ["task", "use_activation", "extra_kwargs"]},
+    "lora/request.py": {"LoRARequest": ["lora_name", "lora_int_id", "lora_path"]},
+    "config/lora.py": {"LoRAConfig": ["max_loras", "max_cpu_loras", "max_lora_rank"]},
     # The process and its GPU.
     "distributed/parallel_state.py": {"": ["cleanup_dist_env_and_memory"]},
     "platforms/interface.py": {"Platform": ["get_device_total_memory"]},
@@ -87,7 +92,12 @@ CONTRACT = {
     },
     # Read as source before an engine starts (job/vllm_fields.py).
     "model_executor/models/registry.py": {
-        "": ["_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"],
+        "": [
+            "_TEXT_GENERATION_MODELS",
+            "_MULTIMODAL_MODELS",
+            "_SEQUENCE_CLASSIFICATION_MODELS",
+            "_LATE_INTERACTION_MODELS",
+        ],
     },
 }
 

@@ -126,14 +126,17 @@ class RowImages:
         return {"type": "image_pil", "image_pil": image}
 
 
-def row_images(job: BatchJob, arguments: Mapping[str, Any]) -> RowImages | None:
-    """What a job says of images; None where it has none. `arguments` are its engines'."""
+def row_images(
+    job: BatchJob, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> RowImages | None:
+    """What a job says of images; None where it has none. `arguments` are its engines'; `options`
+    are the input store's."""
     images = job.prompt.images
     if not images.used:
         return None
     places = ImagePlaces(
         job.source.media_root,
-        job.source.options,
+        options or {},
         images.max_bytes,
         images.fetch_seconds,
         images.allow_private,

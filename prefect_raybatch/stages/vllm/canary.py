@@ -21,7 +21,10 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The job's sampling fields for the prompt: the same work, but short."""
+    """The job's sampling fields for the prompt: the same work, but short. Those of a request that
+    pools are as they are."""
+    if "task" in sampling:
+        return sampling
     fields = {name: value for name, value in sampling.items() if name != "min_tokens"}
     return {
         **fields,

@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
 
 
 class Params(Protocol):
-    """What is used of vLLM's `SamplingParams`."""
+    """What is used of vLLM's `SamplingParams`; a request that pools has `PoolingParams`, with
+    neither."""
 
     n: int
     detokenize: bool
@@ -47,7 +51,9 @@ class LLMEngine(Protocol):
     vllm_config: Any
     engine_core: Any
 
-    def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Params) -> object: ...
+    def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: Params, *, lora_request: Any = ...
+    ) -> object: ...
 
     def step(self) -> Sequence[RequestOutput]: ...
 
@@ -82,6 +88,31 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
     return cast(Params, SamplingParams(**fields))
 
 
+def pooling_params(fields: Mapping[str, Any]) -> Params:
+    """vLLM's `PoolingParams`; `task` is among the fields."""
+    from vllm.pooling_params import PoolingParams
+
+    return cast(Params, PoolingParams(**fields))
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """vLLM's request for an adapter; it takes two of one name for the same."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+def sequences(params: Params) -> int:
+    """The sequences that a request takes: as many as it has answers, one where it pools."""
+    return int(getattr(params, "n", 1))
+
+
+def vector_of(output: Any) -> np.ndarray | None:
+    """The numbers (float32) of a request that pools; None for an answer in tokens."""
+    data = getattr(output.outputs, "data", None)
+    return None if data is None else data.float().cpu().numpy().reshape(-1)
+
+
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
     """The logarithms of the probabilities that the first step of the first answer was asked for."""
     steps = output.outputs[0].logprobs
@@ -98,6 +129,8 @@ def accept_always(params: Params) -> None:
     large schema).
     """
     accepted: Any = params
+    if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
+        return
     if "verify" not in accepted.__dict__:
         accepted.verify = _accept
 

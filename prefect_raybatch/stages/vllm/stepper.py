@@ -31,6 +31,8 @@ from prefect_raybatch.stages.vllm.plugin import allow, register
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+    import numpy as np
+
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
 when the first one's tail leaves slots free."""
@@ -55,12 +57,15 @@ class Request:
     prompt_token_ids: token ids of the whole prompt, 1 to `max_model_len` - 1 of them.
     params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
         `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
-        `detokenize` is off unless given or needed by `stop`.
+        `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
+        are fields of vLLM's `PoolingParams`, and the answer is a vector.
+    adapter: (name, number from 1 on, local folder) of its LoRA adapter; each unique in an engine.
     features: what `multimodal.Renderer` made of its images, None for text alone.
     """
 
     prompt_token_ids: Sequence[int]
     params: dict[str, Any] = field(default_factory=dict)
+    adapter: tuple[str, int, str] | None = None
     features: bytes | memoryview | None = None
 
 
@@ -76,6 +81,7 @@ class Completion:
     finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
     error: class name and message of what vLLM said when it refused the request or gave it up.
+    vector: float32 numbers, of a request that pools.
     """
 
     token_ids: list[list[int]]
@@ -86,6 +92,7 @@ class Completion:
     error: tuple[str, str] | None = None
     finish_reasons: list[str | None] | None = None
     logprobs: dict[int, float] | None = None
+    vector: np.ndarray | None = None
 
 
 class _Call:
@@ -94,16 +101,21 @@ class _Call:
     `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
     """
 
-    __slots__ = ("answers", "cursor", "died", "done", "features", "missing", "params", "prompts")
+    __slots__ = (
+        *("adapters", "answers", "cursor", "died", "done", "features", "missing", "params"),
+        "prompts",
+    )
 
     def __init__(
         self,
         prompts: list[list[int]],
         params: list[Params | Exception],
+        adapters: list[tuple[str, int, str] | None],
         features: list[bytes | memoryview | None],
     ) -> None:
         self.prompts = prompts
         self.params = params
+        self.adapters = adapters
         self.features = features
         self.answers: list[Completion | None] = [None] * len(prompts)
         self.cursor = 0
@@ -177,7 +189,12 @@ class SteppedEngine:
         """
         prompts = [_as_list(request.prompt_token_ids) for request in requests]
         params = self._prepare_params(requests)
-        call = _Call(prompts, params, [request.features for request in requests])
+        call = _Call(
+            prompts,
+            params,
+            [request.adapter for request in requests],
+            [request.features for request in requests],
+        )
         if not requests:
             return []
         with self._wake:
@@ -402,17 +419,22 @@ class SteppedEngine:
             request_id = str(self._count)
             self._count += 1
             self._in_flight[request_id] = (call, position, params)
-            self._sequences += params.n
+            self._sequences += internals.sequences(params)
+            adapter = call.adapters[position]
+            more = {} if adapter is None else {"lora_request": internals.lora_request(*adapter)}
             features, call.features[position] = call.features[position], None
             try:
                 engine.add_request(
-                    request_id, multimodal.engine_input(call.prompts[position], features), params
+                    request_id,
+                    multimodal.engine_input(call.prompts[position], features),
+                    params,
+                    **more,
                 )
             except Exception as error:
                 if internals.engine_is_gone(error):
                     raise
                 self._in_flight.pop(request_id, None)
-                self._sequences -= params.n
+                self._sequences -= internals.sequences(params)
                 self._refuse(call, position, error)
                 continue
             internals.accept_always(params)
@@ -423,15 +445,16 @@ class SteppedEngine:
         if entry is None:  # of a call that was given up
             return
         call, position, params = entry
-        answers = output.outputs
-        self._sequences -= params.n
-        reason: str | None = "stop"
+        self._sequences -= internals.sequences(params)
+        prompt_tokens = len(call.prompts[position])
+        cached = output.num_cached_tokens or 0
+        vector = internals.vector_of(output)
+        answers = output.outputs if vector is None else ()
+        reason: str | None = "stop" if vector is None or len(vector) else "abort"
         for answer in answers:
             if answer.finish_reason != "stop":
                 reason = answer.finish_reason
                 break
-        prompt_tokens = len(call.prompts[position])
-        cached = output.num_cached_tokens or 0
         if reason in ("abort", "error"):
             completion = Completion(
                 [],
@@ -442,6 +465,8 @@ class SteppedEngine:
                 ("RequestFailed", f"vLLM gave the request up ({reason})"),
             )
             self._stats["refused"] += 1
+        elif vector is not None:
+            completion = Completion([], None, None, prompt_tokens, cached, vector=vector)
         else:
             token_ids = [
                 answer.token_ids if type(answer.token_ids) is list else list(answer.token_ids)
@@ -566,8 +591,10 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 
 def _guarded_params(params: dict[str, Any]) -> Params | Exception:
-    """`SamplingParams` for a dict, or the exception that building it raised."""
+    """`SamplingParams` or `PoolingParams` for a dict, or the exception that building it raised."""
     try:
+        if "task" in params:
+            return internals.pooling_params(params)
         return internals.sampling_params(plain_fields(params))
     except Exception as error:
         return error

@@ -1,0 +1,126 @@
+"""What a job asks of the model: text, or a vector, a label or the score of a pair, and what of a
+job has no meaning then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from prefect_raybatch.job.batch_job import BatchJob, Prompt
+
+TaskName = Literal["generate", "embed", "classify", "score"]
+VectorType = Literal["float32", "float16"]
+# Fields of a job that have no meaning where no chat is held, and where no text comes back.
+OF_A_CHAT = (
+    *("messages", "chat_template", "chat_template_kwargs", "prefill"),
+    *("continue_final_message", "tools", "documents"),
+)
+OF_A_TEXT = ("schema_model", "extras", "probabilities", "reasoning_parser", "tool_parser")
+
+
+def pools(task: str) -> bool:
+    """Whether a task is one of vLLM's pooling runner: one step, no tokens out."""
+    return task != "generate"
+
+
+def paired(prompt: Prompt) -> bool:
+    """Whether a row may give two texts."""
+    return prompt.second is not None or prompt.function is not None
+
+
+def check_task(job: BatchJob) -> None:
+    """Raises ValueError that names the field which the job's task has no use for."""
+    task = job.engine.task
+    if task != "score" and job.prompt.second is not None:
+        raise ValueError(
+            f"prompt.second: the second text of a pair is for engine.task score, not {task}; "
+            "leave it out"
+        )
+    if task != "embed":
+        for name in ("normalize", "vector_type"):
+            if getattr(job.output, name) != type(job.output).model_fields[name].default:
+                raise ValueError(f"output.{name}: is for engine.task embed, not {task}")
+    if pools(task):
+        _check_pooling(job, task)
+
+
+def _check_pooling(job: BatchJob, task: str) -> None:
+    drawn = _set(job.sampling)
+    if drawn:
+        raise ValueError(
+            f"sampling.{drawn[0]}: engine.task {task} draws no tokens; leave sampling out"
+        )
+    if job.prompt.system is not None:
+        raise ValueError(
+            f"prompt.system: engine.task {task} takes the plain text, without a chat template; "
+            "write an instruction into prompt.template"
+        )
+    if job.engine.stage != "vllm":
+        raise ValueError(
+            f"engine.task: {task} needs this package's own engine stage; set engine.stage to vllm"
+        )
+    if job.output.on_cut_off != "auto":
+        raise ValueError(
+            f"output.on_cut_off: engine.task {task} has no answer that could be cut off; leave it "
+            "out"
+        )
+    for name in OF_A_CHAT:
+        if getattr(job.prompt, name) not in (None, False, {}):
+            raise ValueError(
+                f"prompt.{name}: engine.task {task} takes the plain text of prompt.template, "
+                "without a chat; leave it out"
+            )
+    for name in OF_A_TEXT:
+        if getattr(job.output, name):
+            raise ValueError(f"output.{name}: engine.task {task} answers in no text; leave it out")
+    if "runner" in (job.engine.model_extra or {}):
+        raise ValueError("engine.runner: follows from engine.task; leave it out")
+
+
+def check_adapters(job: BatchJob) -> None:
+    """Raises ValueError where it cannot be told which rows an adapter is for."""
+    column, several = job.prompt.adapter_column, job.engine.adapters
+    if job.engine.adapter is not None and (several or column is not None):
+        raise ValueError(
+            "engine.adapter: is for all rows; for several keep engine.adapters and "
+            "prompt.adapter_column"
+        )
+    if bool(several) != (column is not None):
+        raise ValueError(
+            "engine.adapters: prompt.adapter_column says which row takes which of them; set both "
+            "or neither"
+        )
+    if "" in several:
+        raise ValueError("engine.adapters: an adapter has an empty name; give it one")
+    if (several or job.engine.adapter is not None) and job.engine.stage != "vllm":
+        raise ValueError("engine.adapters: need engine.stage vllm")
+
+
+def _set(group: Any) -> list[str]:
+    """The fields of a group that are not as they are by default."""
+    usual = type(group)().model_dump()
+    return [name for name, value in group.model_dump().items() if value != usual.get(name)]
+
+
+def added_columns(job: BatchJob) -> list[str]:
+    """The result's columns with what the model answered, without a postprocess function."""
+    column = job.output.column
+    return [column, probabilities(column)] if job.engine.task == "classify" else [column]
+
+
+def probabilities(column: str) -> str:
+    """The column beside a label with the probability of each."""
+    return f"{column}_probabilities"
+
+
+def pooling_fields(job: BatchJob) -> dict[str, Any]:
+    """What the engine is told for each row: vLLM's sampling fields, or its pooling fields, which
+    are those that name a `task`. `score` of two texts in one prompt is `classify`, of two vectors
+    `embed`: the model decides (`model.tasks`)."""
+    task = job.engine.task
+    if not pools(task):
+        return job.sampling.given()
+    fields: dict[str, Any] = {"task": task}
+    if task == "embed" and not job.output.normalize:
+        fields["use_activation"] = False
+    return fields

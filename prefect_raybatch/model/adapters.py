@@ -1,0 +1,243 @@
+"""LoRA adapters: pinned by their content, checked against the model, and laid where nothing changes
+them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.storage import Store, is_remote, open_store
+
+log = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+MAX_ADAPTER_BYTES = 8 << 30
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
+TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
+IN_MEMORY = 32  # and in the node's memory
+FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def named(engine: Engine) -> dict[str, str]:
+    """The job's adapters by name, in the order of their names; one for all rows is called ''."""
+    if engine.adapter is not None:
+        return {"": engine.adapter}
+    return dict(sorted(engine.adapters.items()))
+
+
+def identities(engine: Engine) -> dict[str, str]:
+    """What the fingerprint counts of each: its content, or its Hugging Face name as written."""
+    return {
+        name: source if _is_name(source) else _identity(_field(name), source)
+        for name, source in named(engine).items()
+    }
+
+
+def pin_adapters(engine: Engine) -> dict[str, dict[str, Any]]:
+    """{name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps it."""
+    made = {}
+    for name, source in named(engine).items():
+        revision = None
+        if _is_name(source):
+            revision = models.hub_commit(source, None, _field(name), ADAPTER_CONFIG)
+            identity = f"{source}@{revision}"
+        else:
+            identity = _identity(_field(name), source)
+            source = source if is_remote(source) else str(Path(source).resolve())
+        adapter = {"source": source, "revision": revision, "identity": identity}
+        made[name] = {**adapter, "rank": _rank(_field(name), _config(_field(name), adapter))}
+    return made
+
+
+def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's engine arguments that make room for the adapters; what the job gives stays."""
+    if not pinned:
+        return {}
+    rank = max(int(adapter["rank"]) for adapter in pinned.values())
+    ours = {
+        "enable_lora": True,
+        "max_loras": min(len(pinned), TOGETHER),
+        "max_cpu_loras": max(min(len(pinned), IN_MEMORY), int(given.get("max_loras") or 0)),
+        "max_lora_rank": next(size for size in RANKS if size >= rank),
+    }
+    return {name: value for name, value in ours.items() if given.get(name) is None}
+
+
+def check_adapters_fit(
+    engine: Engine, pinned: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Raises `ConfigError` for an adapter that was not made for this model, by its tensors, or that
+    vLLM does not load; where only the name of its model differs that is a warning."""
+    text = {**config, **(config.get("text_config") or {})}
+    for name, adapter in pinned.items():
+        field = _field(name)
+        said = _config(field, adapter)
+        for wrong in ("use_dora", "modules_to_save"):
+            if said.get(wrong):
+                raise ConfigError(f"{field}: {adapter['source']} has {wrong}, which vLLM lacks")
+        if said.get("bias") not in (None, "none"):
+            raise ConfigError(f"{field}: {adapter['source']} trains biases, which vLLM lacks")
+        _check_tensors(field, engine.model, adapter, text)
+        base = str(said.get("base_model_name_or_path") or "")
+        if base and Path(base).name != Path(engine.model).name:
+            log.warning(
+                "%s: %s was made for %s, and engine.model is %s; its tensors fit",
+                field,
+                adapter["source"],
+                base,
+                engine.model,
+            )
+
+
+def adapter_path(adapter: Mapping[str, Any]) -> str:
+    """A folder on this node that holds the adapter as it was pinned, whatever becomes of the one
+    that the job named. Raises `ConfigError` where that changed before it was taken."""
+    source, identity = str(adapter["source"]), str(adapter["identity"])
+    if adapter.get("revision") is not None:
+        from huggingface_hub import snapshot_download
+
+        found: str = snapshot_download(
+            source, revision=str(adapter["revision"]), allow_patterns=list(ADAPTER_FILES)
+        )
+        return found
+    root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
+    folder, target = root / "adapters", root / "adapters" / identity
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{identity}.lock").open("w") as lock:  # one copy a node, whoever starts there
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            part = folder / f"{identity}.part"
+            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            part.mkdir()
+            store = open_store(source)
+            for file in ADAPTER_FILES:
+                with store.open(file) as stream, (part / file).open("wb") as out:
+                    shutil.copyfileobj(stream, out, 16 << 20)
+            if _identity("engine.adapters", source) != identity:
+                raise ConfigError(
+                    f"the adapter {source} is another one than when the run was planned; put it "
+                    "back, or begin another run"
+                )
+            part.rename(target)
+    return str(target)
+
+
+def _field(name: str) -> str:
+    return f"engine.adapters.{name}" if name else "engine.adapter"
+
+
+def _is_name(source: str) -> bool:
+    """Whether it is a Hugging Face name, and no folder."""
+    local = source.startswith((".", "/", "~")) or Path(source).exists()
+    return not is_remote(source) and not local and source.count("/") == 1
+
+
+def _identity(field: str, source: str) -> str:
+    """Digest of an adapter's two files: of a folder their content, of S3 size and ETag."""
+    store = _store(field, source)
+    if is_remote(source):
+        files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]
+        return digest(dump(sorted(files)))
+    return digest(
+        dump([[name, digest(store.read(name, MAX_ADAPTER_BYTES))] for name in ADAPTER_FILES])
+    )
+
+
+def _store(field: str, source: str) -> Store:
+    if not is_remote(source) and not Path(source).is_dir():
+        raise ConfigError(f"{field}: {source!r} is no folder here and no Hugging Face name")
+    store = open_store(source)
+    there = {file.path for file in store.list()}
+    missing = [name for name in ADAPTER_FILES if name not in there]
+    if missing:
+        raise ConfigError(
+            f"{field}: {source} holds no {missing[0]}, so it is no LoRA adapter as peft writes it"
+        )
+    return store
+
+
+def _config(field: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
+    source = str(adapter["source"])
+    try:
+        if adapter.get("revision") is not None:
+            from huggingface_hub import hf_hub_download
+
+            path = hf_hub_download(source, ADAPTER_CONFIG, revision=str(adapter["revision"]))
+            value = json.loads(Path(path).read_bytes())
+        else:
+            value = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{field}: {ADAPTER_CONFIG} of {source} is not readable: {error}"
+        ) from None
+    if not isinstance(value, dict) or value.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} is of no LoRA adapter")
+    return value
+
+
+def _rank(field: str, config: Mapping[str, Any]) -> int:
+    found = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    ranks = [rank for rank in found if isinstance(rank, int) and 0 < rank <= RANKS[-1]]
+    if len(ranks) < len(found):
+        raise ConfigError(f"{field}: its rank r must be a whole number from 1 to {RANKS[-1]}")
+    return max(ranks)
+
+
+def _check_tensors(
+    field: str, model: str, adapter: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """By the shapes in the header of its weights; of a Hugging Face name they are not fetched."""
+    if adapter.get("revision") is not None:
+        return
+    with open_store(str(adapter["source"])).open(ADAPTER_WEIGHTS) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            head = json.loads(stream.read(min(length, models.MAX_CONFIG_BYTES * 8)))
+        except ValueError:
+            raise ConfigError(
+                f"{field}: {adapter['source']}/{ADAPTER_WEIGHTS} is no safetensors file; copy it "
+                "again"
+            ) from None
+    for name, tensor in head.items():
+        if name == "__metadata__":
+            continue
+        wrong = _misfit(name, tensor.get("shape") or [], config)
+        if wrong:
+            raise ConfigError(
+                f"{field}: {adapter['source']} was made for another model than {model}: {wrong}"
+            )
+
+
+def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
+    """What of a tensor does not fit the model; "" where it does or cannot be told."""
+    layers = config.get("num_hidden_layers")
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    if layer and isinstance(layers, int) and int(layer[1]) >= layers:
+        return f"it changes layer {layer[1]}, and the model has {layers}"
+    sides = {
+        **{(part, "lora_A"): "hidden_size" for part in FROM_HIDDEN},
+        ("down_proj", "lora_A"): "intermediate_size",
+        ("gate_proj", "lora_B"): "intermediate_size",
+        ("up_proj", "lora_B"): "intermediate_size",
+        ("down_proj", "lora_B"): "hidden_size",
+        ("o_proj", "lora_B"): "hidden_size",
+    }
+    for (part, side), said in sides.items():
+        if f".{part}.{side}." in name and "expert" not in name:
+            size, found = config.get(said), shape[1 if side == "lora_A" else 0]
+            if isinstance(size, int) and found != size:
+                return f"{name} is for {said} {found}, and the model's is {size}"
+    return ""

@@ -1,0 +1,139 @@
+"""What a model can do by its config.json: generate, embed, classify, or score a pair, and how.
+
+An engine says the same after a minute, in words of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import Engine
+
+# Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
+CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")
+NOT_A_TEXT = (  # a value for each token, or of something that is no text
+    *("ForTokenClassification", "ForAudioClassification", "ForImageClassification"),
+    *("ForVideoClassification", "ForRewardModeling", "ForRewardModel", "RewardModel"),
+)
+EMBEDS = ("ForTextEncoding", "EmbeddingModel", "ForMaskedLM")
+PoolingTask = Literal["embed", "classify"]
+
+
+def overridden(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as vLLM sees it, with engine.hf_overrides."""
+    extra = (engine.model_extra or {}).get("hf_overrides")
+    return {**config, **(extra if isinstance(extra, Mapping) else {})}
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names of the model's classes."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def asked(engine: Engine, config: Mapping[str, Any]) -> PoolingTask:
+    """vLLM's task for a job that pools: a score is one of a classifier of pairs, or the cosine of
+    two vectors."""
+    if engine.task != "score":
+        return "classify" if engine.task == "classify" else "embed"
+    return "classify" if _classifies(engine, overridden(engine, config)) else "embed"
+
+
+def labels(engine: Engine, config: Mapping[str, Any]) -> list[str]:
+    """The names of the model's labels, in the order of their numbers; as transformers has it,
+    LABEL_0 and on where they have none, and two of them where nothing is said."""
+    config = overridden(engine, config)
+    named = config.get("id2label")
+    if isinstance(named, Mapping) and named:
+        try:
+            order = sorted(named, key=int)
+        except (TypeError, ValueError):
+            order = list(named)
+        return [str(named[number]) for number in order]
+    count = config.get("num_labels", 2)
+    return [f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2)]
+
+
+def check_can(engine: Engine, source: str, config: Mapping[str, Any], paired: bool = True) -> None:
+    """Raises `ConfigError` for a model that cannot do the job's task; `paired` says that a row
+    gives two texts."""
+    config = overridden(engine, config)
+    if engine.task == "generate":
+        _check_generates(engine, source, config)
+        return
+    names = architectures(config)
+    shown = f"engine.model: {source} is {', '.join(names)}, which"
+    if any(name in (vllm_fields.late_models() or ()) for name in names):
+        raise ConfigError(f"{shown} gives a vector for each token; only one a row can be written")
+    if any(name.endswith(NOT_A_TEXT) for name in names):
+        raise ConfigError(
+            f"{shown} gives a value for each token or is not asked in text; name a model that "
+            f"can {engine.task}"
+        )
+    classifies = _classifies(engine, config)
+    if engine.task == "embed" and classifies:
+        raise ConfigError(
+            f"{shown} classifies; set engine.task to classify, or to score for pairs, or name a "
+            "model that embeds"
+        )
+    if engine.task == "classify":
+        _check_labels(engine, shown, source, config, classifies)
+    if engine.task == "score" and classifies and len(labels(engine, config)) != 1:
+        raise ConfigError(
+            f"{shown} has {len(labels(engine, config))} labels, and a score is of one; set "
+            "engine.task to classify"
+        )
+    if engine.task == "score" and not classifies and not paired:
+        raise ConfigError(
+            f"{shown} embeds, so that a score is the cosine of two texts; write the other one into "
+            "prompt.second"
+        )
+
+
+def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> None:
+    extra = engine.model_extra or {}
+    if extra.get("runner") not in (None, "auto", "generate"):
+        raise ConfigError(
+            f"engine.runner: {extra['runner']!r} gives no text; leave it out, and set engine.task "
+            "to embed, classify or score"
+        )
+    names = architectures(config)
+    generating = vllm_fields.generating_models()
+    if not names or any(name in (generating or ()) for name in names):
+        return
+    if any(name.endswith((*CLASSIFIES, *NOT_A_TEXT, *EMBEDS)) for name in names) or (
+        generating is not None and all(name.endswith("Model") for name in names)
+    ):
+        raise ConfigError(
+            f"engine.model: {source} is {', '.join(names)}, which embeds or classifies and "
+            "generates no text; set engine.task to what it does, or name a model that generates, "
+            "such as one ending in ForCausalLM"
+        )
+
+
+def _classifies(engine: Engine, config: Mapping[str, Any]) -> bool:
+    if (engine.model_extra or {}).get("convert") == "classify":
+        return True
+    known = vllm_fields.classifying_models() or ()
+    names = architectures(config)
+    return any(name in known or name.endswith(CLASSIFIES) for name in names)
+
+
+def _check_labels(
+    engine: Engine, shown: str, source: str, config: Mapping[str, Any], classifies: bool
+) -> None:
+    if not classifies:
+        raise ConfigError(
+            f"{shown} does not classify; name a model whose architecture ends in "
+            "ForSequenceClassification, or set engine.task to embed"
+        )
+    names = labels(engine, config)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"engine.model: id2label in config.json of {source} has {twice[0]!r} for several "
+            "labels; name each differently there, or in engine.hf_overrides"
+        )

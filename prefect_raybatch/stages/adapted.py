@@ -1,0 +1,65 @@
+"""Which LoRA adapter each row of a block is asked under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.model import adapters
+from prefect_raybatch.stages.block import Failure
+
+Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The adapters of a plan; `column` names each row's, None: the one is for all rows. `null`
+    says whether a row without one is asked of the model alone, or fails; `alone` is false where
+    vLLM cannot do that: on a CPU it asks such a row under another's adapter (0.29, tried)."""
+
+    column: str | None
+    pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    null: bool = False
+    alone: bool = True
+
+    def here(self) -> dict[str, Adapter]:
+        """Each by its name, on this node."""
+        made = {}
+        for number, (name, adapter) in enumerate(sorted(self.pinned.items()), 1):
+            # vLLM takes two of one name for the same, so that the content is part of the name.
+            unique = f"{name or 'adapter'}-{str(adapter['identity'])[-12:]}"
+            made[name] = (unique, number, adapters.adapter_path(adapter))
+        return made
+
+    def of_rows(
+        self, table: pa.Table, here: Mapping[str, Adapter]
+    ) -> tuple[list[Adapter | None], dict[int, Failure]]:
+        """Each row's adapter, and the rows whose adapter is not known."""
+        if not self.pinned:
+            return [None] * table.num_rows, {}
+        if self.column is None:
+            return [here[""]] * table.num_rows, {}
+        found: list[Adapter | None] = []
+        failures: dict[int, Failure] = {}
+        for i, name in enumerate(table[self.column].to_pylist()):
+            found.append(None if name is None else here.get(str(name)))
+            if found[-1] is None and not (name is None and self.null and self.alone):
+                failures[i] = self._unknown(name)
+        return found, failures
+
+    def _unknown(self, name: object) -> Failure:
+        if name is None and self.null:
+            return Failure(
+                "engine",
+                "UnknownAdapter",
+                f"column {self.column} is null, and on a CPU vLLM cannot ask the model alone "
+                "beside rows with adapters; run such rows as a job without engine.adapters",
+            )
+        said = "is null" if name is None else f"names {str(name)[:100]!r}"
+        known = ", ".join(sorted(self.pinned))[:200]
+        return Failure(
+            "engine", "UnknownAdapter", f"column {self.column} {said}; engine.adapters has {known}"
+        )

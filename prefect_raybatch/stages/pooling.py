@@ -1,0 +1,168 @@
+"""A task that pools, as the stages see it; and its vectors as they come from the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.job import tasks as job_tasks
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model import tasks
+from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.order import arrange
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.vllm.stepper import Completion, Request
+
+RowAnswer = tuple[int, Sequence[int], "Completion"]  # the row asked about, those served, the answer
+
+
+class Texts(Enum):
+    """What a row's prompt is made of: one text, a pair in one prompt, or two prompts."""
+
+    ONE = "one"
+    PAIR = "pair"
+    TWO = "two"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a job's task is asked of its model. `fields` go to vLLM with each row;
+    an encoder (`encodes`) takes a prompt in one step, which must have room for `longest` tokens;
+    `labels` are the model's, where it classifies."""
+
+    task: str
+    texts: Texts
+    fields: Mapping[str, Any]
+    encodes: bool = False
+    longest: int = 0
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, job: BatchJob, model: Mapping[str, Any]) -> Pooling | None:
+        """By the model's config.json; None for a job that generates text."""
+        if not job_tasks.pools(job.engine.task):
+            return None
+        config, _ = models.read_config(model)
+        asked = tasks.asked(job.engine, config)
+        texts = Texts.ONE
+        if job.engine.task == "score":
+            texts = Texts.PAIR if asked == "classify" else Texts.TWO
+            if not job_tasks.paired(job.prompt):
+                texts = Texts.ONE
+        return cls(
+            task=job.engine.task,
+            texts=texts,
+            fields={**job_tasks.pooling_fields(job), "task": asked},
+            encodes=_encodes(job, config),
+            longest=_longest(job, config) if _encodes(job, config) else 0,
+            labels=tuple(tasks.labels(job.engine, config)) if asked == "classify" else (),
+        )
+
+    def engine_arguments(self, sized: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+        """vLLM's arguments for the task, with those that were `sized` and of these the `given`."""
+        step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
+        made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
+        if self.encodes and "enable_prefix_caching" not in given:
+            # It has no KV cache. vLLM 0.29 dies of being told to cache prefixes in it (tried).
+            made.pop("enable_prefix_caching", None)
+        return made
+
+
+def _encodes(job: BatchJob, config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder, by the decoders' names: it takes a prompt in one step."""
+    names = tasks.architectures(tasks.overridden(job.engine, config))
+    decoders = vllm_fields.generating_models() or ()
+    stems = {name.removesuffix("ForCausalLM") for name in decoders if "ForCausalLM" in name}
+    return not any(name in decoders or _stem(name) in stems for name in names)
+
+
+def _stem(name: str) -> str:
+    """Qwen3 of Qwen3ForSequenceClassification, Llama of LlamaModel."""
+    return name.partition("For")[0].removesuffix("Model").removesuffix("Embedding")
+
+
+def _longest(job: BatchJob, config: Mapping[str, Any]) -> int:
+    length = job.engine.context or config.get("max_position_embeddings")
+    return length if isinstance(length, int) and not job.engine.max_num_batched_tokens else 0
+
+
+def ask_pairs(
+    run: Callable[[list[Request]], list[Completion]],
+    request: Callable[[int, int], Request],
+    keys: Sequence[Sequence[bytes]],
+    params: Sequence[dict[str, Any]],
+    well: Sequence[int],
+    sort: bool,
+    merge: bool,
+) -> list[RowAnswer]:
+    """The cosine of the two prompts of each row `well`: `request(row, side)`, with `keys[side]` as
+    of `order.token_keys`. A text that stands in several rows, such as a query over its documents,
+    is asked once."""
+    rows = len(params)
+    both = [*well, *(rows + i for i in well)]
+    asked = arrange([*keys[0], *keys[1]], [*params, *params], both, sort, merge)
+    done = run([request(i % rows, i // rows) for i in asked.rows])
+    found: dict[int, Completion] = {}
+    for i, completion in zip(asked.rows, done, strict=True):
+        for j in asked.served(i):
+            found[j] = completion if i == j else replace(completion, prompt_tokens=0)
+    return [(i, [i], _cosine(found[i], found[rows + i])) for i in well]
+
+
+def refusal_of(failure: Failure) -> Completion:
+    """An answer in place of one that nobody was asked for."""
+    from prefect_raybatch.stages.vllm.stepper import Completion
+
+    return Completion([], error=(failure.kind, failure.message))
+
+
+def _cosine(one: Completion, other: Completion) -> Completion:
+    tokens = one.prompt_tokens + other.prompt_tokens
+    for half in (one, other):
+        if half.error is not None:
+            return replace(half, prompt_tokens=tokens)
+    a, b = np.asarray(one.vector, np.float64), np.asarray(other.vector, np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosine = np.array([a @ b / (np.linalg.norm(a) * np.linalg.norm(b))], np.float32)
+    cached = one.cached_tokens + other.cached_tokens
+    return replace(one, prompt_tokens=tokens, cached_tokens=cached, vector=cosine)
+
+
+def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
+    """The same, with an error in place of a vector that is no good."""
+    made: list[RowAnswer] = []
+    size: int | None = None
+    for row, served, completion in answers:
+        if completion.error is None:
+            vector = np.asarray(completion.vector)
+            size = len(vector) if size is None else size
+            if len(vector) != size:
+                what = f"the model gave {len(vector)} numbers where it gave {size} before"
+                completion = replace(completion, error=("OddVector", what))
+            elif not np.isfinite(vector).all():
+                bad = int((~np.isfinite(vector)).sum())
+                what = f"{bad} of {size} numbers are NaN or infinite; try engine.dtype: float32"
+                completion = replace(completion, error=("NotFinite", what))
+        made.append((row, served, completion))
+    return made
+
+
+def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
+    """fixed_size_list<float32>[rows]: the vector of each row, null where there is none."""
+    good = [(served, c.vector) for _, served, c in answers if c.error is None]
+    size = len(np.asarray(good[0][1])) if good else 1
+    values, missing = np.zeros((rows, size), np.float32), np.ones(rows, bool)
+    for served, vector in good:
+        for i in served:
+            values[i], missing[i] = vector, False
+    return pa.FixedSizeListArray.from_arrays(
+        pa.array(values.reshape(-1)), size, mask=pa.array(missing)
+    )

@@ -1,0 +1,108 @@
+"""Vector to result: written as it is, as a label with the probability of each, or as a score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.job.tasks import probabilities
+from prefect_raybatch.stages.block import ERROR, POSITION, VECTOR, Failure, input_columns, rows_of
+from prefect_raybatch.stages.finish import Finish, postprocessed
+from prefect_raybatch.stages.pooling import Pooling
+
+SMALL = {"float32": np.float32, "float16": np.float16}
+
+
+@dataclass(frozen=True)
+class FinishVectors(Finish):
+    """The stage for a task that pools; `labels` are the names of the model's, in their order."""
+
+    task: str = "embed"
+    labels: tuple[str, ...] = ()
+
+    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
+        errors = table[ERROR].to_pylist()
+        vectors = vectors_of(table) if VECTOR in table.column_names else [None] * len(errors)
+        made: list[Any] = [
+            Failure(**e) if e else self._answer(v) for e, v in zip(errors, vectors, strict=True)
+        ]
+        if self.output.postprocess is None:
+            return made
+        names = input_columns(table)
+        rows = rows_of(table, names)
+        kept = names if self.output.columns is None else self.output.columns
+        taken = {POSITION, self.output.row_number, *kept}
+        with self.calls.function(self.output.postprocess, "output.postprocess") as function:
+            for i, answer in enumerate(made):
+                if not isinstance(answer, Failure):
+                    plain = {name: _plain(value) for name, value in answer.items()}
+                    made[i] = postprocessed(function, rows[i], plain, taken)
+        return made
+
+    def _answer(self, vector: np.ndarray) -> dict[str, Any] | Failure:
+        """The columns of a row, by its vector."""
+        name = self.output.column
+        if self.task == "score":
+            return {name: float(vector[0])}
+        if self.task == "classify":
+            if len(vector) != len(self.labels):
+                return Failure(
+                    "engine",
+                    "OddVector",
+                    f"the model gave {len(vector)} probabilities, and its config.json names "
+                    f"{len(self.labels)} labels",
+                )
+            shares = dict(zip(self.labels, vector.tolist(), strict=True))
+            return {name: self.labels[int(vector.argmax())], probabilities(name): shares}
+        with np.errstate(over="ignore"):
+            kept = vector.astype(SMALL[self.output.vector_type])
+        if not np.isfinite(kept).all():
+            return Failure(
+                "postprocess",
+                "SchemaError",
+                f"a number of the vector ({np.abs(vector).max():g}) is too large for "
+                "output.vector_type float16; use float32",
+            )
+        return {name: kept}
+
+    def _result(
+        self, table: pa.Table, outcome: list[Any], good: list[int]
+    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
+        if self.task != "embed" or self.output.postprocess is not None:
+            return super()._result(table, outcome, good)
+        rows = np.stack([outcome[i][self.output.column] for i in good])
+        array = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+        return [(pa.field(self.output.column, array.type), array)], {}
+
+    def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
+        if self.output.postprocess is not None:
+            return super()._schema(rows)
+        name = self.output.column
+        if self.task == "score":
+            return pa.schema([(name, pa.float32())])
+        shares = pa.struct([(label, pa.float32()) for label in self.labels])
+        return pa.schema([(name, pa.string()), (probabilities(name), shares)])
+
+
+def finish_of(task: Pooling | None, *args: Any, **more: Any) -> Finish:
+    """The finish stage of a job, by how it asks its model (None: for text)."""
+    if task is None:
+        return Finish(*args, **more)
+    return FinishVectors(*args, **{**more, "task": task.task, "labels": task.labels})
+
+
+def vectors_of(table: pa.Table) -> np.ndarray:
+    """float32[rows, numbers] of a block; rows that have none hold anything."""
+    column = table[VECTOR].combine_chunks()
+    size = column.type.list_size
+    flat = column.values.slice(column.offset * size, len(column) * size)
+    numbers: np.ndarray = flat.to_numpy(zero_copy_only=False)
+    return numbers.reshape(len(column), size)
+
+
+def _plain(value: Any) -> Any:
+    """As a user's function gets it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
