@@ -94,6 +94,8 @@ def form_is_whole(schema: dict[str, Any]) -> None:
         "Engine.max_num_seqs": ["Number", "auto"],
         "Engine.max_model_len": ["Number", "auto", "By default"],
         "Engine.engines_per_gpu": ["Number", "auto"],
+        "Output.schema_model": ["One", "Fields", "By default"],
+        "Images.resize": ["Number", "Several", "By default"],
     }
     assert fields["Limits.max_failed"]["type"] == "number"
     assert fields["Limits.max_failed_rows"]["type"] == "integer"

@@ -41,5 +41,10 @@ def show_plainly(field: dict[str, Any]) -> None:
         if field.get("default", ...) is None:
             del field["default"]
         show_plainly(field)
+    named = any("const" in kind for kind in kinds)
+    if len(kinds) > 1 and not named and field.get("default", ...) is None:
+        del field["default"]  # with it, the tab of nothing is the open one
+    if isinstance(field.get("default"), dict):  # of a group: the same holds for its fields
+        field["default"] = {k: v for k, v in field["default"].items() if v is not None}
     for kind in field.get("anyOf", ()):
         kind["title"] = kind.get("const") or TABS[kind["type"]]

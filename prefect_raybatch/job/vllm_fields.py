@@ -12,6 +12,8 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+PARSES = 5  # tries to parse a source
+
 
 @cache
 def engine_fields() -> frozenset[str] | None:
@@ -76,7 +78,18 @@ def _statements(file: str) -> list[ast.stmt]:
     if found is None or not found.submodule_search_locations:
         return []
     path = Path(next(iter(found.submodule_search_locations))) / file
-    return ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+    return parsed(path.read_text(encoding="utf-8")).body if path.exists() else []
+
+
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of Python source, whatever other threads parse meanwhile: up to 3.11.7 and
+    3.12.1 Python counts the depth of all of them together (CPython's issue 106905)."""
+    for _ in range(PARSES):
+        try:
+            return ast.parse(source)
+        except SystemError:
+            continue
+    return ast.parse(source)
 
 
 def _class_fields(file: str, name: str) -> frozenset[str] | None:

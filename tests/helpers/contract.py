@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from prefect_raybatch.job.vllm_fields import parsed
+
 # file: {class, or "" for the module: names; "name(a, b)" is a function that takes a and b}
 Contract = Mapping[str, Mapping[str, Sequence[str]]]
 
@@ -41,7 +43,7 @@ def moved(folder: Path, contract: Contract, version: str) -> list[str]:
         if not path.exists():
             lines.append(f"{version} has no file {folder.name}/{file} any more")
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         for owner, names in owners.items():
             known = _names(tree, owner)
             if known is None:
@@ -97,7 +99,7 @@ def imported(path: Path, package: str) -> list[tuple[str, str]]:
     """(module, name) of all that a file of ours imports from a package, wherever in the file."""
     return [
         (node.module, alias.name)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package
         for alias in node.names
     ]

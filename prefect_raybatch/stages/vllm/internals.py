@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -274,3 +275,39 @@ def parser_maker(
         return cast(Parser, parser), request
 
     return made
+
+
+def version() -> str:
+    """vLLM's, whose objects no other version is given."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+Render = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Render | None:
+    """Chat messages with decoded images to what the model of an engine's `arguments` is asked, a
+    conversation at a time; None for a model that takes no images. Needs no GPU (as
+    `vllm launch render`). Raises ImportError where this version has no such renderer.
+    """
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.params import ChatParams
+
+    config = EngineArgs(model=path, revision=revision, **arguments).create_model_config()
+    if not config.is_multimodal_model:
+        return None
+    config.quantization = None  # of the weights, which nobody loads here
+    made: Any = renderer_from_config(VllmConfig(model_config=config))
+    chat = ChatParams()
+    # How long a prompt may be is told afterwards, with its images and in our words.
+    tokens = replace(made.default_chat_tok_params, max_total_tokens=None)
+
+    def render(messages: list[Any]) -> Mapping[str, Any]:
+        _, (one,) = made.render_chat([messages], chat, tokens)
+        return cast(Mapping[str, Any], one)
+
+    return render

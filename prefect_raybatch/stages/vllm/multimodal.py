@@ -12,7 +12,7 @@ import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.stages.block import Failure, Messages
+from prefect_raybatch.stages.vllm import internals
 
 # Of an engine's arguments, those that decide what it is given for an image.
 RENDERING = (
@@ -47,13 +48,6 @@ WITH_IMAGES: dict[str, Any] = {
 NO_IMAGE = bytes(32)  # in place of a digest
 
 
-def version() -> str:
-    """vLLM's, whose objects no other version is given."""
-    import vllm
-
-    return str(vllm.__version__)
-
-
 @dataclass(frozen=True)
 class Rendered:
     """A request in tokens. `features` are what the engine gets of its images, pickled, and `key`
@@ -71,27 +65,17 @@ class Renderer:
     """
 
     def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
-        from vllm.config import VllmConfig
-        from vllm.engine.arg_utils import EngineArgs
-
+        given = {name: arguments[name] for name in RENDERING if name in arguments}
         try:
-            from vllm.renderers import renderer_from_config
-            from vllm.renderers.params import ChatParams
+            render = internals.renderer(path, revision, {**given, **WITH_IMAGES})
         except ImportError:
             raise ConfigError(
-                f"prompt.images: vLLM {version()} cannot prepare images outside of an engine; "
-                "install vLLM 0.29"
+                f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
+                "engine; install vLLM 0.29"
             ) from None
-        given = {name: arguments[name] for name in RENDERING if name in arguments}
-        made = EngineArgs(model=path, revision=revision, **{**given, **WITH_IMAGES})
-        config = made.create_model_config()
-        if not config.is_multimodal_model:
+        if render is None:
             raise ConfigError(f"prompt.images: the model {path} takes no images, only text")
-        config.quantization = None  # of the weights, which nobody loads here
-        self._renderer: Any = renderer_from_config(VllmConfig(model_config=config))
-        self._chat = ChatParams()
-        # How long a prompt may be is told afterwards, with its images and in our words.
-        self._tokens = replace(self._renderer.default_chat_tok_params, max_total_tokens=None)
+        self._render = render
 
     def rows(
         self, conversations: Sequence[Messages | Failure]
@@ -99,7 +83,7 @@ class Renderer:
         """Tokens of each row's messages, or why it has none, and its features as `MM_TYPE`."""
         tokens: list[list[int] | Failure] = []
         features: list[dict[str, Any] | None] = []
-        here = version()
+        here = internals.version()
         for messages in conversations:
             made = messages if isinstance(messages, Failure) else self._guarded(messages)
             if isinstance(made, Failure):
@@ -119,7 +103,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
         """One request; its image parts are {"type": "image_pil", "image_pil": ...}."""
-        _, (made,) = self._renderer.render_chat([list(messages)], self._chat, self._tokens)
+        made = self._render(list(messages))
         tokens = list(made["prompt_token_ids"])
         if made["type"] != "multimodal":
             return Rendered(tokens)
@@ -185,7 +169,7 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
     """Why an engine here cannot take a block's features (`MM_TYPE`): another vLLM made them."""
     # `flatten` and not `field`: what is under a null is then null as well.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
-    if not made or made <= {here := version()}:
+    if not made or made <= {here := internals.version()}:
         return None
     return Loss(
         "ConfigError",
