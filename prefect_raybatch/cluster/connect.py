@@ -101,7 +101,7 @@ class _Ray:
         def work() -> None:
             try:
                 start()
-            except BaseException as error:  # the caller's to handle
+            except BaseException as error:  # the caller handles it
                 outcome.set_exception(error)
                 return
             outcome.set_result(None)

@@ -311,7 +311,7 @@ class Shared:
                     self._watcher = None
                     return
             error = _ending()
-            if error is not None and error is seen:  # not one that is caught in a moment
+            if error is not None and error is seen:  # not the one that is about to be caught
                 log.warning("the process is told to end (%s): its runs stop", type(error).__name__)
                 self.stop_all()
                 seen = None

@@ -150,13 +150,13 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             )
         image = plots.whole(report)
         if image is not None:
-            # By itself, too: Prefect's newer page shows no images within Markdown.
+            # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
             shown["plots"] = ImageArtifact(
                 image_url=image, description=f"Plots of the run {run.run_key}."
             )
         for kind, artifact in shown.items():
             put(artifact, f"{artifact_key(report.run_key)}-{kind}")
-        if not run.finished:  # else that was said when it was
+        if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
@@ -214,7 +214,8 @@ class _PageLogs:
                 return
             self._handler, self._level = APILogHandler(), OUR_LOGGER.level
             OUR_LOGGER.addHandler(self._handler)
-            OUR_LOGGER.setLevel(self._level or logging.INFO)  # else the root's, which is WARNING
+            # without a level of its own it would take the root logger's, WARNING
+            OUR_LOGGER.setLevel(self._level or logging.INFO)
 
     def _leave(self) -> None:
         with self._lock:

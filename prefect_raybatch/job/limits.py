@@ -112,7 +112,7 @@ class Limits(Group):
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
     def _any_time(cls, value: object) -> Any:
-        # In Prefect's form a field that may be null, but is not by default, would be no plain one.
+        # Prefect's form shows a field as a plain one only if it is null by default or never null.
         return 0 if value is None else value
 
     @field_validator("deadline")

@@ -120,7 +120,7 @@ def adapter_path(adapter: Mapping[str, Any]) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             part = folder / f"{identity}.part"
-            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(part, ignore_errors=True)  # left by a copy that was killed
             part.mkdir()
             store = open_store(source)
             for file in ADAPTER_FILES:

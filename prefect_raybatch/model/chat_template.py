@@ -135,7 +135,7 @@ def _stored(store: Store, tools: bool) -> str | None:
             config = json.loads(store.read("tokenizer_config.json", MAX_TOKENIZER_BYTES))
             held = config.get("chat_template")
         except (ValueError, AttributeError):
-            return None  # not ours to judge
+            return None  # another kind of template, which transformers judges when it is used
         if isinstance(held, list):
             known = {entry["name"]: entry["template"] for entry in held}
         elif held:

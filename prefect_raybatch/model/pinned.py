@@ -228,7 +228,7 @@ def _fetch(source: str, identity: str) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             part = root / "models" / f"{identity}.part"
-            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(part, ignore_errors=True)  # left by a download that was killed
             _download(open_store(source), part)
             part.rename(target)
     return str(target)

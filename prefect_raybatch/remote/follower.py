@@ -67,7 +67,7 @@ LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking ta
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
 OLD_SERVER = 30.0  # seconds of patience with a server that the job no longer names
 ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
-MOST_JOBS = 100  # jobs that can end under our hands before something else must be wrong
+MOST_JOBS = 100  # jobs that may end while they are followed before something else must be wrong
 OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
 REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
@@ -307,7 +307,7 @@ class Watch:
         except RayBatchError as error:  # only for people: the commits decide
             log.info("heartbeats cannot be read: %s", error)
         now = time.time()
-        # That of a driver which is gone says nothing of the one that is followed.
+        # A dead driver's heartbeat says nothing of the one that is followed.
         if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
             beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
         self.observe.hear(beat)

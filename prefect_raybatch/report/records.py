@@ -124,7 +124,7 @@ class RunReport:
     nodes: tuple[NodeStats, ...] = ()
     charts: Charts = field(default_factory=Charts)
     dashboard: str = ""  # of Ray, while its cluster lives
-    engines: int = 0  # of the attempt that did most rows; 0 in reports of before
+    engines: int = 0  # engines of the attempt that did most rows; 0 in reports of earlier versions
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()

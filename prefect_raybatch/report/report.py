@@ -13,7 +13,7 @@ from prefect_raybatch.report.tally import Tally
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
-COUNTED = (  # by row or token, summed over the commits; 0 where a run is of before
+COUNTED = (  # by row or token, summed over the commits; 0 in runs of earlier versions
     "prompt_tokens",
     "cached_tokens",
     "output_tokens",

@@ -133,7 +133,7 @@ class _Fenced(PartFiles):
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
         for _ in range(LOOKS):
-            with suppress(FileNotFoundError):  # gone since the look: look again
+            with suppress(FileNotFoundError):  # deleted since it was listed: list again
                 if found := self._look(path, local_path, sums):
                     return found
         raise bad_upload(self._store, path)
@@ -149,7 +149,7 @@ class _Fenced(PartFiles):
         if holds(self._store, seen, sums):
             return sums.sha256, seen
         adopted = self._same(path, local_path)
-        if self._store.stat(path) != seen:  # another's while it was read
+        if self._store.stat(path) != seen:  # another writer replaced it while it was read
             return None
         if adopted is not None:
             log.info("%s is there with the same rows, written in another way: kept", path)

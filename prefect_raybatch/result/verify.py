@@ -75,7 +75,8 @@ def verify(store: Store) -> Verdict:
     if not compact:
         _note_orphans(pieces, found)
     if success is None:
-        if found.faults and ledger.finished(plan) is not None:  # it ended, and tidied up, meanwhile
+        # the run ended meanwhile and removed its pieces
+        if found.faults and ledger.finished(plan) is not None:
             return verify(store)
         missing = plan.shards - found.committed_shards
         share = f"{missing} of {counted(plan.shards, 'shard')} {are(missing)}"

@@ -149,7 +149,7 @@ def last_dashboard(store: Store) -> str:
 
     try:
         beat = newest(store)
-    except RayBatchError as error:  # a link is not worth the run
+    except RayBatchError as error:  # a link that cannot be made does not fail the run
         log.info("heartbeats cannot be read: %s", error)
         return ""
     return beat.dashboard if beat else ""

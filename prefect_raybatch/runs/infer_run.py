@@ -114,7 +114,7 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
 def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
     try:
         ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
-    except RayBatchError as error:  # the run ends with what it ends with
+    except RayBatchError as error:  # the run ends with its own error, not with this one
         log.warning("the failed rows are not noted in the run directory: %s", error)
 
 

@@ -47,7 +47,8 @@ def plan_run(
     if plan is not None:
         _check_same(plan, resolved, store.uri)
         return run_of(store, plan, ledger)
-    ledger.finished()  # one without a plan is another's, and would be found at the end only
+    # a _SUCCESS without a plan is another run's, and would be found only at the end
+    ledger.finished()
     store.probe()
     check_schema_names(job.output)
     plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)

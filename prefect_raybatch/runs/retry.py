@@ -355,6 +355,6 @@ def _same_types(asked: RetryRequest, ledger: Ledger) -> None:
     output = asked.known.job.output
     if output.postprocess is None or output.output_schema or output.postprocess != before:
         return
-    with suppress(FileNotFoundError):  # none of the parent's rows got so far
+    with suppress(FileNotFoundError):  # no row of the parent got through its postprocess
         types = read_record(asked.parent.ledger.store, OUTPUT_SCHEMA)
         put_record_if_absent(ledger.store, OUTPUT_SCHEMA, types)

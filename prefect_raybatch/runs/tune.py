@@ -352,7 +352,7 @@ def _remove(output: Store, top: str) -> None:
             if next(iter(trials.list()), None) is None and not trials.unfinished(math.inf, False):
                 return
         log.warning("%s: something is still being written there", trials.uri)
-    except RayBatchError as error:  # what was found out counts more
+    except RayBatchError as error:  # the result counts more than the error of removing what is left
         log.warning("%s could not be removed: %s", trials.uri, error)
 
 

@@ -21,7 +21,7 @@ from prefect_raybatch.sizing.cards import Card, EngineGpu
 HOST_SECONDS = 0.9e-3
 # Share of a card's FLOPs that prefill reaches: three engines on that H200 took 0.55.
 PREFILL_PEAK = 0.6
-BUSY = 0.85  # of its time is enough for a GPU: the engine after that brings a few per cent
+BUSY = 0.85  # a GPU busy for so much of its time is enough: one more engine brings a few per cent
 SHORT = 32  # tokens out: at 128 and more packing loses, and between 6 and 128 nothing is measured
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6

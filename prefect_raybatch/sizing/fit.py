@@ -133,7 +133,7 @@ def _remedies(fit: Fit) -> list[str]:
 
 def _length(fit: Fit) -> int:
     """The longest sequence, in steps of 256 tokens, for which the cache is likely to have room."""
-    far = 1 << 20  # where layers that keep a window alone no longer count
+    far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
 

@@ -14,7 +14,7 @@ from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 MORE = 512  # the most for which vLLM captures CUDA graphs: 1024 gave no more on an H200
-GAIN = 0.05  # that they must bring
+GAIN = 0.05  # the least gain for which more sequences are taken
 
 
 def choose_max_num_seqs(

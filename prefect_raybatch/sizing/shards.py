@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from prefect_raybatch.job.batch_job import Engine, Source
 from prefect_raybatch.words import counted
 
-SHARDS = 8  # of an engine alone: progress and resume are that fine
-SHARDS_A_WORKER = 16  # of each of several: with the last of them some engines wait for others
+SHARDS = 8  # shards for an engine alone: progress and resume are that fine
+# shards for each of several engines: with the last of them some engines wait for others
+SHARDS_A_WORKER = 16
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
 SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block

@@ -111,7 +111,8 @@ class Shape:
     def _merge(self, name: str, kind: pa.DataType) -> None:
         both = common_type(self._columns.get(name, pa.null()), kind, self._union)
         if both is None:
-            both = pa.null()  # what was known may stem from this very file before it widened
+            # the type known so far may be this very file's, from before it was widened
+            both = pa.null()
             for other, types in self._files.items():
                 mine = types.get(name, pa.null())
                 wider = common_type(both, mine, self._union)

@@ -146,7 +146,7 @@ def _refuse_links(files: Sequence[File]) -> None:
     seen: dict[tuple[int | None, int], File] = {}
     for file in files:
         info = file.info
-        if not info.inode:  # S3, or a file system that has no such numbers
+        if not info.inode:  # S3 and some file systems have no inode numbers
             continue
         other = seen.setdefault((info.device, info.inode), file)
         # Some network file systems give numbers that are not unique: these must agree as well.

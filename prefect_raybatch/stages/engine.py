@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
-SAME = 0.95  # of the memory in a card's data sheet is what the card then shows
+SAME = 0.95  # a card shows a little less memory than its data sheet says
 
 
 CPU_DEFAULTS: dict[str, Any] = {
@@ -172,7 +172,7 @@ class EngineStage:
     sampler: Sampler | None = None
     _note = note.Note("")
     _labels: LabelTokens | None = None
-    _suspect: str | None = None  # what the latest engine died of, when no row was through
+    _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
 
     def __init__(self, spec: EngineSpec):
@@ -206,7 +206,7 @@ class EngineStage:
                 return
         left, self._left = self._left, None
         starts = prompts = 1
-        if left is not None:  # of an actor that this one takes the place of
+        if left is not None:  # the note of an actor that died and that this one replaces
             self._refused = canary.judged(left)
             if self._refused is not None:
                 return
@@ -233,7 +233,7 @@ class EngineStage:
 
         fields = canary.fields_for(self.spec.sampling)
         for attempt in range(first, canary.PROMPT_TRIES + 1):
-            if self.engine is None:  # it did not start: `_refused`
+            if self.engine is None:  # it did not start, and `_refused` says why
                 return
             self._note.write(note.PROMPT, attempt, cause)
             try:
@@ -257,12 +257,13 @@ class EngineStage:
             try:
                 self._adapters = self.spec.adapted.here()
                 self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
-                self._refused = None  # of an earlier try: a death later must start another one
+                # of an earlier try; else a later death would start no other engine
+                self._refused = None
                 return
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
                 said = str(error)
-                if unfit := installed.misfits_line():  # what vLLM says of it names no package
+                if unfit := installed.misfits_line():  # vLLM's own message names no package
                     said += f"; {unfit}"
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
@@ -362,7 +363,8 @@ class EngineStage:
         try:
             if all(self.spec.done(unit.shard) for unit in units_of(table)):
                 return table.slice(0, 0)
-        except RayBatchError as error:  # only saves work: the commit itself decides in the end
+        except RayBatchError as error:
+            # looking only saves work: whose commit counts is decided when it is written
             log.info("whether the shard is committed cannot be told: %s", error)
         return table
 

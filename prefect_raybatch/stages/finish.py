@@ -456,7 +456,7 @@ def postprocessed(
                     "the input's out with output.columns",
                 )
         return made
-    except NoChild:  # not of the row
+    except NoChild:  # the function's process did not start, which is no fault of the row
         raise
     except Exception as error:
         return Failure.of("postprocess", error)

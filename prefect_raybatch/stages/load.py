@@ -62,7 +62,8 @@ class Sampler:
             time.sleep(self.every)
             try:
                 self.take()
-            except Exception as error:  # as when an engine dies meanwhile; no answer waits for this
+            except Exception as error:
+                # for example an engine that dies meanwhile; samples are for the report alone
                 if str(error) != said:
                     said = str(error)
                     log.warning("a sample of figures failed: %s: %s", type(error).__name__, error)

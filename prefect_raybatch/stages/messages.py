@@ -99,7 +99,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"
         )
     for message in value:
-        if not isinstance(message["content"], (str, list)):  # a template would print anything
+        # a chat template would print a value of any type
+        if not isinstance(message["content"], (str, list)):
             kind = type(message["content"]).__name__
             raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
     return [copied(m) for m in value]
@@ -110,7 +111,7 @@ def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failu
         return args[-1]
     try:
         return make(*args)
-    except NoChild:  # not of the row
+    except NoChild:  # the function's process did not start, which is no fault of the row
         raise
     except Exception as error:
         return Failure.of("prepare", error)

@@ -22,7 +22,8 @@ CACHE_BLOCK = 16  # tokens in vLLM's cache blocks unless set: less in common bri
 # Tokens in common, beyond what their neighbours share, that keep rows together.
 GROUP = 2 * CACHE_BLOCK
 GREEDY = 1e-5  # vLLM takes temperatures below this for 0
-NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")  # may do anything
+# fields with which equal requests may be treated differently
+NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 
 @dataclass(frozen=True)

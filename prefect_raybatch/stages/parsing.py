@@ -111,7 +111,7 @@ class Parsers:
         """The texts of an answered block without what stands in columns beside them, and those
         columns; what no parser can read puts its row into `errors`. `several`: each row has a list
         of answers."""
-        _ = self._open, self._closed  # one that cannot be had is not of a row
+        _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
         opened = (
             table[REASONING_OPEN].to_pylist()

@@ -80,7 +80,7 @@ class Prepare:
             return table
         try:
             return self._prepare(table)
-        except Exception as error:  # not of a row: a model or function that is not on this node
+        except Exception as error:  # no row's fault: the model or the function is not on this node
             return lost_all(table, Loss.of(error))
 
     def _prepare(self, table: pa.Table) -> pa.Table:

@@ -34,7 +34,7 @@ from prefect_raybatch.stages.ray_internals import KeptBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
-UNITS_PER_TASK = 8  # of neighbours: they share the decoding of a row group
+UNITS_PER_TASK = 8  # neighbouring units, since they share the decoding of a row group
 MIN_TASKS = 64  # fewer units a task before the parallelism sinks below this
 CHUNK_BYTES = 64 << 20  # larger column chunks are not fetched whole
 BUFFER_BYTES = 16 << 20  # but in steps of this size
@@ -170,7 +170,8 @@ def read_units(
 def _is_done(done: Done, shard: int) -> bool:
     try:
         return done(shard)
-    except RayBatchError:  # only saves work: the commit itself decides in the end
+    except RayBatchError:
+        # looking only saves work: whose commit counts is decided when it is written
         return False
 
 
@@ -294,7 +295,7 @@ class _Files:
                 self.check(part.file)
             except (_Changed, FileNotFoundError) as changed:
                 error = changed
-            except Exception:  # the first error tells more
+            except Exception:  # the error that is being handled tells more than this one
                 pass
         if isinstance(error, _Changed):
             return Loss(

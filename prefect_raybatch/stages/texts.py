@@ -108,7 +108,7 @@ class PrepareTexts(Prepare):
         made: Iterator[Encoded | Failure]
         try:
             made = iter(self._whole(tokenizer, good) if good else ())
-        except Exception:  # one of them: find out which, row by row
+        except Exception:  # one text fails: find out which, row by row
             made = iter([self._alone(tokenizer, one) for one in good])
         found: list[Encoded | Failure] = []
         for text in texts:
@@ -215,7 +215,7 @@ def _guarded(function: Callable[[dict[str, Any]], Any], count: int, row: Any) ->
             f"prompt.function must return {wanted} with this engine.task; it returned "
             f"{type(made).__name__}"
         )
-    except NoChild:  # not of the row
+    except NoChild:  # the function's process did not start, which is no fault of the row
         raise
     except Exception as error:
         return Failure.of("prepare", error)

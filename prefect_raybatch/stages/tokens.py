@@ -79,7 +79,7 @@ def render(
     good = [r for r in requests if isinstance(r, ChatRequest)]
     made: list[str] | None = None
     if good and all(r.documents == good[0].documents for r in good):  # a call takes one row's
-        with suppress(Exception):  # one of them: found out below, row by row
+        with suppress(Exception):  # one prompt fails: which one is found out below, row by row
             made = texts_of(good)
     texts: Iterator[str | Failure]
     if made is None:

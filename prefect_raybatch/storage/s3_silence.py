@@ -59,7 +59,7 @@ class Silence:
                     warn()
                 return await task
             finally:
-                task.cancel()  # of no effect but where this was itself cancelled
+                task.cancel()  # only needed where this call itself was cancelled
 
         return sent
 

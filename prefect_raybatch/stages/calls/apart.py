@@ -126,7 +126,8 @@ class Apart:
         for _ in range(CHILD_STARTS):
             try:
                 child = self.child()
-            except ConfigError as error:  # it could be had before
+            except ConfigError as error:
+                # its name is right: the function could be imported for an earlier row
                 raise NoChild(str(error)) from None
             try:
                 child.say(data)

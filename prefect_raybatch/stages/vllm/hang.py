@@ -55,6 +55,6 @@ def end_process(cause: str) -> NoReturn:
     At once, before anybody is told: work that comes in the meantime would be blamed for the death.
     """
     log.critical("%s; its process %d ends itself, to be started anew", cause, os.getpid())
-    with contextlib.suppress(Exception):  # whatever became of stderr, the process must end
+    with contextlib.suppress(Exception):  # even if stderr is closed, the process must end
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     os._exit(STATUS)

@@ -149,7 +149,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) 
         engine.logger_manager = None
     update = getattr(processor, "update_scheduler_stats", None)  # called in each step
     if update is None:
-        return  # by another name in this vLLM: the figures are missing, no more
+        return  # named otherwise in this version of vLLM: then only these figures are missing
 
     def kept(stats: Any) -> None:
         if stats is not None:

@@ -22,7 +22,7 @@ from prefect_raybatch.stages.vllm.internals import DUMPS
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
 MOST_TEXT = 500  # characters of an error that are kept
 EXIT = re.compile(r"exit code: (-?\d+)")
-NO_CODE = "exit code: None"  # of a worker that was still ending when vLLM looked
+NO_CODE = "exit code: None"  # what vLLM says of a worker that was still ending when it looked
 WAIT = 2.0  # seconds that its end is waited for
 STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: {'EngineCore': -4}
 

@@ -27,7 +27,7 @@ from typing import IO
 
 from prefect_raybatch.exits import signal_text
 
-START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor can be doing
+START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands
 NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
@@ -75,8 +75,10 @@ class Note:
                 if not ours and time.time() - path.stat().st_mtime < NOTES_KEPT:
                     continue
                 with path.open(encoding="utf-8", errors="replace") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or its process is alive
-                    path.unlink()  # raises for all but one of those that take it
+                    # a lock that cannot be had means that the note's process is alive
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # of several actors that take it one succeeds, the others get an error
+                    path.unlink()
                     head, _, words = file.read().partition("\n")
                 if ours:
                     found = json.loads(head)
@@ -89,7 +91,8 @@ class Note:
         if not self.attempt:
             return
         name = f"raybatch-{os.getuid()}-{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
-        with self._lock, contextlib.suppress(OSError):  # a full disk costs the note, no more
+        # on a full disk there is no note, and nothing else is lost
+        with self._lock, contextlib.suppress(OSError):
             self.over()
             self._path = self.folder / name
             self.file = self._path.open("w", encoding="utf-8")

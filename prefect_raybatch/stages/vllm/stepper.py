@@ -358,7 +358,7 @@ class SteppedEngine:
         allow(os.environ)  # for the processes that vLLM starts
         no_stats = engine_kwargs.pop("disable_log_stats", None)
         with START_LOCK, self._words.heard():
-            register()  # in this process, whatever became of the plugins here
+            register()  # in this process too, where vLLM may have been told to load no plugins
             before = {process.pid for process in multiprocessing.active_children()}
             engine = self._engine = internals.start(
                 {**engine_kwargs, "disable_log_stats": bool(no_stats)}
@@ -442,7 +442,7 @@ class SteppedEngine:
     def _take(self, output: RequestOutput, finished: list[_Call]) -> None:
         """Turn a finished vLLM output into the Completion of its caller."""
         entry = self._in_flight.pop(output.request_id, None)
-        if entry is None:  # of a call that was given up
+        if entry is None:  # it belongs to a call that was given up
             return
         call, position, params = entry
         self._sequences -= internals.sequences(params)
@@ -547,7 +547,8 @@ class SteppedEngine:
         kill_all([process.pid for process in self._processes if process.pid is not None])
         self._shutdown()
         self._thread.join(5)
-        if self._thread.is_alive():  # these were workers, and the core is in this process
+        # the processes that ended were workers, and the core is in this process
+        if self._thread.is_alive():
             end_process(cause)
         self._fail(cause)
 
@@ -579,7 +580,7 @@ class SteppedEngine:
         self._words.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
-            engine = None  # or its memory is still held
+            engine = None  # otherwise its memory is still held
             internals.free_process()
 
 
