@@ -124,6 +124,7 @@ def test_a_changed_record_is_refused_or_reads_back_the_same(kind, run, data):
         assert reads(READERS[kind], found.to_bytes()) == found
 
 
+@example(cut=1, flips=[(31, 128)])
 @given(
     cut=st.integers(1, 400), flips=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)))
 )

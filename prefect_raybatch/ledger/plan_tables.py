@@ -151,6 +151,8 @@ def from_parquet(
     try:
         there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
         wanted = [*names, *(name for name in optional if name in there)]
-        return pq.read_table(pa.BufferReader(data), columns=wanted, pre_buffer=False)
+        table = pq.read_table(pa.BufferReader(data), columns=wanted, pre_buffer=False)
+        table.validate(full=True)  # text that is no UTF-8 would be found only when it is used
+        return table
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
         raise CorruptRun(f"the {what} is not readable: {error}") from None

@@ -287,7 +287,7 @@ def version() -> str:
 Render = Callable[[list[Any]], Mapping[str, Any]]
 
 
-def renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Render | None:
+def image_renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Render | None:
     """Chat messages with decoded images to what the model of an engine's `arguments` is asked, a
     conversation at a time; None for a model that takes no images. Needs no GPU (as
     `vllm launch render`). Raises ImportError where this version has no such renderer.

@@ -67,7 +67,7 @@ class Renderer:
     def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
         given = {name: arguments[name] for name in RENDERING if name in arguments}
         try:
-            render = internals.renderer(path, revision, {**given, **WITH_IMAGES})
+            render = internals.image_renderer(path, revision, {**given, **WITH_IMAGES})
         except ImportError:
             raise ConfigError(
                 f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
