@@ -114,13 +114,8 @@ def probabilities(column: str) -> str:
 
 
 def pooling_fields(job: BatchJob) -> dict[str, Any]:
-    """What the engine is told for each row: vLLM's sampling fields, or its pooling fields, which
-    are those that name a `task`. `score` of two texts in one prompt is `classify`, of two vectors
-    `embed`: the model decides (`model.tasks`)."""
-    task = job.engine.task
-    if not pools(task):
-        return job.sampling.given()
-    fields: dict[str, Any] = {"task": task}
-    if task == "embed" and not job.output.normalize:
-        fields["use_activation"] = False
-    return fields
+    """vLLM's pooling fields of each row beside `task`, which the model decides (`model.tasks`):
+    `score` of two texts in one prompt is `classify`, of two vectors `embed`."""
+    if job.engine.task == "embed" and not job.output.normalize:
+        return {"use_activation": False}
+    return {}

@@ -117,7 +117,7 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
 
 PROMPT_LATER = (  # fields of the prompt that came after the first runs
     *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
-    *("tools", "documents"),
+    *("tools", "documents", "second", "adapter_column"),
 )
 
 
@@ -167,10 +167,6 @@ def fingerprint(
     if job.output.tool_parser:
         parts["output.tool_parser"] = job.output.tool_parser
     parts |= job.output.parsed_columns
-    if job.prompt.second is None:
-        del parts["prompt"]["second"]
-    if job.prompt.adapter_column is None:
-        del parts["prompt"]["adapter_column"]
     if found := adapters.identities(job.engine):
         parts["engine.adapters"] = found
     if job.engine.task != "generate":
