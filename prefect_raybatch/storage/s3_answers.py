@@ -79,7 +79,9 @@ class Answer(NamedTuple):
         if self.status == 404:
             return not_found(place)
         if self.expired:
-            return CredentialsUnusable(f"{place}: the credentials have expired; renew them ({credentials})")
+            return CredentialsUnusable(
+                f"{place}: the credentials have expired; renew them ({credentials})"
+            )
         if self.may_be_expired and operation == "head_object":
             return CredentialsUnusable(
                 f"{place}: refused ({said}), and an answer to HEAD gives no reason; most often the "

@@ -27,8 +27,8 @@ SHOWN = 200  # characters of a path or URL in a message
 @dataclass(frozen=True)
 class ImagePlaces:
     """What rows may refer to. `media_root` is the folder of local files, None for no such files;
-    `options` are the input store's; `seconds` bounds a fetch from a store, and one try of `Http`, whose
-    `allow_private` is."""
+    `options` are the input store's; `seconds` bounds a fetch from a store, and one try of `Http`,
+    which `allow_private` is for."""
 
     media_root: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
