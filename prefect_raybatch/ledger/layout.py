@@ -11,11 +11,11 @@ import re
 
 SUCCESS = "_SUCCESS"
 KINDS = ("data", "quarantine")  # of pieces, and of the files of the result
-DATA = "data"
+DATA_FOLDER = "data"
 # Readers of a whole run directory leave names with _ out, so that failed rows are not among theirs.
 QUARANTINE_FOLDER = "_quarantine"
 EARLIER_QUARANTINE = "quarantine"  # of runs whose plan names none
-RESULT_FOLDERS = (DATA, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
+RESULT_FOLDERS = (DATA_FOLDER, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
 
 RECORDS = "_raybatch"
 PLAN = f"{RECORDS}/plan.json"

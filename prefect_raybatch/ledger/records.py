@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Failures, Loss, failure_texts
-from prefect_raybatch.ledger.layout import DATA, EARLIER_QUARANTINE, QUARANTINE_FOLDER
+from prefect_raybatch.ledger.layout import DATA_FOLDER, EARLIER_QUARANTINE, QUARANTINE_FOLDER
 from prefect_raybatch.ledger.ranges import Ranges, merge
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
@@ -63,7 +63,7 @@ TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
 PieceKind = Literal["data", "quarantine"]
 PieceName = Annotated[str, AfterValidator(_piece_name)]
-Folder = Annotated[str, AfterValidator(_folder)]
+QuarantineFolder = Annotated[str, AfterValidator(_folder)]
 Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
 Positions = Annotated[Ranges, FailFast()]
 
@@ -164,7 +164,7 @@ class Plan:
     numbers_table: TableName | None = None
     row_bytes: Number | None = None
     context: Context | None = None
-    quarantine: Folder | None = None
+    quarantine: QuarantineFolder | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
@@ -177,7 +177,7 @@ class Plan:
     @property
     def folders(self) -> dict[str, str]:
         """The folders of the result, by kind of piece."""
-        return {"data": DATA, "quarantine": self.quarantine or EARLIER_QUARANTINE}
+        return {"data": DATA_FOLDER, "quarantine": self.quarantine or EARLIER_QUARANTINE}
 
     @cached_property  # every commit is compared with it
     def hash(self) -> str:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import DATA, KINDS, RESULT_FOLDERS, SUCCESS
+from prefect_raybatch.ledger.layout import DATA_FOLDER, KINDS, RESULT_FOLDERS, SUCCESS
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Part, Plan, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, read_json
@@ -88,7 +88,7 @@ class Success:
     def of(self, kind: str) -> list[Part]:
         """The files of data or quarantine, in order of name."""
         return sorted(
-            (p for p in self.parts if (_folder_of(p) == DATA) == (kind == "data")), key=_path
+            (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data")), key=_path
         )
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.layout import DATA
+from prefect_raybatch.ledger.layout import DATA_FOLDER
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
 
@@ -139,7 +139,7 @@ class RunReport(FinishedRows):
         """The folder with the files of failed rows, as the plan named it; None where there is
         none."""
         folders = (part.path.partition("/")[0] for part in self.parts)
-        return next((folder for folder in folders if folder != DATA), None)
+        return next((folder for folder in folders if folder != DATA_FOLDER), None)
 
     def _place(self) -> tuple[str, None]:
         return self.run, None

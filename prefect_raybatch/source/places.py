@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, SourceError, StoreError
 from prefect_raybatch.ledger.layout import (
-    DATA,
+    DATA_FOLDER,
     EARLIER_QUARANTINE,
     MANIFEST,
     PLAN,
@@ -146,7 +146,7 @@ class Places:
         for run, parts in runs.items():
             taken = whole and f"{run}/".startswith(f"{root.rstrip('/')}/")
             if taken or parts & {*RESULT_FOLDERS, RECORDS}:
-                mixed = taken or (DATA in parts and bool(parts & QUARANTINES))
+                mixed = taken or (DATA_FOLDER in parts and bool(parts & QUARANTINES))
                 self._refuse_run(run, mixed, not named and RECORDS in parts)
 
     def _refuse_run(self, run: str, mixed: bool, records: bool) -> None:
