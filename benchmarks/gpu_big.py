@@ -87,6 +87,7 @@ FIGURES = {
 VLLM_LINE = re.compile(r"(INFO|WARNING|ERROR|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d|Error|NCCL")
 KEPT_LOG = 400_000  # characters
 KILL_AT = 0.35  # of the rows
+KILLED, COMMITTED = "killed", "all committed"
 
 
 # --- one case, in a process of its own -----------------------------------------------------------
@@ -113,7 +114,7 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
         mark(marks, "planned")
         killer = Killer(case["rows"], marks) if case["part"] == "killed" else None
         progress = infer_run(job, run, killer or (lambda _: None), marked_stage(case["marks"]))
-        mark(marks, "all committed")
+        mark(marks, COMMITTED)
         report = finalize_run(job, run, progress)
         verdict = verify(open_store(run.uri))
         ends = progress.tally.ends
@@ -178,7 +179,7 @@ class Killer:
                 raise SystemExit("no engine core found to kill")
             self.killed = time.time()
             os.kill(cores[0], signal.SIGKILL)
-            mark(self.marks, f"killed one of {len(cores)} engine cores")
+            mark(self.marks, f"{KILLED} one of {len(cores)} engine cores")
 
     def measured(self, ends: Sequence[tuple[float, float, int]]) -> dict[str, Any]:
         """Rows a second before and after; the rows that were lost with the engine come last, in a
@@ -188,15 +189,20 @@ class Killer:
         first, last = min(start for start, _, _ in ends), max(end for _, end, _ in ends)
         again = [at for name, at, _ in marks_of(self.marks) if name == "engine ready"]
         back = min((at for at in again if at > self.killed), default=last)
-        # the pass ends when no shard of it is left in an engine
-        working = sorted(start for start, _, _ in ends if start < back + 1)
-        end = max(end for start, end, _ in ends if start <= working[-1])
+        end = first  # of the first pass: then no shard is in an engine until others have started
+        for start, stop, _ in sorted(ends):
+            if start > end + 1:
+                break
+            end = max(end, stop)
+        steady = end - 0.1 * (end - first)  # after it some engines have no shard left
         return {
             "killed_after_s": self.killed - first,
             "replaced_after_s": back - self.killed,
             "rows_s_before": rate(ends, first, self.killed),
             "rows_s_while_gone": rate(ends, self.killed, min(back, end)),
-            "rows_s_after": rate(ends, back, end) if end > back + 5 else None,
+            "rows_s_after": rate(ends, back, steady) if steady > back + 5 else None,
+            "first_pass_s": end - first,
+            "all_s": last - first,
             "each_5_s": [
                 round(rate(ends, at, at + 5)) for at in range(int(first), int(last) + 1, 5)
             ],
@@ -336,7 +342,11 @@ def measure(case: dict[str, Any], limit: float, out: Path) -> dict[str, Any]:
         code = process.returncode
         late = time.time() - began >= limit
         found["error"] = f"took over {limit:.0f} s" if late else f"exit {code}: {text[-1500:]}"
-    found["marks"] = in_order([*marks_of(folder), *logged_marks(logged)], began)
+    noted = marks_of(folder)
+    # those of engines that start again would hide the first ones'
+    until = min((at for name, at, _ in noted if name.startswith(KILLED)), default=time.time())
+    noted = [one for one in noted if one[1] <= until or one[0] == COMMITTED]
+    found["marks"] = in_order([*noted, *logged_marks(logged, until)], began)
     found |= figures_of(logged)
     shutil.rmtree(folder, ignore_errors=True)
     wait_for_gpus()
@@ -415,7 +425,7 @@ def marks_of(folder: Path) -> Marks:
     return [(name, at, pid) for name, at, pid in map(json.loads, lines)]
 
 
-def logged_marks(text: str) -> Marks:
+def logged_marks(text: str, until: float) -> Marks:
     """When vLLM last said each of `LOGGED`; its clock is in whole seconds and has no year."""
     latest: dict[str, float] = {}
     for line in text.splitlines():
@@ -426,7 +436,8 @@ def logged_marks(text: str) -> Marks:
             if re.search(pattern, line):
                 when = f"{datetime.now().year}-{stamp[1]}"
                 at = datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp()
-                latest[name] = max(latest.get(name, 0.0), at)
+                if at <= until:
+                    latest[name] = max(latest.get(name, 0.0), at)
     return [(name, at, 0) for name, at in latest.items()]
 
 
