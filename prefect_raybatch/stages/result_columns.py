@@ -6,7 +6,8 @@ import pyarrow as pa
 
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import PROBABILITIES, Output, Sampling
-from prefect_raybatch.stages.block import PROBABILITIES_TYPE
+from prefect_raybatch.job.images import DIGESTS_COLUMN
+from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
@@ -45,5 +46,7 @@ def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
 
 def extra_type(name: str, answers: int) -> pa.DataType:
     """The type of a column that tells about the answers."""
+    if name == DIGESTS_COLUMN:
+        return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()
     return pa.list_(kind) if answers > 1 and name != "prompt_tokens" else kind
