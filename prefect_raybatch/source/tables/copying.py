@@ -21,7 +21,7 @@ from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.registry import open_table
 from prefect_raybatch.storage import Store
 
-SAMPLE_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
+GUESS_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
 
 
 def snapshot_of(format: str, source: Source, run_store: Store, attempt: str) -> Inventory:
@@ -100,7 +100,7 @@ class _Chosen:
             looked += table.num_rows
             kept = table if self._filter is None else self._filter.keep(table)
             found.append(kept.select(self._names))
-            if looked >= SAMPLE_ROWS:
+            if looked >= GUESS_ROWS:
                 break
         return looked, pa.concat_tables(found)
 
