@@ -33,6 +33,7 @@ from prefect_raybatch.job.checks import (
     template_fields,
     without_user,
 )
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
@@ -52,7 +53,7 @@ class Source(Group):
         text="File, folder or glob, local or s3://, or a list of these. A folder is read "
         "recursively. Files are taken in the order of their names. Or the folder of a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "delta"] = field(
+    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
         2,
         "auto",
         title="Format",
@@ -93,8 +94,9 @@ class Source(Group):
         text="Local folder that image paths in the rows lie in, on every node. By default rows "
         "name no local files.",
     )
+    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
     version: str | None = field(
-        9,
+        10,
         None,
         title="Version",
         text="Of a table, to read it as it was: a version or snapshot number, a tag, or a "
@@ -102,7 +104,7 @@ class Source(Group):
         min_length=1,
     )
     filter: str | None = field(
-        10,
+        11,
         None,
         title="Filter",
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
@@ -152,7 +154,7 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
-        if self.version is not None and self.format in ("parquet", "csv", "jsonl"):
+        if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
 

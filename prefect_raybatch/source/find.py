@@ -35,8 +35,13 @@ ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
+WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Inventory:
 
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
     the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
-    dataset or a table's (of the source, also where the files are a snapshot of it); `table` which
+    arrow, dataset or a table's (of the source, also where the files are a snapshot of it); `table` which
     table at which version, for the plan (`Plan.table`).
     """
 
@@ -267,7 +272,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
     if compression:
         dot, last = stem.rpartition(".")[1:]
     found = ENDINGS.get(dot + last)
-    if found == "parquet" and compression:
+    if found in WITHIN and compression:
         return None, compression
     return found, compression
 
@@ -287,10 +292,7 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         by_format.setdefault(ending(file.info.path)[0], []).append(file)
     unknown = by_format.pop(None, [])
     if unknown:
-        raise SourceError(
-            f"source.format: {some(unknown)}: the ending does not tell the format; set "
-            "source.format to parquet, csv or jsonl, or leave such files out with a glob"
-        )
+        raise SourceError(f"source.format: {some(unknown)}: {_unreadable(unknown[0])}")
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
@@ -299,6 +301,19 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         )
     kind, chosen = next(iter(by_format.items()))
     return str(kind), chosen
+
+
+def _unreadable(file: File) -> str:
+    """Why the name of a file does not tell how to read it, and what to do."""
+    if file.info.path.lower().endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
+        return (
+            "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
+            "brotli, or leave such files out with a glob"
+        )
+    return (
+        "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "
+        "or leave such files out with a glob"
+    )
 
 
 def some(files: Sequence[File]) -> str:
