@@ -50,8 +50,8 @@ class Inventory:
 
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
     the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
-    arrow, dataset or a table's (of the source, also where the files are a snapshot of it); `table` which
-    table at which version, for the plan (`Plan.table`).
+    arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
+    which table at which version, for the plan (`Plan.table`).
     """
 
     files: tuple[InputFile, ...]
