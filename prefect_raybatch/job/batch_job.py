@@ -41,7 +41,14 @@ from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.secrets import CLEAR
-from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
+
+SourceFormat = Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance"]
 
 
 class Source(Group):
@@ -53,11 +60,11 @@ class Source(Group):
         text="File, folder or glob, local or s3://, or a list of these. A folder is read "
         "recursively. Files are taken in the order of their names. Or the folder of a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+    format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or what lies in the folder of a table.",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -110,6 +117,20 @@ class Source(Group):
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
 
+    catalog: dict[str, Any] = field(
+        12,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
+
     @field_validator("version", mode="before")
     @classmethod
     def _version(cls, value: Any) -> Any:
@@ -154,6 +175,8 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
@@ -168,14 +191,16 @@ class Source(Group):
         may be a table as well, which only looking into it tells."""
         if self.format in TABLE_FORMATS:
             return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
         if self.format == "auto" and len(self.uris) == 1:
             return format_of_scheme(scheme_of(self.uris[0]))
         return None
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders, local or on S3."""
-        return all(scheme_of(uri) in SCHEMES for uri in self.uris)
+        """Whether the URIs name files and folders, local or on S3, not a table in a catalog."""
+        return not self.catalog and all(scheme_of(uri) in SCHEMES for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
