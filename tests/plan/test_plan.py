@@ -221,6 +221,7 @@ CHANGED: dict[str, Any] = {
     "source.media_root": "/media",
     "source.version": "7",
     "source.filter": "id > 5",
+    "source.catalog": {"name": "lake"},
     "source.csv.delimiter": ";",
     "source.csv.encoding": "cp1252",
     "source.csv.quote": "'",
