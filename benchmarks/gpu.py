@@ -124,14 +124,11 @@ TEMPLATE = (
 )
 
 
-def make_model(size: str, root: Path) -> str:
-    """Writes a config and a tokenizer trained on torch's own Python files; no weights."""
-    folder = root / size
-    if (folder / "config.json").exists():
-        return str(folder)
+def make_tokenizer() -> Any:
+    """One of 32,000 tokens, trained on torch's own Python files."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -147,6 +144,17 @@ def make_model(size: str, root: Path) -> str:
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_model(size: str, root: Path) -> str:
+    """Writes a config and a tokenizer; no weights."""
+    folder = root / size
+    if (folder / "config.json").exists():
+        return str(folder)
+    from transformers import LlamaConfig
+
+    tokenizer = make_tokenizer()
     config = LlamaConfig(
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
@@ -239,7 +247,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    _init_ray()
+    init_ray()
     rows = make_rows(args.work, args.rows)
     share: dict[str, Any] = {}
     if engines > 1:
@@ -319,7 +327,7 @@ def peer_ours(
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)
-        _init_ray()
+        init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
         first = min(end for _, end, _ in progress.tally.ends) - START
@@ -360,7 +368,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         done = [receipt.stats.to_dict() for receipt in without_commits(job)]
     if sum(stats["rows"] for stats in done) != args.rows:
         raise SystemExit("rows are missing")
@@ -374,7 +382,7 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         return resumed(job)
 
 
@@ -409,7 +417,7 @@ PEERS = {
 }
 
 
-def _init_ray() -> None:
+def init_ray() -> None:
     import ray
 
     names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
@@ -490,17 +498,22 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     given += [f"--sizes={size}", f"--peer={kind}", f"--tensor-parallel={args.tensor_parallel}"]
     given += [f"--quantization={args.quantization}"] if args.quantization else []
     log = Path(args.out).with_name(f"{args.work}-{size}-{args.gpus}-{peer}.log")
+    return run_apart([__file__, *given], log, args.limit)
+
+
+def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
+    """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
         try:
             subprocess.run(
-                [sys.executable, __file__, *given],
+                [sys.executable, *command],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                timeout=args.limit,
+                timeout=limit,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"took over {args.limit:.0f} s"}
+            return {"error": f"took over {limit:.0f} s"}
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):

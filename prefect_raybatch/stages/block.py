@@ -165,6 +165,7 @@ class Tokenizer(Protocol):
     is_fast: bool
     model_max_length: int
     truncation_side: str
+    eos_token_id: int | None
 
     def __call__(
         self,

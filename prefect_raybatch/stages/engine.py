@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -345,9 +345,25 @@ class EngineStage:
             made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
         else:
             asked = arrange(keys[0], params, well, spec.sort, spec.merge)
-            done = engine.run([request(i) for i in asked.rows])
+            done = self._answers(engine, [request(i) for i in asked.rows])
             made = list(zip(asked.rows, map(asked.served, asked.rows), done, strict=True))
         return [*(pooling.without_misfits(made) if pools else made), *refused]
+
+    def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
+        """What the engine answers; where labels part behind their first token, with what it holds
+        probable there."""
+        labels = self._labels
+        if labels is None or not labels.later:
+            return engine.run(requests)
+        each = [[one, *_further(one, labels)] for one in requests]
+        done = iter(engine.run([one for some in each for one in some]))
+        made = []
+        for some in each:
+            answer, *later = [next(done) for _ in some]
+            error = next((one.error for one in later if one.error is not None), None)
+            told = [one.logprobs or {} for one in later]
+            made.append(replace(answer, later=told, error=answer.error or error))
+        return made
 
     def _load(self) -> dict[str, float]:
         engine = self.engine
@@ -386,6 +402,15 @@ _TYPES = {
 }
 
 
+def _further(request: Request, labels: LabelTokens) -> list[Request]:
+    """The requests that go with one, each for a place where labels part."""
+    prompt = list(request.prompt_token_ids)
+    return [
+        replace(request, prompt_token_ids=[*prompt, *tokens], params=fields)
+        for tokens, fields in labels.asked_later(request.params)
+    ]
+
+
 UNTOLD = Failure(
     "engine",
     "ProbabilitiesMissing",
@@ -418,7 +443,7 @@ def answered(
                 errors[i] = Failure("engine", *completion.error).to_dict()
                 continue
             if labels is not None:
-                chances[i] = labels.probabilities(completion.logprobs or {})
+                chances[i] = labels.probabilities(completion.logprobs or {}, completion.later)
                 if chances[i] is None:
                     errors[i] = UNTOLD.to_dict()
                     continue

@@ -91,32 +91,48 @@ def test_every_answer_of_an_engine_fits_the_schema_or_was_cut_off(engine, temper
     assert isinstance(reader.read(text_of(short)), Failure)
 
 
-def from_transformers(labels: LabelTokens, prompts: list[list[int]]) -> list[list[float]]:
-    """The softmax over the labels' first tokens of the same model's own logits."""
+def from_transformers(labels: LabelTokens, prompts: list[list[int]]) -> list[dict[str, float]]:
+    """Of the same model's own logits, step by step through each label."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     made = []
-    with torch.no_grad():
-        for prompt in prompts:
-            logits = model(torch.tensor([prompt])).logits[0, -1]
-            made.append(torch.softmax(logits[list(labels.tokens)], -1).tolist())
+    for prompt in prompts:
+        found = {}
+        for label, path in zip(labels.labels, labels.paths, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *path]])).logits[0]
+            share = 1.0
+            for at, token in enumerate(path):
+                going = {p[at] for p in labels.paths if p[:at] == path[:at] and len(p) > at}
+                step = logits[len(prompt) + at - 1]
+                share *= float(step[token].exp() / step[list(going)].exp().sum())
+            found[label] = share
+        made.append(found)
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_probabilities_of_labels_are_those_of_the_model(engine, temperature):
-    labels = LabelTokens.of(load_tokenizer(MODEL, None), LABELS)
+ALIKE = ("Retail", "Retail trade", "Real Estate", "Law Firm")
+
+
+@pytest.mark.parametrize(
+    ("names", "temperature", "places"), [(LABELS, 0.0, 1), (LABELS, 0.7, 1), (ALIKE, 0.7, 3)]
+)
+def test_probabilities_of_labels_are_those_of_the_model(engine, names, temperature, places):
+    labels = LabelTokens.of(load_tokenizer(MODEL, None), names)
+    assert len(labels.forks) == places
     prompts = [tokens(prompt) for prompt in PROMPTS]
-    sampling = {"temperature": temperature, "max_tokens": 12, "choice": list(LABELS)}
+    sampling = {"temperature": temperature, "max_tokens": 12, "choice": list(names)}
     done = engine.run([Request(prompt, labels.asked(sampling)) for prompt in prompts])
     expected = from_transformers(labels, prompts)
-    for one, right in zip(done, expected, strict=True):
-        assert one.error is None and text_of(one) in LABELS
-        found = labels.probabilities(one.logprobs or {})
-        assert found is not None and [label for label, _ in found] == list(LABELS)
-        assert [value for _, value in found] == pytest.approx(right, abs=1e-4)
+    for prompt, one, right in zip(prompts, done, expected, strict=True):
+        assert one.error is None and text_of(one) in names
+        more = [Request([*prompt, *t], fields) for t, fields in labels.asked_later(sampling)]
+        later = [told.logprobs or {} for told in engine.run(more)]
+        found = labels.probabilities(one.logprobs or {}, later)
+        assert dict(found or ()) == pytest.approx(right, abs=1e-4)
+        assert sum(right.values()) == pytest.approx(1)
     plain = engine.run([Request(prompts[0], sampling)])
     assert plain[0].logprobs is None
 

@@ -78,6 +78,7 @@ class Completion:
     finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
         `stop`, so that a cut-off one shows. None with an error.
     logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
+    later: those of the further requests that went with this one (`label_probabilities`).
     finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
     error: class name and message of what vLLM said when it refused the request or gave it up.
@@ -92,6 +93,7 @@ class Completion:
     error: tuple[str, str] | None = None
     finish_reasons: list[str | None] | None = None
     logprobs: dict[int, float] | None = None
+    later: list[dict[int, float]] = field(default_factory=list)
     vector: np.ndarray | None = None
 
 
