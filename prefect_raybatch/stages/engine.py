@@ -30,6 +30,7 @@ from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
+from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE, steps_of
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -44,6 +45,7 @@ from prefect_raybatch.stages.block import (
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     SECOND,
+    STEPS,
     TEXTS,
     TIMES,
     TOKENS,
@@ -437,6 +439,7 @@ def answered(
     errors = table[ERROR].to_pylist()
     columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
     chances: list[Any] = [None] * table.num_rows
+    steps: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
@@ -447,6 +450,8 @@ def answered(
                 if chances[i] is None:
                     errors[i] = UNTOLD.to_dict()
                     continue
+            if completion.steps is not None:
+                steps[i] = steps_of(completion.steps)
             columns[ANSWERS][i] = completion.token_ids
             columns[TEXTS][i] = completion.texts
             columns[FINISH][i] = completion.finish_reason
@@ -464,5 +469,7 @@ def answered(
         table = table.append_column(name, pa.array(values, _TYPES[name]))
     if labels is not None:
         table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
+    if any(row is not None for row in steps):
+        table = table.append_column(STEPS, pa.array(steps, STEPS_TYPE))
     when = pa.array([began] * table.num_rows, pa.float64())
     return table.append_column(f"{TIMES}_began", when)
