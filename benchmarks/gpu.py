@@ -417,7 +417,7 @@ PEERS = {
 }
 
 
-def init_ray() -> None:
+def init_ray(**options: Any) -> None:
     import ray
 
     names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
@@ -427,6 +427,7 @@ def init_ray() -> None:
         logging_level="warning",
         log_to_driver=bool(os.environ.get("RAYBATCH_BENCH_LOG")),
         runtime_env={"env_vars": passed},
+        **options,
     )
     ray.data.DataContext.get_current().enable_progress_bars = False
 

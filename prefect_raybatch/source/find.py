@@ -12,10 +12,11 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import RESULTS, Places, mark
+from prefect_raybatch.source.places import Places, mark
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -170,7 +171,7 @@ def reaches(given: str, output: str) -> bool:
         uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
     )
     below = [part for part in inner[len(outer) :].split("/") if part]
-    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS)
     return any(matches(path, pattern.split("/")) for path in results)
 
 
