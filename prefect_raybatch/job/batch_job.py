@@ -487,8 +487,8 @@ class Engine(Group):
         21,
         None,
         title="LoRA adapter",
-        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
-        "by its content in the plan.",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
+        "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
     )
     adapters: dict[str, str] = field(
         22,

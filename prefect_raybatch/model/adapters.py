@@ -28,7 +28,9 @@ MAX_ADAPTER_BYTES = 8 << 30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
 TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
 IN_MEMORY = 32  # and in the node's memory
-HUB = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name[@revision]
+HUB_SCHEME = (
+    "hf://"  # before a Hugging Face name, which may also stand alone: owner/name[@revision]
+)
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -53,7 +55,7 @@ def pin_adapters(engine: Engine) -> dict[str, dict[str, Any]]:
     for name, source in named(engine).items():
         revision = None
         if _is_name(source):
-            source, _, wanted = source.removeprefix(HUB).partition("@")
+            source, _, wanted = source.removeprefix(HUB_SCHEME).partition("@")
             revision = models.hub_commit(source, wanted or None, _field(name), ADAPTER_CONFIG)
             identity = f"{source}@{revision}"
         else:
@@ -143,7 +145,7 @@ def _field(name: str) -> str:
 
 def _is_name(source: str) -> bool:
     """Whether it is a Hugging Face name, and no folder."""
-    if source.startswith(HUB):
+    if source.startswith(HUB_SCHEME):
         return True
     local = source.startswith((".", "/", "~")) or Path(source).exists()
     return not is_remote(source) and not local and source.count("/") == 1

@@ -58,7 +58,7 @@ class TokenTexts:
         return self._known[token]
 
 
-def told(rows: Sequence[Any], most: int, several: bool, tokenizer: Tokenizer) -> list[Any]:
+def logprobs_told(rows: Sequence[Any], most: int, several: bool, tokenizer: Tokenizer) -> list[Any]:
     """The column of rows of `STEPS_TYPE`, None of a row that has no answer."""
     texts = TokenTexts(tokenizer)
     texts.learn(o["id"] for row in rows for steps in row or () for s in steps for o in s)

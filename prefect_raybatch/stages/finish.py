@@ -31,7 +31,7 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, read_reco
 from prefect_raybatch.ledger.records import Piece, PieceKind, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.stages.answer_logprobs import logprobs_type, told
+from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -225,7 +225,7 @@ class Finish:
     def _told(self, table: pa.Table) -> list[Any]:
         """Of each row, what the column of sampling.logprobs holds."""
         rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
-        return told(rows, self.logprobs or 0, self.answers > 1, self._tokenizer())
+        return logprobs_told(rows, self.logprobs or 0, self.answers > 1, self._tokenizer())
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
