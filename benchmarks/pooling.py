@@ -52,6 +52,7 @@ START = time.time()
 ADAPTERS = ("de", "en", "es", "fr")
 RANK = 16
 OUT = 64  # tokens
+MARKS = ("<|im_start|>", "<|im_end|>")
 LENGTHS = {"short": (20, 60), "long": (200, 500), "lora": (20, 60)}  # tokens of a prompt
 ROWS = {"short": 60_000, "long": 20_000, "lora": 8_000}
 BATCHED_TOKENS, SEQS, BATCH = 16384, 256, 256
@@ -103,7 +104,7 @@ def make_embedding_model(size: str, root: Path) -> str:
         return str(folder)
     from transformers import BertConfig, Qwen3Config
 
-    tokenizer = gpu.make_tokenizer()
+    tokenizer = gpu.make_tokenizer(gpu.TEMPLATE, ["<|endoftext|>", *MARKS])
     kind, name = (BertConfig, "BertModel") if size == "bert" else (Qwen3Config, "Qwen3ForCausalLM")
     fields = {**EMBEDDING[size], "dtype": "bfloat16"}
     config: Any = kind(

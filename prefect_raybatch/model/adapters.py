@@ -29,8 +29,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of the
 TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
 IN_MEMORY = 32  # and in the node's memory
 HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name
-    "hf://"  # before a Hugging Face name, which may also stand alone: owner/name[@revision]
-)
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 

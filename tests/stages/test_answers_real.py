@@ -195,7 +195,10 @@ class _OverIt(EngineStage):
     """The stage of a job over the engine that is there."""
 
     def __init__(self, spec: Any, engine: SteppedEngine):
-        self.spec, self.engine = spec, engine
+        self.spec, self.shared = spec, engine
+
+    def ready(self) -> SteppedEngine:
+        return self.shared
 
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["thinks", "prompt ends thinking"])
