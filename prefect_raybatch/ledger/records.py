@@ -131,7 +131,8 @@ class Plan:
     the record's bytes and stands in every commit. A run that retries failed rows has the run key
     of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
     `row_bytes` is the mean of the input's bytes a row, by which engines are packed.
-    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures}.
+    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures};
+    `increment` in a run that reuses answers or keeps them (`ledger/increments.py`).
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -155,11 +156,12 @@ class Plan:
     numbers_table: TableName | None = None
     row_bytes: Number | None = None
     context: Context | None = None
+    increment: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         # Plans from before these fields keep their bytes and hash.
-        for name in ("numbers_table", "row_bytes", "context"):
+        for name in ("numbers_table", "row_bytes", "context", "increment"):
             if value[name] is None:
                 del value[name]
         return dump(value)

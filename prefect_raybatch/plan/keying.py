@@ -19,12 +19,11 @@ def keying_of(job: BatchJob, model: Mapping[str, Any]) -> tuple[Keying, dict[str
     """(what makes the keys of a job's requests, what its context holds, without secrets). `model`
     is the pinned one; the job's chat template and schema are texts (`Resolved`)."""
     parts = _context(job, model)
-    pinned = model.get("adapters") or {}
     engine = job.engine.model_extra or {}
-    keying = Keying(
-        context=context_of(parts),
-        adapters={name: str(adapter["identity"]) for name, adapter in pinned.items()},
-        column=job.prompt.adapter_column,
+    keying = Keying.under(
+        context_of(parts),
+        model.get("adapters") or {},
+        job.prompt.adapter_column,
         sampling=job.asked(),
         # A logits processor of the user's may keep a state, or count.
         merge=job.engine.deduplicate and not engine.get("logits_processors"),

@@ -206,12 +206,13 @@ def make_plan(
     numbers: bytes | None = None,
     engines: int | None = None,
     context: Mapping[str, Any] | None = None,
+    increment: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`).
+    max_model_len: auto came to (`Plan.context`), `increment` what is reused (`Plan.increment`).
     """
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
@@ -248,5 +249,6 @@ def make_plan(
         numbers_table=names[2],
         row_bytes=round(row_bytes, 1),
         context=context,
+        increment=increment,
     )
     return plan, tables

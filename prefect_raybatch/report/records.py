@@ -128,6 +128,8 @@ class RunReport:
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
+    # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
+    reuse: Mapping[str, Number] = field(default_factory=dict)
 
     def failed_with(self, error: str) -> int:
         """Rows that failed with this class of error, of the commonest failures."""

@@ -46,6 +46,14 @@ class Keying:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     merge: bool = True
 
+    @classmethod
+    def under(
+        cls, context: str, pinned: Mapping[str, Mapping[str, Any]], column: str | None, **more: Any
+    ) -> Keying:
+        """With the adapters that a plan has `pinned`."""
+        named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
+        return cls(context, named, column, **more)
+
     def keys(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table
     ) -> list[bytes | None]:
