@@ -29,11 +29,11 @@ from prefect_raybatch.storage import Store
 # this row; among those asked for another row with the same request.
 NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
 PLACES_ROWS = 1 << 22  # rows of a table of places
-ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
+OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
 
 
 @dataclass(frozen=True)
-class Counts:
+class RowCounts:
     """Rows of a run that reuses, by where their answers come from; `none` make no request."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -82,7 +82,7 @@ class Increment:
     earlier: tuple[str, ...] = ()
     earlier_plan: str | None = None
     differs: tuple[str, ...] = ()
-    counts: Counts = field(default_factory=Counts)
+    counts: RowCounts = field(default_factory=RowCounts)
     weights: str | None = None
     rows: Count = 0
     seconds: Number | None = None
@@ -130,7 +130,7 @@ def increment_of(plan: Plan) -> Increment | None:
     if plan.increment is None:
         return None
     found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
-    if found.ledger not in (ROWS, OF_ASKS):
+    if found.ledger not in (OF_ROWS, OF_ASKS):
         raise CorruptRun(f"plan.json: increment: {found.ledger!r} is no ledger of ours")
     return found
 

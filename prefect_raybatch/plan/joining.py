@@ -1,7 +1,7 @@
 """Which row takes which answer: the keys of a run joined with those of earlier answers.
 
-Keys are written to buckets by their hash on the local disk (TMPDIR), and each bucket is sorted and
-joined by itself, so memory is that of a bucket, whatever the run's size. What comes of it is a
+Keys are written to buckets by their hash on the local disk (TMPDIR), and each bucket is sorted
+and joined by itself, so memory is that of a bucket, whatever the run's size. What comes of it is a
 number a row, in files that are mapped into memory.
 """
 
@@ -23,7 +23,7 @@ from prefect_raybatch.ledger.increments import (
     NO_REQUEST,
     PLACES_ROWS,
     REUSED,
-    Counts,
+    RowCounts,
 )
 from prefect_raybatch.ledger.part_files import local_disk
 
@@ -34,7 +34,7 @@ STEP = 1 << 20  # rows of what is mapped that are looked at together
 RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact", "?")])
 
 
-class Keys:
+class KeyBuckets:
     """The keys of rows or of answers, in buckets; add them in the order of their numbers."""
 
     def __init__(self, folder: Path, buckets: int) -> None:
@@ -90,13 +90,13 @@ class Join:
             )
         most = math.ceil((self.rows + self.earlier) / BUCKET_ROWS)
         self._buckets = min(MOST_BUCKETS, max(1, most))
-        self.ours = Keys(folder / "ours", self._buckets)
-        self.theirs = Keys(folder / "theirs", self._buckets)
+        self.ours = KeyBuckets(folder / "ours", self._buckets)
+        self.theirs = KeyBuckets(folder / "theirs", self._buckets)
         self._folder = folder
         self._kind = self._mapped("kind", np.int8, self.rows)
         self._at = self._mapped("at", np.int64, self.rows)
         self.needed = self._mapped("needed", np.bool_, self.earlier)
-        self.counts = Counts()
+        self.counts = RowCounts()
         self.asked = 0
         return self
 
@@ -121,7 +121,7 @@ class Join:
             (np.bincount(self._kind[a:b], minlength=4) for a, b in _steps(self.rows)),
             start=np.zeros(4, np.int64),
         )
-        self.counts = Counts(
+        self.counts = RowCounts(
             reused=int(kinds[REUSED]),
             merged=int(kinds[MERGED_ROW]),
             asked=int(kinds[ASKED]),

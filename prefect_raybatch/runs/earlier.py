@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.family import load_family, place
+from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
@@ -28,7 +28,7 @@ from prefect_raybatch.storage.proof import CHUNK
 
 log = logging.getLogger(__name__)
 LATEST = "latest"
-BATCH_ROWS = 16_384
+ANSWERS_A_BATCH = 16_384
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Earlier:
                 if found.metadata.num_rows != part.rows:
                     raise _changed(store, part)
                 for batch in found.iter_batches(
-                    BATCH_ROWS, columns=[KEY_COLUMN], use_threads=False
+                    ANSWERS_A_BATCH, columns=[KEY_COLUMN], use_threads=False
                 ):
                     yield batch.column(0).to_pylist()
 
@@ -86,10 +86,13 @@ def find_earlier(
             return Earlier()
     else:
         root, key = place(job.reuse, options)
-    family = load_family(root, key)
+    try:
+        family = load_family(root, key)
+    except NoSuchRun as error:
+        raise ConfigError(f"reuse: {error}") from None
     member = family.members[key]
     held = []
-    for one in (member, *family.children(key)):
+    for one in _with_retries(family, member):
         if one.summary is None:
             if one is member:
                 raise ConfigError(
@@ -110,6 +113,13 @@ def find_earlier(
     same = tuple((store, answers) for store, answers in held if answers.context == context)
     names = tuple(store.uri for store, _ in held)
     return Earlier(names, member.plan.hash, same, differs)
+
+
+def _with_retries(family: Family, member: Member) -> Iterator[Member]:
+    """A run, the runs that retried its failed rows, those that retried theirs, ..."""
+    yield member
+    for child in family.children(member.key):
+        yield from _with_retries(family, child)
 
 
 def _latest(root: Store, name: str, run_key: str | None) -> str | None:

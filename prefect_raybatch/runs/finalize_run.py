@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Engine, Output
 from prefect_raybatch.ledger.increments import (
-    ROWS,
+    OF_ROWS,
     AnswerPart,
     Answers,
     Increment,
@@ -83,7 +83,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     )
     made = replace(made, advice=advise(made, job))
     increment = increment_of(plan)
-    if increment is not None and increment.ledger == ROWS:
+    if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too

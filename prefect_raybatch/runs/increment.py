@@ -19,10 +19,10 @@ from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
     OF_ASKS,
-    ROWS,
+    OF_ROWS,
     AnswerPart,
-    Counts,
     Increment,
+    RowCounts,
     asks_ledger,
 )
 from prefect_raybatch.ledger.layout import REUSED_FOLDER, table_path
@@ -35,7 +35,7 @@ from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.resolved import Resolved
-from prefect_raybatch.runs.earlier import BATCH_ROWS, Earlier, find_earlier, opened_answers
+from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.stages.block import Failure, input_columns, is_lost, losses
 from prefect_raybatch.stages.calls.apart import NoChild
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CHUNK_ROWS = 8192  # rows whose keys are made together
-PART_ROWS = 1 << 18  # answers in a file of those taken over
-GROUP_ROWS = 1 << 16  # rows of a table of places that are read together
+ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over
+PLACES_A_GROUP = 1 << 16  # rows of a table of places that are read together
 NO_KEY = bytes(KEY_BYTES)
 
 
@@ -82,7 +82,7 @@ class Worked:
     rows: _Rows
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> RowCounts:
         return self.join.counts
 
 
@@ -196,7 +196,7 @@ def planned(worked: Worked, resolved: Resolved, store: Store, attempt: str) -> I
         *(counts.reused, counts.merged, counts.asked),
     )
     return Increment(
-        ledger=ROWS,
+        ledger=OF_ROWS,
         context=worked.keying.context,
         merge=worked.keying.merge,
         parts=worked.parts,
@@ -217,7 +217,7 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
     for kind, at in join.places():
         out = io.BytesIO()
         table = pa.table({"kind": pa.array(kind), "at": pa.array(at)})
-        pq.write_table(table, out, compression="zstd", row_group_size=GROUP_ROWS)
+        pq.write_table(table, out, compression="zstd", row_group_size=PLACES_A_GROUP)
         data = out.getvalue()
         name = f"places-{digest(data)[:16]}.parquet"
         put_record_proved(store, table_path(name), data)
@@ -248,16 +248,16 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
                 continue
             with opened_answers(theirs, file) as found:
                 at = 0
-                for batch in found.iter_batches(BATCH_ROWS, use_threads=False):
+                for batch in found.iter_batches(ANSWERS_A_BATCH, use_threads=False):
                     mask = pa.array(needed[at : at + batch.num_rows])
                     at += batch.num_rows
                     rows = _with_origin(
                         pa.Table.from_batches([batch.filter(mask)]), answers.run_key
                     )
                     held += [rows] if rows.num_rows else []
-                    if sum(table.num_rows for table in held) >= BATCH_ROWS:
+                    if sum(table.num_rows for table in held) >= ANSWERS_A_BATCH:
                         write()
-                    if parts.rows >= PART_ROWS:
+                    if parts.rows >= ANSWERS_A_FILE:
                         yield from finished()
         write()
         yield from finished()
@@ -309,7 +309,7 @@ def _plan_asks(worked: Worked, resolved: Resolved, store: Store, attempt: str) -
     )
     for table, data in {**named, name: weights}.items():
         put_record_proved(ledger.store, table_path(table), data)
-    return plan
+    return replace(plan, parent=None)  # of a retry, the run itself has it
 
 
 def job_of_asks(job: BatchJob) -> BatchJob:

@@ -20,7 +20,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.ledger.increments import ROWS, begin_asks, increment_of, waiting_rows
+from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
@@ -95,7 +95,7 @@ def _attempt(
     plan, shards = load_run(ledger, run)
     job = planning.as_planned(job, plan)
     increment = increment_of(plan)
-    looks_up = increment is not None and increment.ledger == ROWS
+    looks_up = increment is not None and increment.ledger == OF_ROWS
     attempt, whoami = uuid.uuid4().hex, _whoami(plan)
     monitor = Monitor(attempt, plan, store, job.limits, observe)
     on_stop = partial(_note_stop, ledger, attempt, whoami)

@@ -35,7 +35,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.raw_answers import COLUMNS, KEY_COLUMN, RAW, AnswerFiles
+from prefect_raybatch.stages.raw_answers import KEY_COLUMN, RAW, RAW_COLUMNS, AnswerFiles
 from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
@@ -85,7 +85,7 @@ class LookUp:
             failure = _failure(request, key, kind, held[i], failures.get(i))
             errors.append(failure.to_dict() if failure else None)
         well = pa.array([error is None for error in errors])
-        for name, (column, kind) in COLUMNS.items():
+        for name, (column, kind) in RAW_COLUMNS.items():
             if name == KEY or (name in OPTIONAL and name not in self.optional):
                 continue
             values = answers[column].combine_chunks()

@@ -36,7 +36,7 @@ from prefect_raybatch.storage import Store
 NUMBER = "_row"  # of the request among the asks
 KEY_COLUMN, ORIGIN = "key", "origin"
 # A column of a block, and what it is called in a file of raw answers.
-COLUMNS = {
+RAW_COLUMNS = {
     KEY: (KEY_COLUMN, KEY_TYPE),
     ANSWERS: ("token_ids", pa.list_(pa.list_(pa.int32()))),
     TEXTS: ("texts", pa.list_(pa.string())),
@@ -48,7 +48,7 @@ COLUMNS = {
     TRUNCATED: ("truncated", pa.bool_()),
     CHANCES: ("probabilities", PROBABILITIES_TYPE),
 }
-RAW = pa.schema(list(COLUMNS.values()))
+RAW = pa.schema(list(RAW_COLUMNS.values()))
 KEPT_BYTES = 256 << 20  # of row groups that a worker keeps: rows far apart share answers
 
 _kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
@@ -60,7 +60,7 @@ def raw_columns(table: pa.Table) -> pa.Table:
         table[name].combine_chunks().cast(kind)
         if name in table.column_names
         else pa.nulls(table.num_rows, kind)
-        for name, (_, kind) in COLUMNS.items()
+        for name, (_, kind) in RAW_COLUMNS.items()
     ]
     return pa.Table.from_arrays(columns, schema=RAW)
 
