@@ -125,28 +125,13 @@ TEMPLATE = (
 
 
 def make_model(size: str, root: Path) -> str:
-    """Writes a config and a tokenizer trained on torch's own Python files; no weights."""
+    """Writes a config and a tokenizer; no weights."""
     folder = root / size
     if (folder / "config.json").exists():
         return str(folder)
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import LlamaConfig
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=32000,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train(sorted(str(p) for p in Path(torch.__file__).parent.glob("*.py")), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = make_tokenizer(TEMPLATE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     config = LlamaConfig(
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
@@ -158,6 +143,29 @@ def make_model(size: str, root: Path) -> str:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def make_tokenizer(template: str, special: list[str], size: int = 32000) -> Any:
+    """A tokenizer of `size` tokens, trained on torch's own Python files; a turn of a chat ends with
+    <|im_end|>."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train(sorted(str(p) for p in Path(torch.__file__).parent.glob("*.py")), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def make_rows(work: str, count: int) -> list[dict[str, Any]]:
@@ -239,7 +247,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    _init_ray()
+    init_ray()
     rows = make_rows(args.work, args.rows)
     share: dict[str, Any] = {}
     if engines > 1:
@@ -319,7 +327,7 @@ def peer_ours(
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)
-        _init_ray()
+        init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
         first = min(end for _, end, _ in progress.tally.ends) - START
@@ -360,7 +368,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         done = [receipt.stats.to_dict() for receipt in without_commits(job)]
     if sum(stats["rows"] for stats in done) != args.rows:
         raise SystemExit("rows are missing")
@@ -374,7 +382,7 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         return resumed(job)
 
 
@@ -409,7 +417,7 @@ PEERS = {
 }
 
 
-def _init_ray() -> None:
+def init_ray(**options: Any) -> None:
     import ray
 
     names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
@@ -419,6 +427,7 @@ def _init_ray() -> None:
         logging_level="warning",
         log_to_driver=bool(os.environ.get("RAYBATCH_BENCH_LOG")),
         runtime_env={"env_vars": passed},
+        **options,
     )
     ray.data.DataContext.get_current().enable_progress_bars = False
 

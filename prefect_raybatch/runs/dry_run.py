@@ -83,7 +83,12 @@ def dry_run(
     resolved = resolved.pinned()
     model = resolved.model
     model_check.check(
-        job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
+        job.engine,
+        job.sampling,
+        model,
+        files=what_if is None,
+        paired=tasks.paired(job.prompt),
+        images=job.prompt.images,
     )
     chat_template.check_template(job, model)
     check_labels(job, model)

@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.increments import (
     begin_asks,
     increment_of,
 )
-from prefect_raybatch.ledger.layout import ASKS, FOLDERS, REPORT, REPORT_HTML, REPORT_PAGE
+from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -117,7 +117,7 @@ def with_reuse(
         files += [
             AnswerPart(f"{ASKS}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key)
             for part in asks.parts
-            if part.path.startswith(FOLDERS["data"])
+            if part.path.startswith(f"{DATA_FOLDER}/")
         ]
         cached = asks.tokens.get("cached_tokens", 0.0)
         report = replace(

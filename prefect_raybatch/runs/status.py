@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,15 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
         return None
     ledger = asks_ledger(store)
     return None if ledger.load_plan() is None else status(ledger.store.uri, options)
+
+
+def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
+    """planned, unfinished or completed, by a listing alone. Raises `NoSuchRun`."""
+    ledger = Ledger(open_store(uri, options))
+    plan = need_plan(ledger)
+    if ledger.finished(plan) is not None:
+        return "completed"
+    return "unfinished" if ledger.committed(plan).any() else "planned"
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:

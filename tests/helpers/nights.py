@@ -137,7 +137,7 @@ class Nights:
         return rows_in(self.folder / "out" / key / "data")
 
     def quarantined(self, key: str) -> list[dict[str, Any]]:
-        return rows_in(self.folder / "out" / key / "quarantine")
+        return rows_in(self.folder / "out" / key / "_quarantine")
 
 
 class Killed(Exception):
