@@ -221,6 +221,8 @@ CHANGED: dict[str, Any] = {
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
     "source.media_root": "/media",
+    "source.version": "7",
+    "source.filter": "id > 5",
     "source.csv.delimiter": ";",
     "source.csv.encoding": "cp1252",
     "source.csv.quote": "'",
