@@ -152,7 +152,10 @@ class RunReport(FinishedRows):
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        if not self.reuse:  # reports of other runs keep their bytes
+            del value["reuse"]
+        return dump(value)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunReport:
