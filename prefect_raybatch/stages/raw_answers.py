@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CHANCES,
@@ -27,6 +28,7 @@ from prefect_raybatch.stages.block import (
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     REASONING_OPEN,
+    STEPS,
     TEXTS,
     TRUNCATED,
 )
@@ -47,6 +49,7 @@ RAW_COLUMNS = {
     REASONING_OPEN: ("reasoning_open", pa.bool_()),
     TRUNCATED: ("truncated", pa.bool_()),
     CHANCES: ("probabilities", PROBABILITIES_TYPE),
+    STEPS: ("logprobs", STEPS_TYPE),
 }
 RAW = pa.schema(list(RAW_COLUMNS.values()))
 KEPT_BYTES = 256 << 20  # of row groups that a worker keeps: rows far apart share answers

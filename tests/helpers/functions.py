@@ -246,3 +246,13 @@ def seats(row):
 def at_random(row: dict[str, Any]) -> str:
     """A prompt that is another one each time."""
     return f"Say {row['text']} {uuid.uuid4()}"
+
+
+def staff(row: dict[str, Any]) -> dict[str, Any]:
+    """Of each of several parsed answers, under the name of output.column."""
+    return {"staff": [float(one["staff"]) for one in row["found"]]}
+
+
+def least_sure(row: dict[str, Any]) -> dict[str, Any]:
+    """The least logarithm of an answer's tokens."""
+    return {"least": min(one["logprob"] for one in row["logprobs"])}
