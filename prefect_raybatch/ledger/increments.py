@@ -118,7 +118,7 @@ class Answers:
 
     @property
     def expired(self) -> bool:
-        return self.until is not None and time.time() > self.until
+        return self.until is not None and time.time() >= self.until
 
     def put(self, store: Store) -> None:
         """Writes the record; whoever comes second finds the first one's, which says the same."""

@@ -130,7 +130,7 @@ def with_reuse(
         )
         if report.seconds:
             report = replace(report, rows_per_s=round(report.rows / report.seconds, 1))
-    until = None if days is None else round(time.time() + days * DAY)
+    until = None if days is None else time.time() + days * DAY
     context, parts = increment.context, increment.parts
     Answers(plan.run_key, plan.hash, context, parts, tuple(files), until, seconds).put(store)
     saved = {"reused": counts.reused, "merged": counts.merged, "asked": counts.asked}
