@@ -223,10 +223,16 @@ def _rows(told: Mapping[str, str]) -> int | None:
     return int(told["total-records"]) - int(told.get("total-position-deletes", 0))
 
 
+def _expressions() -> Any:
+    """The library's expressions, whose signatures type checkers take for those of pydantic."""
+    from pyiceberg import expressions
+
+    return expressions
+
+
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
     """As pyiceberg's, which keeps at least the rows that fit; None where all must be read."""
-    from pyiceberg import expressions as ice
-
+    ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]
         known = [part for part in parts if part is not None]
@@ -251,8 +257,7 @@ def _expression(condition: Condition, schema: pa.Schema) -> Any:
 
 
 def _compare(condition: Compare, value: Any) -> Any:
-    from pyiceberg import expressions as ice
-
+    ice = _expressions()
     kinds = {
         "=": ice.EqualTo,
         "!=": ice.NotEqualTo,
