@@ -16,7 +16,8 @@ from PIL import Image
 
 from prefect_raybatch.stages.images import http
 from prefect_raybatch.stages.images.decode import BadImage
-from prefect_raybatch.stages.images.http import Http, ImageUnavailable, allowed
+from prefect_raybatch.stages.images.http import Http, ImageUnavailable
+from prefect_raybatch.storage.internet import allowed
 from prefect_raybatch.stages.images.places import ImagePlaces
 
 
