@@ -67,7 +67,12 @@ def dry_run(
     planning.check_against_schema(job, found.schema)
     model = resolved.pinned().model
     model_check.check(
-        job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
+        job.engine,
+        job.sampling,
+        model,
+        files=what_if is None,
+        paired=tasks.paired(job.prompt),
+        images=job.prompt.images,
     )
     chat_template.check_template(job, model)
     check_labels(job, model)

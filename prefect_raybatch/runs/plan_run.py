@@ -127,7 +127,8 @@ def _checked(resolved: Resolved) -> Resolved:
     if not resolved.checked:
         job = resolved.job
         paired = tasks.paired(job.prompt)
-        model_check.check(job.engine, job.sampling, resolved.model, paired=paired)
+        images = job.prompt.images
+        model_check.check(job.engine, job.sampling, resolved.model, paired=paired, images=images)
         chat_template.check_template(job, resolved.model)
         check_labels(job, resolved.model)
     return replace(resolved, checked=True)
