@@ -20,6 +20,8 @@ FINGERPRINTED = {
     "source.format": "other parsing, other values",
     "source.limit": "other rows",
     "source.columns": "other columns in the result",
+    "source.version": "other rows; counts where it is set",
+    "source.filter": "other rows; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -154,6 +156,10 @@ def fingerprint(
         "output.row_number": job.output.row_number,
     }
     # What came after the first runs counts where it is used: the others keep their fingerprint.
+    if job.source.version is not None:
+        parts["source.version"] = job.source.version
+    if job.source.filter is not None:
+        parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
     if not job.prompt.images.used:

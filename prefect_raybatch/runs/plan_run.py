@@ -88,7 +88,7 @@ def check_places(source: Source, output: Output) -> None:
     """Raises `ConfigError` where the output would lie in the input, or in a file."""
     from prefect_raybatch.source import reaches
 
-    for uri in source.uris:
+    for uri in source.uris if source.stored else ():
         if reaches(uri, output.uri):
             raise ConfigError(
                 f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next night "
@@ -165,5 +165,6 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         snapshot=copied,
         engines=sized.engines_to_plan_for(job),
         context=context,
+        table=found.table,
     )
     return ledger.create_plan(plan, tables)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,29 +10,26 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
-from prefect_raybatch.ledger.layout import INPUT
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.copies import Blocks, copy_tables
 from prefect_raybatch.source.csv_text import csv_tables
-from prefect_raybatch.source.find import File, Inventory, ending, find, some
+from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
 from prefect_raybatch.source.hive import add_columns, path_types
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
-from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
+from prefect_raybatch.source.snapshot_writer import conform
+from prefect_raybatch.source.tables import copying
 from prefect_raybatch.storage import Store
 
 if TYPE_CHECKING:
     import ray.data
 
-COPY_TRIES = 4  # a second pass knows all types; more are needed only when the input changes
-
-Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
-
 
 def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
-    """Copy files that are no Parquet to it, under `_raybatch/input/ATTEMPT-UUID/` of `run_store`.
+    """Copy a table, or files that are no Parquet, to it, under `_raybatch/input/ATTEMPT-UUID/`.
 
     The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
     are int64, float64, bool or string, whichever is the narrowest that gives each value back as
@@ -43,6 +39,8 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
     Raises SourceError (file, line or column, remedy), ConfigError for an unknown column, and the
     stores' errors. Whatever was written before an error belongs to no plan.
     """
+    if (table := table_format(source)) is not None:
+        return copying.snapshot_of(table, source, run_store, attempt)
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
@@ -72,6 +70,8 @@ def peek(source: Source) -> Inventory:
     Rows are estimated from the sizes of the files (never more than `limit`), types may still
     widen. Raises as `snapshot` for what shows in that block.
     """
+    if (table := table_format(source)) is not None:
+        return copying.peek_at(table, source)
     kind, files = find(source)
     hive = path_types(file.values for file in files)
     shape = _shape(kind, source.columns, hive)
@@ -106,6 +106,9 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
     """(uri, first block) of up to `most` files, spread over all, with types as `peek` guesses
     them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
     """
+    if (table := table_format(source)) is not None:
+        yield from copying.head_of(table, source)
+        return
     kind, files = find(source)
     hive = path_types(file.values for file in files)
     chosen = {i * (len(files) - 1) // max(1, most - 1) for i in range(most)}
@@ -230,40 +233,3 @@ def snapshot_tables(
     `tables` gives (where from, rows) from the start each time it is called.
     """
     return copy_tables(tables, Shape(), run_store, attempt, None, kind)
-
-
-def copy_tables(
-    blocks: Callable[[], Blocks],
-    shape: Shape,
-    store: Store,
-    attempt: str,
-    limit: int | None,
-    kind: str,
-) -> Inventory:
-    """Write all blocks under one schema.
-
-    A pass that meets a value its schema cannot hold goes on without writing, so that the next
-    one knows every type: two passes at most, unless the input changes meanwhile.
-    """
-    for _ in range(COPY_TRIES):
-        parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
-        try:
-            seen = 0
-            for where, table in blocks():
-                if limit is not None:
-                    table = table.slice(0, limit - seen)
-                seen += table.num_rows
-                shape.see(where, table)
-                parts.write(table, shape.schema)
-                if seen == limit:
-                    break
-            if seen and not len(shape.schema):
-                raise SourceError("source.uri: the rows have no columns; there is nothing to read")
-            files = parts.close()
-        except BaseException:
-            parts.abandon()
-            raise
-        if files is not None:
-            schema = written(shape.schema)
-            return Inventory(files, schema, parts.row_bytes, kind)
-    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
