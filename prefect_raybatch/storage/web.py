@@ -34,7 +34,6 @@ from prefect_raybatch.storage.internet import (
     shown_url,
 )
 
-WEB = ("http://", "https://")
 MOST_REDIRECTS = 5
 WEB_TRIES = 5
 WEB_PAUSE = 0.5  # seconds before the second try, twice that before each further one
@@ -45,10 +44,6 @@ _SIGNATURE = re.compile(
     r"|(access_?|auth_?|api_?|private_?)?(token|key)|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
     re.IGNORECASE,
 )
-
-
-def is_web(uri: str) -> bool:
-    return uri.lower().startswith(WEB)
 
 
 def unsigned(url: str) -> str:
@@ -262,6 +257,11 @@ class _Download:
             raise SourceError(said)
         if answer.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
             raise SourceError(f"{self._shown}: sent with a Content-Encoding that was not asked for")
+        if answer.headers.get_content_type() == "text/html":
+            raise SourceError(
+                f"{self._shown}: the answer is a web page and no file of rows; a login page, most "
+                "likely. Check the URL, or give keys in source.options.headers"
+            )
         tag = answer.headers.get("ETag", "")
         etag = tag.strip('"') if tag.startswith('"') else None  # a weak one names no bytes
         length = answer.headers.get("Content-Length", "")

@@ -219,6 +219,8 @@ CHANGED: dict[str, Any] = {
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
     "source.media_root": "/media",
+    "source.web.max_mb": 7,
+    "source.web.allow_private": True,
     "source.csv.delimiter": ";",
     "source.csv.encoding": "cp1252",
     "source.csv.quote": "'",
