@@ -27,6 +27,7 @@ from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages.answer_logprobs import most_told
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
@@ -101,6 +102,7 @@ class Pipeline:
             bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
             int((sampling.model_extra or {}).get("n") or 1),
             parsing=Parsing.of(self.job),
+            logprobs=most_told(sampling),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

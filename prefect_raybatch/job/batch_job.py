@@ -374,14 +374,16 @@ class Prompt(Group):
 
 
 # Fields of vLLM that change nothing but what a result does not hold.
-NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval")
+NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 PROBABILITIES = "probabilities"  # the column of output.probabilities
+LOGPROBS = "logprobs"  # the column of sampling.logprobs
 
 MOST_REPLICAS = 4096
 MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LOGPROBS = 20  # unless engine.max_logprobs says more
 MOST_SEQUENCES = 65536
 
 
@@ -562,8 +564,8 @@ class Engine(Group):
         21,
         None,
         title="LoRA adapter",
-        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
-        "by its content in the plan.",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
+        "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
     )
     adapters: dict[str, str] = field(
         22,
@@ -1027,12 +1029,37 @@ class BatchJob(Group):
                 "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
                 "vllm, or leave finish_reason out"
             )
+        self._check_logprobs()
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(
                 "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
                 "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
+
+    def _check_logprobs(self) -> None:
+        told = (self.sampling.model_extra or {}).get("logprobs")
+        if told is None:
+            return
+        if type(told) is not int or told < 0:
+            raise ValueError(
+                f"sampling.logprobs: {str(told)[:80]!r} is no whole number from 0 on; give how "
+                "many of the most probable tokens to write beside each that was chosen"
+            )
+        if self.output.probabilities:
+            raise ValueError(
+                "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "sampling.logprobs: ray.data.llm does not tell them; set engine.stage to vllm"
+            )
+        most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
+        if isinstance(most, int) and 0 <= most < told:
+            raise ValueError(
+                f"sampling.logprobs: {told} is over the engine's {most}; lower it, or raise "
+                "engine.max_logprobs"
+            )
 
     @model_validator(mode="after")
     def _labels(self) -> BatchJob:
@@ -1065,10 +1092,6 @@ class BatchJob(Group):
                 raise ValueError(
                     f"sampling.{name}: output.schema_model is the form of each answer; keep one"
                 )
-        if (extra.get("n") or 1) > 1:
-            raise ValueError(
-                "sampling.n: the columns of output.schema_model hold one answer a row; leave it out"
-            )
         if extra.get("skip_special_tokens") is False:
             raise ValueError(
                 "sampling.skip_special_tokens: the end token would stand behind the JSON of "

@@ -12,7 +12,7 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob, Prompt
+from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, UNWRITTEN, BatchJob, Prompt
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.secrets import hide_argument, is_masked
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
@@ -90,10 +90,12 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     added = [job.output.row_number]
     if job.output.postprocess is None:
         form = job.output.answer_form
-        added += tasks.added_columns(job) if form is None else columns_of(form)
+        several = int((job.sampling.model_extra or {}).get("n") or 1) > 1
+        added += tasks.added_columns(job) if form is None or several else columns_of(form)
         added += job.output.parsed_columns.values()
     added += [*(job.output.output_schema or ()), *job.output.extras]
     added += [PROBABILITIES] if job.output.probabilities else []
+    added += [LOGPROBS] if (job.sampling.model_extra or {}).get("logprobs") is not None else []
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")

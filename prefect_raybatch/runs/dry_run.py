@@ -20,7 +20,7 @@ from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.stages.label_probabilities import check_labels
-from prefect_raybatch.stages.result_columns import answers_of, result_columns
+from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join
 
 
@@ -103,7 +103,7 @@ def dry_run(
         format=found.format,
         sizing=size,
         columns=tuple(found.schema.names),
-        result=result_columns(job.output, answers_of(job.sampling)),
+        result=result_columns(job),
         model=model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=needs,

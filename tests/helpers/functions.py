@@ -240,3 +240,13 @@ def most(row: Row) -> Row:
 def seats(row):
     """Takes an answer that is an object."""
     return {"first": row["response"]["seats"][0]}
+
+
+def staff(row: dict[str, Any]) -> dict[str, Any]:
+    """Of each of several parsed answers, under the name of output.column."""
+    return {"staff": [float(one["staff"]) for one in row["found"]]}
+
+
+def least_sure(row: dict[str, Any]) -> dict[str, Any]:
+    """The least logarithm of an answer's tokens."""
+    return {"least": min(one["logprob"] for one in row["logprobs"])}

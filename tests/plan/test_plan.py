@@ -221,3 +221,349 @@ CHANGED: dict[str, Any] = {
     "source.media_root": "/media",
     "source.version": "7",
     "source.filter": "id > 5",
+    "source.web.max_mb": 7,
+    "source.web.allow_private": True,
+    "source.csv.delimiter": ";",
+    "source.csv.encoding": "cp1252",
+    "source.csv.quote": "'",
+    "source.csv.escape": "\\",
+    "source.csv.header": False,
+    "source.csv.names": ["id"],
+    "source.csv.skip_rows": 1,
+    "source.csv.null_values": ["NULL"],
+    "prompt.images.columns": ["a"],
+    "prompt.images.resize": [225, 225],
+    "prompt.images.per_row": 3,
+    "prompt.images.max_pixels": 1000,
+    "prompt.images.max_bytes": 1000,
+    "prompt.images.fetch_seconds": 3.0,
+    "prompt.images.allow_private": True,
+    "limits.max_failed_fraction": 0.5,
+    "limits.max_failed_rows": 7,
+    "limits.max_failed": 0.5,
+    "limits.engine_deaths": 3,
+    "limits.warn_failed": 5,
+    "limits.stall_seconds": 90.0,
+    "limits.stall_start_seconds": 60.0,
+    "limits.fail_on_stall": True,
+    "limits.deadline": "6h",
+    "limits.hang_seconds": 30.0,
+    "limits.function_seconds": 30.0,
+    "cluster.address": "auto",
+    "cluster.prepare.num_cpus": 2,
+    "cluster.prepare.concurrency": 2,
+    "cluster.prepare.memory": 2,
+    "cluster.finish.num_cpus": 2,
+    "cluster.finish.concurrency": 2,
+    "cluster.finish.memory": 2,
+    "cluster.job_server": "http://head:8265",
+    "cluster.on_crash": "stop",
+}
+# What must be there for the changed value to be valid, in both jobs that are compared.
+WITH_IMAGES = {"prompt.images.columns": ["image"]}
+NEEDS: dict[str, dict[str, Any]] = {
+    "source.media_root": WITH_IMAGES,
+    **{
+        f"prompt.images.{name}": WITH_IMAGES
+        for name in (
+            "resize",
+            "per_row",
+            "max_pixels",
+            "max_bytes",
+            "fetch_seconds",
+            "allow_private",
+        )
+    },
+    "prompt.continue_final_message": {"prompt.messages": "Chat"},
+    "prompt.second": {"engine.task": "score", "prompt.second": "a"},
+    "prompt.adapter_column": {
+        "engine.adapters": {"a": "owner/adapter"},
+        "prompt.adapter_column": "id",
+    },
+    "engine.adapters": {
+        "engine.adapters": {"a": "owner/another"},
+        "prompt.adapter_column": "id",
+    },
+    "output.normalize": {"engine.task": "embed"},
+    "output.vector_type": {"engine.task": "embed"},
+    "engine.max_model_len_percentile": {"engine.max_model_len": "auto"},
+    "output.reasoning_column": {"output.reasoning_parser": "qwen3"},
+    "output.tool_calls_column": {"output.tool_parser": "hermes"},
+    "output.output_schema": {"output.postprocess": "helpers.functions:shout"},
+    "output.probabilities": {"sampling.choice": ["a", "b"]},
+}
+
+
+def job_with(**fields: Any) -> BatchJob:
+    value: dict[str, Any] = job_dict()
+    for path, new in fields.items():
+        *groups, last = path.split(".")
+        at = value
+        for group in groups:
+            at = at.setdefault(group, {})
+        at[last] = new
+        if path in ("prompt.function", "prompt.messages"):
+            del at["template"]
+    return BatchJob.from_dict(value)
+
+
+def test_each_field_is_in_exactly_one_table_with_a_reason():
+    for path in leaves(BatchJob):
+        assert listed(path, FINGERPRINTED) != listed(path, FREE), path
+    known = {*leaves(BatchJob), "engine.(extra)"}
+    for table in (FINGERPRINTED, FREE):
+        for path, reason in table.items():
+            assert reason, path
+            assert any(k == path or k.startswith(f"{path}.") for k in known), path
+
+
+def test_each_field_is_tried_below():
+    assert set(leaves(BatchJob)) <= set(CHANGED)
+
+
+@pytest.mark.parametrize("path", CHANGED)
+def test_a_field_changes_the_fingerprint_as_its_table_says(path):
+    needs = NEEDS.get(path, {})
+    before = fingerprint(job_with(**needs), MODEL)[0]
+    after = fingerprint(job_with(**{**needs, path: CHANGED[path]}), MODEL)[0]
+    name = path.removeprefix("engine.")
+    if path in leaves(BatchJob):
+        free = listed(path, FREE)
+    else:  # an extra field of sampling or engine
+        free = path.startswith("engine.") and name in FREE_ENGINE_ARGUMENTS
+    assert (before == after) is free
+
+
+def test_only_a_job_that_fails_cut_off_answers_is_another_job_by_it():
+    plain = fingerprint(job_with(), MODEL)
+    assert fingerprint(job_with(**{"output.on_cut_off": "keep"}), MODEL) == plain
+    assert "output.on_cut_off" not in plain[1]
+
+
+def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_order():
+    value = job_dict(sampling={"seed": 1, "top_p": 0.5}, engine={"dtype": "half", "seed": 2})
+    turned = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in value.items()}
+    first = fingerprint(BatchJob.from_dict(value), MODEL)
+    second = fingerprint(BatchJob.from_dict(dict(reversed(turned.items()))), dict(MODEL))
+    assert first == second
+    assert len(first[0]) == 64
+
+
+def test_one_file_and_a_list_of_it_are_the_same_input():
+    one = make_job(source={"uri": "a"})
+    assert fingerprint(one) == fingerprint(make_job(source={"uri": ["a"]}))
+
+
+def test_the_contents_of_a_local_model_count_and_the_commit_of_a_hub_name_does_not():
+    job = make_job()
+    other = {**MODEL, "identity": "1" * 64}
+    assert fingerprint(job, MODEL)[0] != fingerprint(job, other)[0]
+    hub = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
+    later = {"source": "owner/name", "revision": "def", "identity": "owner/name@def"}
+    assert fingerprint(job, hub)[0] == fingerprint(job, later)[0] == fingerprint(job, None)[0]
+
+
+def test_the_source_of_a_user_function_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "changing_functions.py"
+    module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'a'\n")
+    job = make_job(prompt={"function": "changing_functions:ask"})
+    before = fingerprint(job)
+    module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'b'\n")
+    after = fingerprint(job)
+    assert before[0] != after[0]  # a helper beside the function decides answers too
+    assert difference(before[1], after[1])[0].startswith("prompt.function.source: ")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("no_such_module:f", "module 'no_such_module' cannot be imported"),
+        ("helpers.functions:nothing", "helpers.functions has no function 'nothing'"),
+        ("helpers.functions:not_callable", "has no function 'not_callable'"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_a_config_error(function, said):
+    with pytest.raises(ConfigError) as caught:
+        fingerprint(make_job(prompt={"function": function}))
+    assert "prompt.function" in str(caught.value) and said in str(caught.value)
+
+
+# --- another job --------------------------------------------------------------------------------
+
+
+def test_the_difference_names_each_field_once():
+    old = fingerprint(make_job(sampling={"seed": 1}), MODEL)[1]
+    job = make_job(
+        sampling={"max_tokens": 99}, prompt={"template": "x" * 1000}, engine={"dtype": "half"}
+    )
+    lines = difference(old, fingerprint(job, MODEL)[1])
+    assert "sampling.max_tokens: 16 -> 99" in lines
+    assert "sampling.seed: 1 -> None" in lines
+    assert "engine.dtype: None -> 'half'" in lines
+    assert len(lines) == 4
+    assert all(len(line) < 300 for line in lines)
+    assert difference(old, json.loads(dump(old))) == []  # as it comes back from plan.json
+
+
+def test_a_mismatch_says_where_what_and_the_remedy():
+    job = make_job()
+    plan, _ = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, False
+    )
+    check_same(plan, *fingerprint(job, MODEL), "/run")
+    other = fingerprint(make_job(prompt={"template": "Other {Company}"}), MODEL)
+    with pytest.raises(PlanMismatch) as caught:
+        check_same(plan, *other, "/run")
+    text = str(caught.value)
+    assert "/run" in text and "--run-key" in text
+    assert "prompt.template: 'What is {Company}?' -> 'Other {Company}'" in text
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+SCHEMA = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("Country", pa.string())])
+
+
+def test_a_plan_names_its_tables_by_their_hash_and_reads_back():
+    files = [InputFile("a", 1, None, 1, 7), InputFile("b", 1, None, 1, 0)]
+    job = make_job(source={"uri": "in", "rows_per_shard": 3})
+    plan, tables = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
+    assert (plan.rows, plan.rows_per_shard, plan.shards, plan.snapshot) == (7, 3, 3, True)
+    assert set(tables) == {plan.shards_table, plan.files_table}
+    assert read_shards(tables[plan.shards_table]).starts.tolist() == [0, 3, 6, 7]
+    assert read_files(tables[plan.files_table]) == tuple(files)
+    assert decode_schema(plan.input_schema).equals(SCHEMA)
+    again, same = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
+    assert same == tables and again.fingerprint == plan.fingerprint
+
+
+def test_secrets_stay_out_of_the_run_directory():
+    job = make_job(
+        source={"uri": "s3://b/k", "options": {"key": "SECRET-1", "secret": "SECRET-2"}},
+        output={"uri": "s3://b/o", "options": {"token": "SECRET-3"}},
+        engine={"env": {"HF_TOKEN": "SECRET-4"}, "hf_token": "SECRET-5"},
+    )
+    plan, tables = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 1.0, False
+    )
+    assert b"SECRET" not in plan.to_bytes() + b"".join(tables.values())
+    assert public_job(job)["source"] == {"uri": "s3://b/k"}
+    assert job.source.options["key"] == "SECRET-1"  # the job itself is left as it was
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"prompt": {"template": "{Compny}"}},
+            ["prompt.template", "'Compny'", "did you mean 'Company'", "Country"],
+        ),
+        ({"prompt": {"template": "{zzz}"}}, ["no column 'zzz' (columns: id, Company, Country)"]),
+        (
+            {"output": {"uri": "o", "columns": ["id", "country"]}},
+            ["output.columns", "'country'", "did you mean 'Country'"],
+        ),
+        (
+            {"output": {"uri": "o", "column": "Company"}},
+            ["'Company' is already an input column", "output.column"],
+        ),
+        ({"output": {"uri": "o", "row_number": "id"}}, ["'id' is already", "output.row_number"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"id": "string"}}},
+            ["'id' is already", "output.schema"],
+        ),
+        ({"output": {"uri": "o", "column": "_row"}}, ["'_row'", "output.row_number"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"_row": "string"}}},
+            ["'_row'", "output.row_number"],
+        ),
+        ({"output": {"uri": "o", "columns": ["id", "id"]}}, ["output.columns", "'id'"]),
+        *(
+            (
+                {"output": {"uri": "o", "row_number": name}},
+                ["output.row_number", f"quarantine's files have a column '{name}'"],
+            )
+            for name in QUARANTINE
+        ),
+        ({"output": {"uri": "o", "row_number": "__rb_pos"}}, ["'__rb_pos' cannot be written"]),
+        (
+            {"output": {"uri": "o", "postprocess": "m:f", "schema": {"__rb_pos": "int32"}}},
+            ["'__rb_pos' cannot be written", "output.schema"],
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_the_input_are_named(groups, said):
+    with pytest.raises(ConfigError) as caught:
+        check_against_schema(make_job(**groups), SCHEMA)
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["logprob_token_ids", "flat_logprobs"])
+def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name):
+    job = make_job(sampling={name: [5]})  # a run that began with it is read and continued
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} is not supported"):
+        check_against_schema(job, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"uri": "o"},
+        {"uri": "o", "columns": []},
+        {"uri": "o", "columns": ["Country"], "column": "Company"},  # the input's is left out
+        {"uri": "o", "postprocess": "m:f", "column": "Company"},  # no answer column is written
+        {"uri": "o", "column": "error"},  # of the quarantine's files alone
+    ],
+)
+def test_columns_that_fit(output):
+    check_against_schema(make_job(output=output), SCHEMA)
+
+
+CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "said"),
+    [
+        ({"messages": "chat"}, pa.string(), None),
+        ({"messages": "chat"}, pa.large_string(), None),
+        ({"messages": "chat"}, pa.dictionary(pa.int32(), pa.string()), None),
+        ({"messages": "chat"}, CHATS, None),
+        ({"messages": "chat"}, pa.large_list(CHATS.value_type), None),
+        ({"messages": "chat"}, pa.list_(pa.map_(pa.string(), pa.string())), None),
+        ({"messages": "chat"}, pa.int64(), "column 'chat' is of type int64; it must hold lists"),
+        ({"messages": "chat"}, pa.list_(pa.string()), "{role, content}, or JSON text"),
+        ({"messages": "chat"}, pa.list_(pa.struct([("from", pa.string())])), "(but from)"),
+        ({"messages": "chats"}, CHATS, "did you mean 'chat'"),
+        ({"template": "x", "documents": "chat"}, pa.list_(pa.string()), None),
+        ({"template": "x", "documents": "chat"}, pa.list_(pa.int32()), "prompt.documents"),
+        ({"template": "x", "documents": "cht"}, CHATS, "prompt.documents: the input has no"),
+    ],
+)
+def test_columns_of_conversations_and_documents_can_hold_such(prompt, kind, said):
+    schema = pa.schema([("id", pa.int64()), ("chat", kind)])
+    if said is None:
+        check_against_schema(make_job(prompt=prompt), schema)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_against_schema(make_job(prompt=prompt), schema)
+    assert said in str(caught.value)
+
+
+def test_the_columns_of_parsers_are_named_where_they_meet_the_inputs():
+    schema = pa.schema([("Company", pa.string()), ("reasoning", pa.string())])
+    output = {"uri": "o", "reasoning_parser": "qwen3", "tool_parser": "hermes"}
+    with pytest.raises(ConfigError, match=r"'reasoning' is already.*output\.reasoning_column"):
+        check_against_schema(make_job(output=output), schema)
+    check_against_schema(make_job(output={**output, "reasoning_column": "thought"}), schema)
+    check_against_schema(make_job(output={"uri": "o"}), schema)
+
+
+def test_a_job_that_uses_nothing_of_the_chat_keeps_its_fingerprint():
+    parts = fingerprint(make_job(), MODEL)[1]
+    assert set(parts["prompt"]) == {"template", "system", "function", "on_null"}
+    assert not [name for name in parts if "reasoning" in name or "tool" in name]
+    changed = {"output.reasoning_column": "thought", "output.tool_calls_column": "calls"}
+    assert fingerprint(job_with(**changed), MODEL) == fingerprint(job_with(), MODEL)
