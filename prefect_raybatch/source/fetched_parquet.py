@@ -14,7 +14,7 @@ from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.streams import one_line
 
-COPIED_ROWS = 16_384  # decoded at a time
+FETCHED_ROWS = 16_384  # decoded at a time
 
 
 def parquet_tables(
@@ -26,7 +26,7 @@ def parquet_tables(
         chosen = check_columns(columns, schema.names, file.uri)
         check_types(pa.schema([schema.field(name) for name in chosen]), file.uri, SourceError)
         known.update(dict.fromkeys(schema.names))
-        batches = parquet.iter_batches(batch_size=COPIED_ROWS, columns=chosen, use_threads=False)
+        batches = parquet.iter_batches(batch_size=FETCHED_ROWS, columns=chosen, use_threads=False)
         for batch in batches:
             yield pa.Table.from_batches([batch]).select(chosen)
 

@@ -153,7 +153,7 @@ def connection(
     return made
 
 
-def cut_off(handles: list[socket.socket]) -> None:
+def cut_sockets(handles: list[socket.socket]) -> None:
     for handle in handles:
         with suppress(OSError):
             handle.shutdown(socket.SHUT_RDWR)

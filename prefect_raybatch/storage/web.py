@@ -37,7 +37,7 @@ from prefect_raybatch.storage.internet import (
 MOST_REDIRECTS = 5
 WEB_TRIES = 5
 WEB_PAUSE = 0.5  # seconds before the second try, twice that before each further one
-WAIT = 60.0  # seconds for a name, an answer, or the next bytes
+WEB_WAIT = 60.0  # seconds for a name, an answer, or the next bytes
 PART = 1 << 18
 _SIGNATURE = re.compile(
     r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
@@ -216,7 +216,7 @@ class _Download:
     def _get(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         where = shown_url(url)
         remedy = f"set {self._rules.setting} to true if the job may read hosts of this network"
-        until = time.monotonic() + WAIT
+        until = time.monotonic() + WEB_WAIT
         try:
             parts = checked_url(url, self._rules.allow_private, self._rules.setting)
             address = resolved(parts, until, self._rules.allow_private, remedy)
@@ -225,7 +225,7 @@ class _Download:
         given = {"User-Agent": "prefect_raybatch", "Accept-Encoding": "identity", **headers}
         if self._have and self._etag is not None:  # else from the start, and compared
             given |= {"Range": f"bytes={self._have}-", "If-Range": f'"{self._etag}"'}
-        self._connection = connection(parts, address, WAIT, [])
+        self._connection = connection(parts, address, WEB_WAIT, [])
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             self._connection.request("GET", path, headers=given)

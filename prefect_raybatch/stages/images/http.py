@@ -18,7 +18,7 @@ from prefect_raybatch.storage.internet import (
     UrlRefused,
     checked_url,
     connection,
-    cut_off,
+    cut_sockets,
     resolved,
     shown_url,
     time_left,
@@ -80,7 +80,7 @@ class Http:
         address = resolved(parts, until, self.allow_private, PRIVATE)
         handles: list[socket.socket] = []
         asked = connection(parts, address, time_left(until, where), handles)
-        timer = threading.Timer(time_left(until, where), cut_off, [handles])
+        timer = threading.Timer(time_left(until, where), cut_sockets, [handles])
         timer.daemon = True
         timer.start()  # a server that sends a byte a second keeps within each time limit
         try:
