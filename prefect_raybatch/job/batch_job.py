@@ -26,9 +26,12 @@ from prefect_raybatch.job.checks import (
     RESERVED,
     SCHEMES,
     SERVER,
+    WEB_SCHEMES,
     check_count,
     check_function,
     check_uri,
+    check_web,
+    is_web,
     refuse_unknown,
     template_fields,
     without_user,
@@ -48,6 +51,7 @@ from prefect_raybatch.job.table_formats import (
     format_of_scheme,
     scheme_of,
 )
+from prefect_raybatch.job.web_options import Web
 
 SourceFormat = Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance"]
 
@@ -58,8 +62,9 @@ class Source(Group):
     uri: str | list[str] = field(
         1,
         title="Where",
-        text="File, folder or glob, local or s3://, or a list of these. A folder is read "
-        "recursively. Files are taken in the order of their names. Or the folder of a table.",
+        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
+        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
+        "a table.",
     )
     format: SourceFormat = field(
         2,
@@ -118,8 +123,9 @@ class Source(Group):
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
 
+    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
     catalog: dict[str, Any] = field(
-        12,
+        13,
         {},
         title="Catalog",
         text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
@@ -161,7 +167,9 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            if format_of_scheme(scheme_of(uri)) is None:
+            if is_web(uri):
+                check_web(uri)
+            elif format_of_scheme(scheme_of(uri)) is None:
                 check_uri(uri)
         return value
 
@@ -200,8 +208,9 @@ class Source(Group):
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders, local or on S3, not a table in a catalog."""
-        return not self.catalog and all(scheme_of(uri) in SCHEMES for uri in self.uris)
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.

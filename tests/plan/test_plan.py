@@ -224,6 +224,8 @@ CHANGED: dict[str, Any] = {
     "source.version": "7",
     "source.filter": "id > 5",
     "source.catalog": {"name": "lake"},
+    "source.web.max_mb": 7,
+    "source.web.allow_private": True,
     "source.csv.delimiter": ";",
     "source.csv.encoding": "cp1252",
     "source.csv.quote": "'",
