@@ -27,7 +27,7 @@ from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plai
 from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.storage import S3Settings, is_remote, join, open_store, s3_settings
 
-METADATA = re.compile(
+METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
 )
 SQLITE = "sqlite:///"
@@ -98,7 +98,7 @@ def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, s
     from pyiceberg.serializers import FromInputFile
     from pyiceberg.table import Table
 
-    file = place if METADATA.fullmatch(place.rpartition("/")[2]) else _newest(place, options)
+    file = place if METADATA_FILE.fullmatch(place.rpartition("/")[2]) else _newest(place, options)
     io = load_file_io(properties, location=file)
     return Table(
         identifier=("folder", place),
@@ -112,7 +112,7 @@ def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, s
 def _newest(place: str, options: Mapping[str, Any]) -> str:
     found: dict[int, list[str]] = {}
     for info in open_store(place, options).list("metadata", recursive=False):
-        match = METADATA.fullmatch(info.path.rpartition("/")[2])
+        match = METADATA_FILE.fullmatch(info.path.rpartition("/")[2])
         if match:
             found.setdefault(int(match["hadoop"] or match["number"]), []).append(info.path)
     if not found:
