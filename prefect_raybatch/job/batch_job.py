@@ -26,9 +26,12 @@ from prefect_raybatch.job.checks import (
     RESERVED,
     SCHEMES,
     SERVER,
+    WEB_SCHEMES,
     check_count,
     check_function,
     check_uri,
+    check_web,
+    is_web,
     refuse_unknown,
     template_fields,
     without_user,
@@ -40,8 +43,10 @@ from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.web_options import Web
 
 
 class Source(Group):
@@ -50,8 +55,9 @@ class Source(Group):
     uri: str | list[str] = field(
         1,
         title="Where",
-        text="File, folder or glob, local or s3://, or a list of these. A folder is read "
-        "recursively. Files are taken in the order of their names. Or the folder of a table.",
+        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
+        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
+        "a table.",
     )
     format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
         2,
@@ -110,6 +116,8 @@ class Source(Group):
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
 
+    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+
     @field_validator("version", mode="before")
     @classmethod
     def _version(cls, value: Any) -> Any:
@@ -139,7 +147,9 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            if format_of_scheme(scheme_of(uri)) is None:
+            if is_web(uri):
+                check_web(uri)
+            elif format_of_scheme(scheme_of(uri)) is None:
                 check_uri(uri)
         return value
 
@@ -174,8 +184,8 @@ class Source(Group):
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders, local or on S3."""
-        return all(scheme_of(uri) in SCHEMES for uri in self.uris)
+        """Whether the URIs name files and folders."""
+        return all(scheme_of(uri) in (*SCHEMES, *WEB_SCHEMES) for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
@@ -758,6 +768,15 @@ class Output(Group):
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
     )
+    keep_answers: float | None = field(
+        21,
+        None,
+        title="Days that raw answers are kept",
+        text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
+        "kept. docs/increments.md.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
@@ -953,6 +972,14 @@ class BatchJob(Group):
     output: Output = field(6, title="Output", text="Where the result goes.")
     limits: Limits = field(7, Limits(), title="Limits", text="When to give up.")
     cluster: Cluster = field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+    reuse: str | None = field(
+        9,
+        None,
+        title="Reuse answers",
+        text="Run whose raw answers are taken over where a row's request is the same: its URI, or "
+        "latest for the newest complete run of this job in output.uri. docs/increments.md.",
+        min_length=1,
+    )
 
     @field_validator("name")
     @classmethod
@@ -998,6 +1025,23 @@ class BatchJob(Group):
         for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
             if name in engine:
                 raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
+        return self
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether a run looks its answers up and keeps them for later runs."""
+        return self.reuse is not None or self.output.keep_answers is not None
+
+    @field_validator("reuse")
+    @classmethod
+    def _reuse(cls, value: str | None) -> str | None:
+        if value is not None and value != "latest":
+            check_uri(value)
+        return value
+
+    @model_validator(mode="after")
+    def _with_reuse(self) -> BatchJob:
+        check_reuse(self)
         return self
 
     @model_validator(mode="after")

@@ -210,12 +210,14 @@ def make_plan(
     engines: int | None = None,
     context: Mapping[str, Any] | None = None,
     table: Mapping[str, Any] | None = None,
+    increment: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`), `table` which table at which version was copied.
+    max_model_len: auto came to (`Plan.context`), `increment` what is reused,
+    `table` which table at which version was copied.
     """
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
@@ -254,5 +256,6 @@ def make_plan(
         context=context,
         table=table,
         quarantine=QUARANTINE_FOLDER,
+        increment=increment,
     )
     return plan, tables

@@ -39,6 +39,7 @@ CHANCES = "__rb_chances"  # map<string, double>: each label's probability; not i
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+REUSE = "__rb_reuse"  # int8: where the answer is from (ledger/increments.py); not in every block
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 REASONING_OPEN = (
     "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser

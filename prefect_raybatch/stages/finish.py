@@ -25,6 +25,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
+from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
 from prefect_raybatch.ledger.ranges import Ranges, to_ranges
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
@@ -44,6 +45,7 @@ from prefect_raybatch.stages.block import (
     POSITION,
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
+    REUSE,
     SHARD,
     STEPS,
     TEXTS,
@@ -147,7 +149,7 @@ class Finish:
             failed=_ranges(positions[failed]),
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
-            stats=self._stats(load, table, began),
+            stats=_reused(table, self._stats(load, table, began)),
             failures=dict(Counter(map(_key, failures))),
             where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
         )
@@ -388,6 +390,26 @@ class Finish:
             engine_s=_spent(table, "engine"),
             finish_s=round(time.time() - began, 4),
         )
+
+
+def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
+    """With rows by where their answers are from, and the tokens that were not computed for them."""
+    if REUSE not in table.column_names:
+        return stats
+    kinds = table[REUSE].to_numpy()
+    answers, prompts = table[ANSWERS].to_pylist(), table[PROMPT_TOKENS].to_pylist()
+    saved = [
+        (prompts[i] or 0) + sum(map(len, answers[i] or ()))
+        for i in np.flatnonzero((kinds == REUSED) | (kinds == MERGED_ROW)).tolist()
+    ]
+    return replace(
+        stats,
+        deduplicated=None,
+        reused=int((kinds == REUSED).sum()),
+        merged=int((kinds == MERGED_ROW).sum()),
+        asked=int((kinds == ASKED).sum()),
+        saved_tokens=sum(saved),
+    )
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,11 @@ def most(row: Row) -> Row:
 def seats(row):
     """Takes an answer that is an object."""
     return {"first": row["response"]["seats"][0]}
+
+
+def at_random(row: dict[str, Any]) -> str:
+    """A prompt that is another one each time."""
+    return f"Say {row['text']} {uuid.uuid4()}"
 
 
 def staff(row: dict[str, Any]) -> dict[str, Any]:
