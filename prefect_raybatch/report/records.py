@@ -133,6 +133,8 @@ class RunReport(FinishedRows):
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
+    # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
+    reuse: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -150,7 +152,10 @@ class RunReport(FinishedRows):
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        if not self.reuse:  # reports of other runs keep their bytes
+            del value["reuse"]
+        return dump(value)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunReport:
