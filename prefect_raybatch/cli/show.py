@@ -21,7 +21,7 @@ from rich.table import Table
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import duration, failure_table, stage_table
+from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ def show_report(report: RunReport, fresh: bool) -> None:
     table.add_row("result", escape(f"{report.run}/data/"))
     if failed := report.quarantine_folder:
         table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
+    for made in report.published:
+        table.add_row(escape(f"published: {made.target}"), escape(published_text(made)))
     table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     show_rows(stage_table(report))

@@ -189,6 +189,8 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
+    if job.output.publish:
+        value["output"]["publish"] = [target.public() for target in job.output.publish]
     engine = value.get("engine", {})
     engine.pop("env", None)
     for name in job.engine.model_extra or {}:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.storage.ahead import read_ahead
-from prefect_raybatch.storage.arrow_files import arrow_filesystem
+from prefect_raybatch.storage.arrow_files import arrow_filesystem, s3_arguments
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
@@ -35,6 +35,7 @@ __all__ = [
     "put_file_proved",
     "put_proved",
     "read_ahead",
+    "s3_arguments",
     "split_glob",
 ]
 

@@ -1,0 +1,132 @@
+"""What all targets share: the rows, the steps at which a test may stop, and plain errors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish.types import converted_schema, to_schema
+
+TRIES = 20  # of one publishing: each lost to another writer of the table
+PROPERTY = "raybatch."  # what our marks in a table's log begin with
+SHOWN = 400  # characters of a library's error
+
+# Called with the name of each step as it is reached; what it raises ends the publishing there.
+Observe = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The answered rows of a run. `plan` is the key under which a target knows them; `read` gives
+    them in input order, each time anew."""
+
+    plan: str
+    run_key: str
+    job: str
+    count: int
+    schema: pa.Schema
+    read: Callable[[], Iterator[pa.RecordBatch]]
+
+    def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
+        """The rows cast to a target's `schema`, by the names of its columns."""
+        return pa.RecordBatchReader.from_batches(schema, to_schema(self.read(), schema))
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """What a commit says of where its rows are from."""
+        return {f"{PROPERTY}plan": self.plan, f"{PROPERTY}run_key": self.run_key}
+
+
+class Sink(ABC):
+    """A target that is opened anew for each publishing."""
+
+    module = "pyarrow"  # what must be importable
+    extra = ""  # what brings it
+
+    def __init__(self, target: PublishTarget, options: dict[str, Any]) -> None:
+        self.target, self.options = target, options
+
+    @property
+    def what(self) -> str:
+        return f"output.publish: {self.target.label}"
+
+    def need_library(self) -> None:
+        """`ConfigError` when the target's library is not installed."""
+        if find_spec(self.module) is None:
+            raise ConfigError(
+                f"{self.what}: needs {self.module}, which is not installed; "
+                f'pip install "prefect-raybatch[{self.extra}]"'
+            )
+
+    def check(self, schema: pa.Schema) -> str:
+        """Whether columns of these types can be published there; a line that says to what.
+
+        Writes nothing. `ConfigError` names column and remedy; `PublishFailed` where the target does
+        not answer.
+        """
+        wanted = converted_schema(schema, self.target)
+        with self.plainly():
+            there = self.existing()
+        if there is None:
+            return "is made when it is published to"
+        self.fit(wanted, there)
+        return "is there, and its columns fit"
+
+    def fit(self, wanted: pa.Schema, there: pa.Schema) -> pa.Schema:
+        """The schema that rows take to go into a table that is there; `ConfigError` if none."""
+        from prefect_raybatch.publish.types import fitted
+
+        return fitted(wanted, there, self.what)
+
+    @abstractmethod
+    def existing(self) -> pa.Schema | None:
+        """The schema of the table that is there, None where there is none."""
+
+    @abstractmethod
+    def publish(self, rows: Rows, observe: Observe) -> str:
+        """Brings the rows there, unless they are: returns the version that has them, "" where there
+        are none. May be called by several at once and again after any crash."""
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """What the target's library raises as one line, without keys."""
+        try:
+            yield
+        except (RayBatchError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise PublishFailed(
+                f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
+                "whole; mend the cause and publish again: raybatch publish RUN_DIR"
+            ) from error
+
+    def scrub(self, error: object) -> str:
+        """The first line of an error, without values of options, catalog and URL that may be
+        keys."""
+        from prefect_raybatch.job.secrets import hide_users
+
+        line = next((line for line in str(error).splitlines() if line.strip()), "")
+        for value in _texts([self.target.options, self.target.catalog, self.options]):
+            if len(value) > 3:
+                line = line.replace(value, "***")
+        return str(hide_users(line))[:SHOWN]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in ("type", "name", "uri", "warehouse", "endpoint_url", "region"):
+                yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, str):
+        yield value
