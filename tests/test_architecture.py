@@ -63,6 +63,9 @@ AT_MODULE_LEVEL = {
     "jinja2": {"report.html"},
     "pynvml": set(),
     "s3fs": {"storage"},
+    "deltalake": set(),
+    "pyiceberg": set(),
+    "lance": set(),
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {

@@ -133,6 +133,8 @@ def show_plan(found: DryRun) -> None:
     table.add_row("columns", escape(", ".join(found.columns)))
     for number, (name, kind) in enumerate(found.result):
         table.add_row("" if number else "result", escape(f"{name}: {kind}"))
+    for number, line in enumerate(found.publish):
+        table.add_row("" if number else "publish to", escape(line))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")

@@ -8,6 +8,7 @@ can be checked without reading the input is checked here; `plan` checks the rest
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from prefect_raybatch.job import answer_schema, chat, sampling_ranges, tasks, vl
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
+    SCHEMES,
     SERVER,
     check_count,
     check_function,
@@ -31,6 +33,8 @@ from prefect_raybatch.job.checks import (
     template_fields,
     without_user,
 )
+from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
@@ -38,6 +42,7 @@ from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.secrets import CLEAR
+from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
 
 
 class Source(Group):
@@ -47,10 +52,13 @@ class Source(Group):
         1,
         title="Where",
         text="File, folder or glob, local or s3://, or a list of these. A folder is read "
-        "recursively. Files are taken in the order of their names.",
+        "recursively. Files are taken in the order of their names. Or the folder of a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = field(
-        2, "auto", title="Format", text="By default told from the file names' endings."
+    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+        2,
+        "auto",
+        title="Format",
+        text="By default told from the file names' endings, or what lies in the folder of a table.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -87,6 +95,35 @@ class Source(Group):
         text="Local folder that image paths in the rows lie in, on every node. By default rows "
         "name no local files.",
     )
+    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
+    version: str | None = field(
+        10,
+        None,
+        title="Version",
+        text="Of a table, to read it as it was: a version or snapshot number, a tag, or a "
+        "timestamp. By default as it is when the run is planned.",
+        min_length=1,
+    )
+    filter: str | None = field(
+        11,
+        None,
+        title="Filter",
+        text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
+    )
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | date):
+            return value
+        return str(value) if isinstance(value, int) else value.isoformat()  # as YAML reads them
+
+    @field_validator("filter")
+    @classmethod
+    def _filter(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_filter(value)
+        return value
 
     @field_validator("media_root")
     @classmethod
@@ -103,12 +140,43 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            check_uri(uri)
+            if format_of_scheme(scheme_of(uri)) is None:
+                check_uri(uri)
         return value
+
+    @model_validator(mode="after")
+    def _one_table(self) -> Source:
+        told = {format_of_scheme(scheme_of(uri)) for uri in self.uris} - {None}
+        name = self.table_format
+        if told - {name}:
+            raise ValueError(
+                f"uri: {self.uris[0]!r} does not go with format: {self.format}; leave format out, "
+                "and name a table or data set alone"
+            )
+        if name is not None and len(self.uris) > 1:
+            raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
+            raise ValueError(f"version: {self.format} files have no versions; remove it")
+        return self
 
     @property
     def uris(self) -> list[str]:
         return [self.uri] if isinstance(self.uri, str) else list(self.uri)
+
+    @property
+    def table_format(self) -> str | None:
+        """The table format that format or the scheme of the URI tells. A folder with format auto
+        may be a table as well, which only looking into it tells."""
+        if self.format in TABLE_FORMATS:
+            return self.format
+        if self.format == "auto" and len(self.uris) == 1:
+            return format_of_scheme(scheme_of(self.uris[0]))
+        return None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the URIs name files and folders, local or on S3."""
+        return all(scheme_of(uri) in SCHEMES for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.

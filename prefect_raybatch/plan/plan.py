@@ -209,12 +209,13 @@ def make_plan(
     numbers: bytes | None = None,
     engines: int | None = None,
     context: Mapping[str, Any] | None = None,
+    table: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`).
+    max_model_len: auto came to (`Plan.context`), `table` which table at which version was copied.
     """
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
@@ -251,6 +252,7 @@ def make_plan(
         numbers_table=names[2],
         row_bytes=round(row_bytes, 1),
         context=context,
+        table=table,
         quarantine=QUARANTINE_FOLDER,
     )
     return plan, tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
 from prefect_raybatch.job.publish import PublishTarget
-from prefect_raybatch.publish.types import converted_schema, to_schema
+from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 
 TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
@@ -34,10 +34,19 @@ class Rows:
     count: int
     schema: pa.Schema
     read: Callable[[], Iterator[pa.RecordBatch]]
+    # What was wrong with the rows themselves: libraries raise it as something else.
+    faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
         """The rows cast to a target's `schema`, by the names of its columns."""
-        return pa.RecordBatchReader.from_batches(schema, to_schema(self.read(), schema))
+        return pa.RecordBatchReader.from_batches(schema, self._cast(schema))
+
+    def _cast(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from to_schema(self.read(), schema)
+        except RayBatchError as error:
+            self.faults.append(error)
+            raise
 
     @property
     def marks(self) -> dict[str, str]:
@@ -66,25 +75,24 @@ class Sink(ABC):
                 f'pip install "prefect-raybatch[{self.extra}]"'
             )
 
-    def check(self, schema: pa.Schema) -> str:
-        """Whether columns of these types can be published there; a line that says to what.
+    def check(self, schema: pa.Schema, whole: bool = True) -> str:
+        """Whether columns of these types can be published there; a line that says to what. `whole`:
+        whether they are all columns of the result.
 
         Writes nothing. `ConfigError` names column and remedy; `PublishFailed` where the target does
         not answer.
         """
-        wanted = converted_schema(schema, self.target)
+        wanted = converted_schema(schema, self.target, whole)
         with self.plainly():
             there = self.existing()
         if there is None:
             return "is made when it is published to"
-        self.fit(wanted, there)
+        self.fit(wanted, there, whole)
         return "is there, and its columns fit"
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema) -> pa.Schema:
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
         """The schema that rows take to go into a table that is there; `ConfigError` if none."""
-        from prefect_raybatch.publish.types import fitted
-
-        return fitted(wanted, there, self.what)
+        return fitted(wanted, there, self.what, whole)
 
     @abstractmethod
     def existing(self) -> pa.Schema | None:
@@ -96,13 +104,16 @@ class Sink(ABC):
         are none. May be called by several at once and again after any crash."""
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """What the target's library raises as one line, without keys."""
+    def plainly(self, rows: Rows | None = None) -> Iterator[None]:
+        """What the target's library raises as one line, without keys; a fault of `rows` as it
+        was."""
         try:
             yield
         except (RayBatchError, KeyboardInterrupt):
             raise
         except Exception as error:
+            if rows is not None and rows.faults:
+                raise rows.faults.pop() from None
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
                 "whole; mend the cause and publish again: raybatch publish RUN_DIR"

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import PublishFailed
 from prefect_raybatch.publish.base import PROPERTY, TRIES, Observe, Rows, Sink
-from prefect_raybatch.publish.stores import object_store_options, place_of
+from prefect_raybatch.publish.stores import object_store_options
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import join
 
 VERSION = 1  # of our application transaction: a run is published once
 
@@ -33,7 +34,7 @@ class DeltaSink(Sink):
 
         app_id = f"{PROPERTY.rstrip('.')}:{rows.plan}"
         for _ in range(TRIES):
-            with self.plainly():
+            with self.plainly(rows):
                 handle = self._open() or self._create(rows)
                 observe("opened")
                 if handle is None or handle.transaction_version(app_id) is not None:
@@ -112,7 +113,7 @@ class DeltaSink(Sink):
 
     @property
     def _uri(self) -> str:
-        return place_of(self.target.uri or "")
+        return join(self.target.uri or "")
 
     @property
     def _keys(self) -> dict[str, str] | None:

@@ -38,23 +38,23 @@ class FilesSink(Sink):
     def existing(self) -> None:
         return None  # files of other runs may have other columns
 
-    def check(self, schema: pa.Schema) -> str:
-        wanted = converted_schema(schema, self.target)
+    def check(self, schema: pa.Schema, whole: bool = True) -> str:
+        wanted = converted_schema(schema, self.target, whole)
         for name in self.target.partition_by:
-            if not any(test(wanted.field(name).type) for test in PLAIN):
+            if name in wanted.names and not any(test(wanted.field(name).type) for test in PLAIN):
                 raise ConfigError(
                     f"{self.what}: partition_by: column {name!r} is of type "
                     f"{wanted.field(name).type}; partitions are texts, whole numbers, dates, or "
                     "yes and no"
                 )
-        if len(wanted) == len(self.target.partition_by):
+        if whole and len(wanted) == len(self.target.partition_by):
             raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
         return "gets files of its own"
 
     def publish(self, rows: Rows, observe: Observe) -> str:
         store = open_store(self.target.uri or "", self.options)
         mark = f"_{PROPERTY}{rows.plan[:16]}.json"
-        with self.plainly():
+        with self.plainly(rows):
             observe("opened")
             if _there(store, mark):
                 return ""

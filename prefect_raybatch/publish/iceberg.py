@@ -30,7 +30,7 @@ class IcebergSink(Sink):
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
         for _ in range(TRIES):
-            with self.plainly():
+            with self.plainly(rows):
                 catalog = self._catalog()
                 table = self._load(catalog) or self._create(catalog, rows)
                 if table is None:

@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.publish.base import PROPERTY, TRIES, Observe, Rows, Sink
-from prefect_raybatch.publish.stores import object_store_options, place_of
+from prefect_raybatch.publish.stores import object_store_options
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import join
 
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
 
@@ -24,7 +25,7 @@ class LanceSink(Sink):
             return None
         return found.schema
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema) -> pa.Schema:
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
         for name in self.target.key:
             if name in there.names and PRIMARY_KEY not in (there.field(name).metadata or {}):
                 raise ConfigError(
@@ -32,11 +33,11 @@ class LanceSink(Sink):
                     f"merges at once may both add a row: set {PRIMARY_KEY.decode()} on the field, "
                     "or name a data set that is not there, which is made with it"
                 )
-        return super().fit(wanted, there)
+        return super().fit(wanted, there, whole)
 
     def publish(self, rows: Rows, observe: Observe) -> str:
         for _ in range(TRIES):
-            with self.plainly():
+            with self.plainly(rows):
                 found = self._open()
                 observe("opened")
                 if found is None:
@@ -109,7 +110,7 @@ class LanceSink(Sink):
 
     @property
     def _uri(self) -> str:
-        return place_of(self.target.uri or "")
+        return join(self.target.uri or "")
 
     @property
     def _keys(self) -> dict[str, str] | None:

@@ -42,16 +42,21 @@ def open_sink(target: PublishTarget, run_key: str, options: Mapping[str, Any]) -
 
 
 def check_publish(
-    targets: Sequence[PublishTarget], run_key: str, options: Mapping[str, Any], schema: pa.Schema
+    targets: Sequence[PublishTarget],
+    run_key: str,
+    options: Mapping[str, Any],
+    schema: pa.Schema,
+    whole: bool = True,
 ) -> list[str]:
-    """A line a target on what publishing columns of these types would find. Writes nothing.
+    """A line a target on what publishing columns of these types would find; `whole`: they are all
+    columns of the result. Writes nothing.
 
     Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
     answer.
     """
     said = []
     for target in targets:
-        found = open_sink(target, run_key, options).check(schema)
+        found = open_sink(target, run_key, options).check(schema, whole)
         said.append(f"{target.label}: {target.place(run_key)} {found}")
     return said
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -39,11 +38,11 @@ class SqlSink(Sink):
         finally:
             engine.dispose()
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema) -> pa.Schema:
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
         """By name and nullability: types differ from database to database, and it converts."""
         named = {field.name: field.type for field in wanted}
         shown = [pa.field(f.name, named.get(f.name, pa.null()), f.nullable) for f in there]
-        return super().fit(wanted, pa.schema(shown))
+        return super().fit(wanted, pa.schema(shown), whole)
 
     def publish(self, rows: Rows, observe: Observe) -> str:
         from sqlalchemy.exc import IntegrityError, OperationalError
@@ -52,7 +51,7 @@ class SqlSink(Sink):
         wanted = converted_schema(rows.schema, self.target)
         try:
             for last in reversed(range(TRIES)):
-                with self.plainly():
+                with self.plainly(rows):
                     table, marks = self._tables(engine, wanted)
                     observe("opened")
                     if self._found(engine, marks, rows):
@@ -77,14 +76,14 @@ class SqlSink(Sink):
     def _insert(self, engine: Any, table: Any, marks: Any, rows: Rows, observe: Observe) -> None:
         from sqlalchemy import and_, bindparam
 
-        texts = engine.dialect.name == "sqlite"
+        wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
             note = {"hash": rows.plan, "run_key": rows.run_key, "rows": rows.count}
             connection.execute(marks.insert(), [note | {"at": datetime.now(UTC).isoformat()}])
             observe("in transaction")
             keys = self.target.key
             where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in keys))
-            for batch in _values(rows, texts):
+            for batch in _values(rows, wanted, engine.dialect.name):
                 if keys:
                     named = [{f"k_{name}": row[name] for name in keys} for row in batch]
                     connection.execute(table.delete().where(where), named)
@@ -180,29 +179,33 @@ def _sql_type(kind: Any, dialect: str) -> Any:
     return sql.Text()
 
 
-def _values(rows: Rows, texts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Rows as a database's driver takes them: nested values as JSON text; `texts`: decimals too."""
-    nested = {f.name for f in rows.schema if kinds.is_nested(f.type)}
-    zoned = {f.name for f in rows.schema if kinds.is_timestamp(f.type) and f.type.tz}
+def _values(rows: Rows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
+    """Rows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
+    text, too."""
+    change: dict[str, Callable[[Any], Any]] = {}
+    for given, kept in zip(rows.schema, wanted, strict=True):
+        if kinds.is_nested(given.type):
+            change[given.name] = _json
+        elif kinds.is_timestamp(given.type) and given.type.tz:
+            change[given.name] = _utc
+        elif kinds.is_decimal(kept.type) and dialect == "sqlite":
+            change[given.name] = str
     for batch in rows.read():
         for start in range(0, len(batch), ROWS):
-            yield [
-                {
-                    name: _value(value, name in nested, name in zoned, texts)
-                    for name, value in row.items()
-                }
-                for row in batch.slice(start, ROWS).to_pylist()
-            ]
+            values = batch.slice(start, ROWS).to_pylist()
+            for row in values:
+                for name, changed in change.items():
+                    if row[name] is not None:
+                        row[name] = changed(row[name])
+            yield values
 
 
-def _value(value: Any, nested: bool, zoned: bool, texts: bool) -> Any:
-    if value is None:
-        return None
-    if nested:
-        return json.dumps(value, default=as_json, ensure_ascii=False)
-    if zoned:
-        return value.astimezone(UTC)
-    return str(value) if texts and isinstance(value, Decimal) else value
+def _utc(value: Any) -> Any:
+    return value.astimezone(UTC)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=as_json, ensure_ascii=False)
 
 
 def as_json(value: Any) -> Any:

@@ -22,10 +22,13 @@ class Unfit(ValueError):
     """A type that a target cannot keep; says what to do."""
 
 
-def converted_schema(schema: pa.Schema, target: PublishTarget) -> pa.Schema:
-    """The columns as `target` keeps them. `ConfigError` names the one that it cannot keep."""
+def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
+    """The columns as `target` keeps them. `ConfigError` names the one that it cannot keep.
+
+    `whole`: whether these are all columns of the result.
+    """
     for name in (*target.key, *target.partition_by):
-        if name not in schema.names:
+        if whole and name not in schema.names:
             raise ConfigError(
                 f"output.publish: {target.label}: the result has no column {name!r} (columns: "
                 f"{', '.join(schema.names)})"
@@ -113,9 +116,10 @@ def _timestamp(kind: Any, where: str) -> pa.DataType:
     return pa.timestamp("us", kind.tz and "UTC")
 
 
-def fitted(wanted: pa.Schema, there: pa.Schema, what: str) -> pa.Schema:
+def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
     """The schema of a table that is there, in which rows of `wanted` go. `ConfigError` where a
-    column is missing, of another type, or null where the table takes none."""
+    column is missing, of another type, or null where the table takes none. `whole`: `wanted` are
+    all columns of the result."""
     for field in wanted:
         if field.name not in there.names:
             raise ConfigError(
@@ -129,7 +133,7 @@ def fitted(wanted: pa.Schema, there: pa.Schema, what: str) -> pa.Schema:
                 "in the result; cast one of them, or publish to another table"
             )
     for field in there:
-        if field.name not in wanted.names and not field.nullable:
+        if whole and field.name not in wanted.names and not field.nullable:
             raise ConfigError(
                 f"{what}: the table there has a column {field.name!r} that is never null, and the "
                 "result has none; let it be null, or give the result such a column"

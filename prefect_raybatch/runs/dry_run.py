@@ -15,6 +15,7 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -44,6 +45,7 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    publish: tuple[str, ...] = ()
 
 
 def dry_run(
@@ -65,9 +67,15 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
     model = resolved.pinned().model
     model_check.check(
-        job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
+        job.engine,
+        job.sampling,
+        model,
+        files=what_if is None,
+        paired=tasks.paired(job.prompt),
+        images=job.prompt.images,
     )
     chat_template.check_template(job, model)
     check_labels(job, model)
@@ -106,4 +114,5 @@ def dry_run(
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
+        publish=publish,
     )

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import Places, mark
+from prefect_raybatch.source.places import OPENED, Places, look, mark
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -35,8 +35,13 @@ ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
+WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,16 @@ class Inventory:
     """What a run reads.
 
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
-    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl or
-    dataset (of the source, also where the files are a snapshot of it).
+    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
+    arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
+    which table at which version, for the plan (`Plan.table`).
     """
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
     row_bytes: float
     format: str
+    table: Mapping[str, Any] | None = None
 
     @property
     def rows(self) -> int:
@@ -89,19 +96,44 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
 
 
 def detect_format(source: Source) -> str:
-    """parquet, csv or jsonl: `source.format`, or by the endings of the files.
+    """`source.format`, or what the folder of a table shows, or by the endings of the files.
 
     Raises SourceError when nothing is found, for a mixture and for unknown endings, and the
     store's errors.
     """
-    if source.format != "auto":
-        return source.format
+    table = table_format(source)
+    if table is not None or source.format != "auto":
+        return table or source.format
     return find(source)[0]
 
 
 def needs_snapshot(source: Source) -> bool:
     """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
     return detect_format(source) != "parquet"
+
+
+def table_format(source: Source) -> str | None:
+    """The table format of `source`: as it is named, or of a table's folder by what lies in it;
+    None where files are to be read. Raises the store's errors, and ConfigError where fields for
+    tables are set of files."""
+    found = source.table_format or (_by_look(source) if source.format == "auto" else None)
+    for name in ("version", "filter"):
+        if found is None and getattr(source, name) is not None:
+            raise ConfigError(f"source.{name}: is of tables ({', '.join(OPENED)}), not of files")
+    return found
+
+
+def _by_look(source: Source) -> str | None:
+    if len(source.uris) != 1:
+        return None
+    root, pattern = _as_it_stands(source.uris[0], source.options)
+    if pattern is not None or (ending(root)[0] and not _is_folder(root, source.uris[0])):
+        return None
+    return OPENED.get(look(open_store(root, source.options, links=True)) or "")
+
+
+def _is_folder(root: str, given: str) -> bool:
+    return given.endswith("/") if is_remote(root) else os.path.isdir(root)
 
 
 def find(source: Source) -> tuple[str, list[File]]:
@@ -240,7 +272,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
     if compression:
         dot, last = stem.rpartition(".")[1:]
     found = ENDINGS.get(dot + last)
-    if found == "parquet" and compression:
+    if found in WITHIN and compression:
         return None, compression
     return found, compression
 
@@ -260,10 +292,7 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         by_format.setdefault(ending(file.info.path)[0], []).append(file)
     unknown = by_format.pop(None, [])
     if unknown:
-        raise SourceError(
-            f"source.format: {some(unknown)}: the ending does not tell the format; set "
-            "source.format to parquet, csv or jsonl, or leave such files out with a glob"
-        )
+        raise SourceError(f"source.format: {some(unknown)}: {_unreadable(unknown[0])}")
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
@@ -272,6 +301,19 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         )
     kind, chosen = next(iter(by_format.items()))
     return str(kind), chosen
+
+
+def _unreadable(file: File) -> str:
+    """Why the name of a file does not tell how to read it, and what to do."""
+    if file.info.path.lower().endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
+        return (
+            "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
+            "brotli, or leave such files out with a glob"
+        )
+    return (
+        "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "
+        "or leave such files out with a glob"
+    )
 
 
 def some(files: Sequence[File]) -> str:
