@@ -15,16 +15,16 @@ from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 
-TRIES = 20  # of one publishing: each lost to another writer of the table
+PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
-SHOWN = 400  # characters of a library's error
+ERROR_SHOWN = 400  # characters of a library's error
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Rows:
+class AnsweredRows:
     """The answered rows of a run. `plan` is the key under which a target knows them; `read` gives
     them in input order, each time anew."""
 
@@ -99,12 +99,12 @@ class Sink(ABC):
         """The schema of the table that is there, None where there is none."""
 
     @abstractmethod
-    def publish(self, rows: Rows, observe: Observe) -> str:
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         """Brings the rows there, unless they are: returns the version that has them, "" where there
         are none. May be called by several at once and again after any crash."""
 
     @contextmanager
-    def plainly(self, rows: Rows | None = None) -> Iterator[None]:
+    def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
         """What the target's library raises as one line, without keys; a fault of `rows` as it
         was."""
         try:
@@ -119,6 +119,12 @@ class Sink(ABC):
                 "whole; mend the cause and publish again: raybatch publish RUN_DIR"
             ) from error
 
+    def lost(self) -> PublishFailed:
+        return PublishFailed(
+            f"{self.what}: {PUBLISH_TRIES} commits in a row lost to other writers of the table; "
+            "publish again when it is quieter: raybatch publish RUN_DIR"
+        )
+
     def scrub(self, error: object) -> str:
         """The first line of an error, without values of options, catalog and URL that may be
         keys."""
@@ -128,7 +134,7 @@ class Sink(ABC):
         for value in _texts([self.target.options, self.target.catalog, self.options]):
             if len(value) > 3:
                 line = line.replace(value, "***")
-        return str(hide_users(line))[:SHOWN]
+        return str(hide_users(line))[:ERROR_SHOWN]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import PublishFailed
-from prefect_raybatch.publish.base import PROPERTY, TRIES, Observe, Rows, Sink
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.stores import object_store_options
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.storage import join
@@ -29,11 +28,11 @@ class DeltaSink(Sink):
         table = self._open()
         return None if table is None else pa.schema(table.schema().to_arrow())
 
-    def publish(self, rows: Rows, observe: Observe) -> str:
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from deltalake.exceptions import CommitFailedError
 
         app_id = f"{PROPERTY.rstrip('.')}:{rows.plan}"
-        for _ in range(TRIES):
+        for _ in range(PUBLISH_TRIES):
             with self.plainly(rows):
                 handle = self._open() or self._create(rows)
                 observe("opened")
@@ -48,12 +47,9 @@ class DeltaSink(Sink):
                     continue  # another writer was first: perhaps with these rows
                 observe("committed")
                 return str(handle.version())
-        raise PublishFailed(
-            f"{self.what}: {TRIES} commits in a row lost to other writers of the table; publish "
-            "again when it is quieter: raybatch publish RUN_DIR"
-        )
+        raise self.lost()
 
-    def _commit(self, handle: Any, rows: Rows, app_id: str) -> None:
+    def _commit(self, handle: Any, rows: AnsweredRows, app_id: str) -> None:
         from deltalake import CommitProperties, Transaction, write_deltalake
 
         # No retries by the library: what it tries again it does not look for first.
@@ -93,7 +89,7 @@ class DeltaSink(Sink):
         except TableNotFoundError:
             return None
 
-    def _create(self, rows: Rows) -> Any:
+    def _create(self, rows: AnsweredRows) -> Any:
         """An empty table to commit to, or None where another writer made one meanwhile."""
         from deltalake import DeltaTable, Schema
         from deltalake.exceptions import DeltaError

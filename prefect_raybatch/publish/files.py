@@ -23,15 +23,21 @@ from pyarrow import types as kinds
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.publish.base import PROPERTY, Observe, Rows, Sink
+from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.sql import as_json
 from prefect_raybatch.publish.types import converted_schema, to_schema
 from prefect_raybatch.storage import Store, Sums, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
 FILE_BYTES = 256 << 20  # of Arrow data in one file
-NULL = "__HIVE_DEFAULT_PARTITION__"
-PLAIN = (kinds.is_string, kinds.is_large_string, kinds.is_integer, kinds.is_boolean, kinds.is_date)
+NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+PARTITION_TYPES = (
+    kinds.is_string,
+    kinds.is_large_string,
+    kinds.is_integer,
+    kinds.is_boolean,
+    kinds.is_date,
+)
 
 
 class FilesSink(Sink):
@@ -41,7 +47,9 @@ class FilesSink(Sink):
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
         wanted = converted_schema(schema, self.target, whole)
         for name in self.target.partition_by:
-            if name in wanted.names and not any(test(wanted.field(name).type) for test in PLAIN):
+            if name in wanted.names and not any(
+                test(wanted.field(name).type) for test in PARTITION_TYPES
+            ):
                 raise ConfigError(
                     f"{self.what}: partition_by: column {name!r} is of type "
                     f"{wanted.field(name).type}; partitions are texts, whole numbers, dates, or "
@@ -51,7 +59,7 @@ class FilesSink(Sink):
             raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
         return "gets files of its own"
 
-    def publish(self, rows: Rows, observe: Observe) -> str:
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         store = open_store(self.target.uri or "", self.options)
         mark = f"_{PROPERTY}{rows.plan[:16]}.json"
         with self.plainly(rows):
@@ -101,7 +109,7 @@ class _Partitions:
         self._numbers: dict[str, int] = {}
         self._made = 0
 
-    def files(self, rows: Rows, stem: str) -> Iterator[tuple[str, str]]:
+    def files(self, rows: AnsweredRows, stem: str) -> Iterator[tuple[str, str]]:
         """(path in the target, local file), as each is whole."""
         with local_disk():
             for batch in to_schema(rows.read(), self._schema):
@@ -178,9 +186,9 @@ class _File:
 
 def _quoted(value: Any) -> str:
     if value is None:
-        return NULL
+        return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return quote(text, safe="") or NULL
+    return quote(text, safe="") or NULL_FOLDER
 
 
 def _finite(value: Any) -> Any:

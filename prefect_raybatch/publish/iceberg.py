@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, PublishFailed
-from prefect_raybatch.publish.base import PROPERTY, TRIES, Observe, Rows, Sink
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 
 
@@ -26,10 +26,10 @@ class IcebergSink(Sink):
         table = self._load(self._catalog())
         return None if table is None else table.schema().as_arrow()
 
-    def publish(self, rows: Rows, observe: Observe) -> str:
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
-        for _ in range(TRIES):
+        for _ in range(PUBLISH_TRIES):
             with self.plainly(rows):
                 catalog = self._catalog()
                 table = self._load(catalog) or self._create(catalog, rows)
@@ -45,12 +45,9 @@ class IcebergSink(Sink):
                     continue
                 observe("committed")
                 return str(table.metadata.current_snapshot_id)
-        raise PublishFailed(
-            f"{self.what}: {TRIES} commits in a row lost to other writers of the table; publish "
-            "again when it is quieter: raybatch publish RUN_DIR"
-        )
+        raise self.lost()
 
-    def _found(self, table: Any, rows: Rows) -> str | None:
+    def _found(self, table: Any, rows: AnsweredRows) -> str | None:
         """The snapshot with the rows, where the table says that it has them."""
         for snapshot in table.metadata.snapshots:
             summary = snapshot.summary.additional_properties if snapshot.summary else {}
@@ -58,7 +55,7 @@ class IcebergSink(Sink):
                 return str(snapshot.snapshot_id)
         return table.properties.get(_property(rows)) and "an expired snapshot"
 
-    def _commit(self, table: Any, rows: Rows) -> None:
+    def _commit(self, table: Any, rows: AnsweredRows) -> None:
         retries = {"commit.retry.num-retries": "0"}
         # On this handle alone: the table's own properties are not touched.
         table.metadata = table.metadata.model_copy(
@@ -89,7 +86,7 @@ class IcebergSink(Sink):
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
 
-    def _create(self, catalog: Any, rows: Rows) -> Any:
+    def _create(self, catalog: Any, rows: AnsweredRows) -> Any:
         from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 
         try:
@@ -105,5 +102,5 @@ class IcebergSink(Sink):
             ) from None
 
 
-def _property(rows: Rows) -> str:
+def _property(rows: AnsweredRows) -> str:
     return f"{PROPERTY}published.{rows.plan}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, PublishFailed
-from prefect_raybatch.publish.base import PROPERTY, TRIES, Observe, Rows, Sink
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.stores import object_store_options
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.storage import join
@@ -35,8 +35,8 @@ class LanceSink(Sink):
                 )
         return super().fit(wanted, there, whole)
 
-    def publish(self, rows: Rows, observe: Observe) -> str:
-        for _ in range(TRIES):
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
+        for _ in range(PUBLISH_TRIES):
             with self.plainly(rows):
                 found = self._open()
                 observe("opened")
@@ -58,12 +58,9 @@ class LanceSink(Sink):
                     continue
                 observe("committed")
                 return str(self._open().version)
-        raise PublishFailed(
-            f"{self.what}: {TRIES} commits in a row lost to other writers; publish again when it "
-            "is quieter: raybatch publish RUN_DIR"
-        )
+        raise self.lost()
 
-    def _create(self, rows: Rows, observe: Observe) -> str | None:
+    def _create(self, rows: AnsweredRows, observe: Observe) -> str | None:
         """The version of the data set made; None where another writer made one meanwhile."""
         import lance
 
@@ -89,7 +86,7 @@ class LanceSink(Sink):
         observe("committed")
         return str(made.version)
 
-    def _own(self, found: Any, rows: Rows) -> str:
+    def _own(self, found: Any, rows: AnsweredRows) -> str:
         """The version of a data set that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(

@@ -14,7 +14,7 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.published import Published, note_published, read_published
 from prefect_raybatch.ledger.success import check_parts
-from prefect_raybatch.publish.base import Observe, Rows, Sink
+from prefect_raybatch.publish.base import AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.delta import DeltaSink
 from prefect_raybatch.publish.files import FilesSink
 from prefect_raybatch.publish.iceberg import IcebergSink
@@ -74,7 +74,7 @@ def publish(
     store's errors; what is published stays recorded.
     """
     store, plan = member.ledger.store, member.plan
-    rows: Rows | None = None
+    rows: AnsweredRows | None = None
     done = []
     for target in targets:
         record = read_published(store, target.label)
@@ -93,7 +93,7 @@ def publish(
     return done
 
 
-def _record(target: PublishTarget, rows: Rows, version: str) -> Published:
+def _record(target: PublishTarget, rows: AnsweredRows, version: str) -> Published:
     return Published(
         target=target.label,
         format=target.format,
@@ -106,11 +106,11 @@ def _record(target: PublishTarget, rows: Rows, version: str) -> Published:
     )
 
 
-def _rows(member: Member) -> Rows:
+def _rows(member: Member) -> AnsweredRows:
     if member.summary is None:
         raise CorruptRun(f"{member.ledger.store.uri} is not finished: it has no _SUCCESS")
     check_parts(member.ledger.store, member.summary.parts)
-    return Rows(
+    return AnsweredRows(
         plan=member.plan.hash,
         run_key=member.plan.run_key,
         job=member.plan.job_name,
@@ -132,7 +132,7 @@ def _check_record(
         )
 
 
-def _check_keys(target: PublishTarget, rows: Rows) -> None:
+def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
     """`ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
     if not target.key:
         return

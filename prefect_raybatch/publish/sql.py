@@ -16,11 +16,11 @@ import pyarrow as pa
 from pyarrow import types as kinds
 
 from prefect_raybatch.errors import ConfigError, PublishFailed
-from prefect_raybatch.publish.base import TRIES, Observe, Rows, Sink
+from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 
 OURS = "_raybatch_published"
-ROWS = 1000  # of one INSERT
+INSERT_ROWS = 1000  # of one INSERT
 
 
 class SqlSink(Sink):
@@ -44,13 +44,13 @@ class SqlSink(Sink):
         shown = [pa.field(f.name, named.get(f.name, pa.null()), f.nullable) for f in there]
         return super().fit(wanted, pa.schema(shown), whole)
 
-    def publish(self, rows: Rows, observe: Observe) -> str:
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from sqlalchemy.exc import IntegrityError, OperationalError
 
         engine = self._engine()
         wanted = converted_schema(rows.schema, self.target)
         try:
-            for last in reversed(range(TRIES)):
+            for last in reversed(range(PUBLISH_TRIES)):
                 with self.plainly(rows):
                     table, marks = self._tables(engine, wanted)
                     observe("opened")
@@ -73,7 +73,9 @@ class SqlSink(Sink):
             engine.dispose()
         raise PublishFailed(f"{self.what}: the database did not take the rows")
 
-    def _insert(self, engine: Any, table: Any, marks: Any, rows: Rows, observe: Observe) -> None:
+    def _insert(
+        self, engine: Any, table: Any, marks: Any, rows: AnsweredRows, observe: Observe
+    ) -> None:
         from sqlalchemy import and_, bindparam
 
         wanted = converted_schema(rows.schema, self.target)
@@ -90,7 +92,7 @@ class SqlSink(Sink):
                 connection.execute(table.insert(), batch)
             observe("inserted")
 
-    def _found(self, engine: Any, marks: Any, rows: Rows) -> bool:
+    def _found(self, engine: Any, marks: Any, rows: AnsweredRows) -> bool:
         with engine.connect() as connection:
             found = connection.execute(marks.select().where(marks.c.hash == rows.plan)).first()
         return found is not None
@@ -179,8 +181,8 @@ def _sql_type(kind: Any, dialect: str) -> Any:
     return sql.Text()
 
 
-def _values(rows: Rows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
+def _values(rows: AnsweredRows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
+    """AnsweredRows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
     text, too."""
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
@@ -191,8 +193,8 @@ def _values(rows: Rows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[s
         elif kinds.is_decimal(kept.type) and dialect == "sqlite":
             change[given.name] = str
     for batch in rows.read():
-        for start in range(0, len(batch), ROWS):
-            values = batch.slice(start, ROWS).to_pylist()
+        for start in range(0, len(batch), INSERT_ROWS):
+            values = batch.slice(start, INSERT_ROWS).to_pylist()
             for row in values:
                 for name, changed in change.items():
                     if row[name] is not None:
