@@ -499,17 +499,22 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     given += [f"--sizes={size}", f"--peer={kind}", f"--tensor-parallel={args.tensor_parallel}"]
     given += [f"--quantization={args.quantization}"] if args.quantization else []
     log = Path(args.out).with_name(f"{args.work}-{size}-{args.gpus}-{peer}.log")
+    return run_apart([__file__, *given], log, args.limit)
+
+
+def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
+    """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
         try:
             subprocess.run(
-                [sys.executable, __file__, *given],
+                [sys.executable, *command],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                timeout=args.limit,
+                timeout=limit,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"took over {args.limit:.0f} s"}
+            return {"error": f"took over {limit:.0f} s"}
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):

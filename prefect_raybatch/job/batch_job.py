@@ -41,6 +41,7 @@ from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.publish import PublishTarget, check_targets
+from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
 
@@ -366,14 +367,16 @@ class Prompt(Group):
 
 
 # Fields of vLLM that change nothing but what a result does not hold.
-NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval")
+NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 PROBABILITIES = "probabilities"  # the column of output.probabilities
+LOGPROBS = "logprobs"  # the column of sampling.logprobs
 
 MOST_REPLICAS = 4096
 MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LOGPROBS = 20  # unless engine.max_logprobs says more
 MOST_SEQUENCES = 65536
 
 
@@ -554,8 +557,8 @@ class Engine(Group):
         21,
         None,
         title="LoRA adapter",
-        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
-        "by its content in the plan.",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
+        "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
     )
     adapters: dict[str, str] = field(
         22,
@@ -758,11 +761,20 @@ class Output(Group):
         text="With engine.task embed: float16 takes half the room.",
     )
     publish: list[PublishTarget] = field(
-        21,
+        22,
         [],
         title="Publish to",
         text="Tables and folders of other systems that get the answered rows once the result is "
         "proved, each once.",
+    )
+    keep_answers: float | None = field(
+        21,
+        None,
+        title="Days that raw answers are kept",
+        text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
+        "kept. docs/increments.md.",
+        gt=0,
+        allow_inf_nan=False,
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
@@ -966,6 +978,14 @@ class BatchJob(Group):
     output: Output = field(6, title="Output", text="Where the result goes.")
     limits: Limits = field(7, Limits(), title="Limits", text="When to give up.")
     cluster: Cluster = field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+    reuse: str | None = field(
+        9,
+        None,
+        title="Reuse answers",
+        text="Run whose raw answers are taken over where a row's request is the same: its URI, or "
+        "latest for the newest complete run of this job in output.uri. docs/increments.md.",
+        min_length=1,
+    )
 
     @field_validator("name")
     @classmethod
@@ -1013,6 +1033,23 @@ class BatchJob(Group):
                 raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
         return self
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether a run looks its answers up and keeps them for later runs."""
+        return self.reuse is not None or self.output.keep_answers is not None
+
+    @field_validator("reuse")
+    @classmethod
+    def _reuse(cls, value: str | None) -> str | None:
+        if value is not None and value != "latest":
+            check_uri(value)
+        return value
+
+    @model_validator(mode="after")
+    def _with_reuse(self) -> BatchJob:
+        check_reuse(self)
+        return self
+
     @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:
         if (
@@ -1033,12 +1070,37 @@ class BatchJob(Group):
                 "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
                 "vllm, or leave finish_reason out"
             )
+        self._check_logprobs()
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(
                 "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
                 "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
+
+    def _check_logprobs(self) -> None:
+        told = (self.sampling.model_extra or {}).get("logprobs")
+        if told is None:
+            return
+        if type(told) is not int or told < 0:
+            raise ValueError(
+                f"sampling.logprobs: {str(told)[:80]!r} is no whole number from 0 on; give how "
+                "many of the most probable tokens to write beside each that was chosen"
+            )
+        if self.output.probabilities:
+            raise ValueError(
+                "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "sampling.logprobs: ray.data.llm does not tell them; set engine.stage to vllm"
+            )
+        most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
+        if isinstance(most, int) and 0 <= most < told:
+            raise ValueError(
+                f"sampling.logprobs: {told} is over the engine's {most}; lower it, or raise "
+                "engine.max_logprobs"
+            )
 
     @model_validator(mode="after")
     def _labels(self) -> BatchJob:
@@ -1071,10 +1133,6 @@ class BatchJob(Group):
                 raise ValueError(
                     f"sampling.{name}: output.schema_model is the form of each answer; keep one"
                 )
-        if (extra.get("n") or 1) > 1:
-            raise ValueError(
-                "sampling.n: the columns of output.schema_model hold one answer a row; leave it out"
-            )
         if extra.get("skip_special_tokens") is False:
             raise ValueError(
                 "sampling.skip_special_tokens: the end token would stand behind the JSON of "

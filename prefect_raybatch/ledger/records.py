@@ -150,6 +150,7 @@ class Plan:
     `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures};
     `table` where the input is a snapshot of a table: {format, uri, id, version, schema, ...}, its
     schema as `input_schema`, of all its columns.
+    `increment` in a run that reuses or keeps answers (`ledger/increments.py`).
     `quarantine` is the folder of failed rows, None in plans of before it was named.
     """
 
@@ -176,11 +177,12 @@ class Plan:
     context: Context | None = None
     table: InputTable | None = None
     quarantine: QuarantineFolder | None = None
+    increment: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         # Plans from before these fields keep their bytes and hash.
-        for name in ("numbers_table", "row_bytes", "context", "table", "quarantine"):
+        for name in ("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"):
             if value[name] is None:
                 del value[name]
         return dump(value)

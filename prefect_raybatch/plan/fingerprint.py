@@ -96,6 +96,8 @@ FREE = {
     "output.publish": "where else the rows go, once they are there",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",
+    "output.keep_answers": "how long raw answers stay, beside the result",
+    "reuse": "the same requests have the same answers; the plan of a run keeps its own",
     "limits": "when to give up; may be raised to finish a run",
     "cluster": "where it runs",
 }

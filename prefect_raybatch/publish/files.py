@@ -47,13 +47,11 @@ class FilesSink(Sink):
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
         wanted = converted_schema(schema, self.target, whole)
         for name in self.target.partition_by:
-            if name in wanted.names and not any(
-                test(wanted.field(name).type) for test in PARTITION_TYPES
-            ):
+            kind = wanted.field(name).type if name in wanted.names else pa.string()
+            if not any(test(kind) for test in PARTITION_TYPES):
                 raise ConfigError(
-                    f"{self.what}: partition_by: column {name!r} is of type "
-                    f"{wanted.field(name).type}; partitions are texts, whole numbers, dates, or "
-                    "yes and no"
+                    f"{self.what}: partition_by: column {name!r} is of type {kind}; partitions are "
+                    "texts, whole numbers, dates, or yes and no"
                 )
         if whole and len(wanted) == len(self.target.partition_by):
             raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")

@@ -182,7 +182,7 @@ def _sql_type(kind: Any, dialect: str) -> Any:
 
 
 def _values(rows: AnsweredRows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
-    """AnsweredRows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
+    """Rows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
     text, too."""
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):

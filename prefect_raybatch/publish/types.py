@@ -15,7 +15,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.publish import PublishTarget
 
 SIGNED = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
-WIDTH = {**{pa.int8(): 1, pa.int16(): 2, pa.int32(): 4, pa.int64(): 8}}
+WIDTHS = {**{pa.int8(): 1, pa.int16(): 2, pa.int32(): 4, pa.int64(): 8}}
 
 
 class Unfit(ValueError):
@@ -143,7 +143,7 @@ def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -
 
 def _takes(there: Any, given: Any) -> bool:
     """Whether values of a converted type go into a column of a table without loss."""
-    if there == given or (there in WIDTH and given in WIDTH and WIDTH[there] >= WIDTH[given]):
+    if there == given or (there in WIDTHS and given in WIDTHS and WIDTHS[there] >= WIDTHS[given]):
         return True
     if kinds.is_floating(there) and kinds.is_floating(given):
         return bool(there.bit_width >= given.bit_width)

@@ -136,6 +136,8 @@ class RunReport(FinishedRows):
     advice: tuple[Advice, ...] = ()
     # Told by records of their own, since the report is written before a run is published.
     published: tuple[Published, ...] = ()
+    # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
+    reuse: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -156,6 +158,8 @@ class RunReport(FinishedRows):
         value = asdict(self)
         if not self.published:
             del value["published"]
+        if not self.reuse:  # reports of other runs keep their bytes
+            del value["reuse"]
         return dump(value)
 
     @classmethod

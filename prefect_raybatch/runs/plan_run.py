@@ -137,6 +137,15 @@ def _checked(resolved: Resolved) -> Resolved:
     return replace(resolved, checked=True)
 
 
+def increment_of_job(resolved: Resolved, *args: Any, **more: Any) -> dict[str, Any] | None:
+    """As `increment.increment_for`, which is imported only for a job that reuses."""
+    if not resolved.job.keeps_answers:
+        return None
+    from prefect_raybatch.runs.increment import increment_for
+
+    return increment_for(resolved, *args, **more)
+
+
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     from prefect_raybatch import source
 
@@ -171,5 +180,6 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         engines=sized.engines_to_plan_for(job),
         context=context,
         table=found.table,
+        increment=increment_of_job(resolved, found, ledger.store, attempt, copied, run_key),
     )
     return ledger.create_plan(plan, tables)

@@ -213,6 +213,8 @@ CHANGED: dict[str, Any] = {
     "output.tool_calls_column": "calls",
     "output.normalize": False,
     "output.vector_type": "float16",
+    "output.keep_answers": 30.0,
+    "reuse": "latest",
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
