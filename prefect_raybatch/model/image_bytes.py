@@ -19,8 +19,8 @@ from prefect_raybatch.storage import is_remote
 
 CHANNELS = 3
 FRAMES = 2  # that Qwen's models make of one
-MAX_BYTES = 1 << 20
-FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_PROCESSOR_BYTES = 1 << 20
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def image_bytes(
@@ -66,7 +66,7 @@ def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
 
 def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """What the model's files say of its image processor; {} where that cannot be read here."""
-    for name in FILES:
+    for name in PROCESSOR_FILES:
         try:
             value = json.loads(_read(model, name))
         except (OSError, ValueError, RayBatchError):
@@ -80,7 +80,7 @@ def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
 def _read(model: Mapping[str, Any], name: str) -> bytes:
     source = str(model["source"])
     if is_remote(source) or Path(source).exists() or source == models.DEMO:
-        return models.store_of(model).read(name, MAX_BYTES)
+        return models.store_of(model).read(name, MAX_PROCESSOR_BYTES)
     from huggingface_hub import hf_hub_download
 
     try:
