@@ -12,7 +12,7 @@ from prefect_raybatch.model.image_bytes import image_bytes, processor_of
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.storage import Store
 
-ROWS_A_LOOK, LOOKS = 8, 3  # rows looked at in each of so many places
+ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
 
 
 def row_bytes(
@@ -51,7 +51,10 @@ def _sizes(job: BatchJob, found: Inventory, store: Store | None) -> Iterator[lis
     schema = found.schema.empty_table().select(names).schema
     reader = ShardReader(found.files, schema, store, job.source.options)
     starts = sorted(
-        {place * max(0, reader.rows - ROWS_A_LOOK) // (LOOKS - 1) for place in range(LOOKS)}
+        {
+            place * max(0, reader.rows - ROWS_A_LOOK) // (IMAGE_LOOKS - 1)
+            for place in range(IMAGE_LOOKS)
+        }
     )
     units = [(Unit(i, 0, min(ROWS_A_LOOK, reader.rows)), start) for i, start in enumerate(starts)]
     for task in reader.tasks(units, len(units), units_per_task=1):
