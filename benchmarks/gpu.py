@@ -239,7 +239,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    _init_ray()
+    init_ray()
     rows = make_rows(args.work, args.rows)
     share: dict[str, Any] = {}
     if engines > 1:
@@ -319,7 +319,7 @@ def peer_ours(
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, stage, folder)
-        _init_ray()
+        init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
         first = min(end for _, end, _ in progress.tally.ends) - START
@@ -360,7 +360,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         done = [receipt.stats.to_dict() for receipt in without_commits(job)]
     if sum(stats["rows"] for stats in done) != args.rows:
         raise SystemExit("rows are missing")
@@ -374,7 +374,7 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, "auto", "vllm", folder)
-        _init_ray()
+        init_ray()
         return resumed(job)
 
 
@@ -409,7 +409,7 @@ PEERS = {
 }
 
 
-def _init_ray() -> None:
+def init_ray(**options: Any) -> None:
     import ray
 
     names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
@@ -419,6 +419,7 @@ def _init_ray() -> None:
         logging_level="warning",
         log_to_driver=bool(os.environ.get("RAYBATCH_BENCH_LOG")),
         runtime_env={"env_vars": passed},
+        **options,
     )
     ray.data.DataContext.get_current().enable_progress_bars = False
 

@@ -1,7 +1,7 @@
 """Seconds, requests and memory of the ledger by the number of shards, on S3 or a local disk.
 
-The package's own code without engines: an input of real Parquet files (hard links of one file of a
-single tiny column, so that all footers are read and no space is needed), the plan, a commit of
+The package's own code without engines: an input of real Parquet files (copies of one file of a
+single tiny column, so that all footers are read and little space is needed), the plan, a commit of
 every shard but a few by synthetic receipts (rows left out on purpose, so that no pieces need to
 be made), what a driver does when it resumes, up to the read tasks it would hand to Ray, then the
 rest of the commits, finalize, status and verify. Each phase is a process of its own. The S3 server
@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,7 +90,7 @@ def _rss_mb() -> float:
 
 
 def make_input(args: argparse.Namespace, steps: Steps) -> None:
-    """`files` Parquet files of together `rows` rows: hard links of at most two files."""
+    """`files` Parquet files of together `rows` rows: copies of at most two files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,7 +102,7 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
             rows = args.rows // args.files + (number < args.rows % args.files)
             path = folder / f"{number:06d}.parquet"
             if rows in made:
-                os.link(made[rows], path)
+                shutil.copyfile(made[rows], path)
             else:
                 table = pa.table({"n": pa.array([7], pa.int32()).take([0] * min(rows, 1 << 20))})
                 with pq.ParquetWriter(path, table.schema) as writer:
@@ -115,7 +116,7 @@ def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         from prefect_raybatch.runs.plan_run import plan_run
     with steps.step("inventory, plan, write") as counts:
-        made = plan_run(_job(args), RUN_KEY)
+        made = plan_run(job_of(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
 
 
@@ -131,7 +132,7 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     plan = ledger.load_plan()
     assert plan is not None
     shards = ledger.shards(plan)
-    receipt = _receipts()
+    receipt = receipts()
     todo = np.flatnonzero(~ledger.committed(plan)).tolist()
     if len(todo) > args.pending:
         todo = todo[: -args.pending]
@@ -150,7 +151,7 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
         counts["commits"], counts["writers"] = len(todo), args.writers
 
 
-def _receipts() -> Callable[[int, int], Any]:
+def receipts() -> Callable[[int, int], Any]:
     """A function (shard, rows) -> receipt of about the size a real one has."""
     import uuid
 
@@ -182,7 +183,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
         from prefect_raybatch.driver.driver import Driver
         from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store
-    job, store = _job(args), open_store(_run_folder(args))
+    job, store = job_of(args), open_store(_run_folder(args))
     ledger = Ledger(store)
     with steps.step("load the plan"):
         plan = ledger.load_plan()
@@ -198,7 +199,7 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
             have = Capacity(16, 0, 1, "nowhere")
             size = sizes_of(job, plan.rows, 0, have, planned=plan.rows_per_shard)
             pipeline = Pipeline(job, plan, shards, store, "attempt", size, {}, shuffle="attempt")
-            datasource = ShardDatasource(pipeline.reader, pipeline._tasks(units, False))
+            datasource = ShardDatasource(pipeline.reader, pipeline.read_tasks(units, False))
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough
 
@@ -238,7 +239,7 @@ def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         from prefect_raybatch.runs.finalize_run import finalize_run
         from prefect_raybatch.runs.plan_run import plan_run
-    job = _job(args)
+    job = job_of(args)
     with steps.step("finalize"):
         finalize_run(job, plan_run(job, RUN_KEY))
 
@@ -267,7 +268,7 @@ PHASES: dict[str, Callable[[argparse.Namespace, Steps], None]] = {
 }
 
 
-def _job(args: argparse.Namespace) -> Any:
+def job_of(args: argparse.Namespace) -> Any:
     from prefect_raybatch.job.batch_job import BatchJob
 
     return BatchJob.from_dict(
@@ -284,7 +285,7 @@ def _job(args: argparse.Namespace) -> Any:
 
 
 def _output(args: argparse.Namespace) -> str:
-    return f"s3://{BUCKET}/{args.shards}" if args.store == "s3" else f"{args.folder}/out"
+    return f"s3://{BUCKET}/{Path(args.folder).name}" if args.store == "s3" else f"{args.folder}/out"
 
 
 def _run_folder(args: argparse.Namespace) -> str:
@@ -316,13 +317,13 @@ def main() -> int:
         return 0
     with (
         tempfile.TemporaryDirectory(prefix="raybatch-ledger-", dir=args.folder) as folder,
-        _server(args, folder) as environment,
+        server(args, folder, args.json) as environment,
     ):
         return measure(args, folder, environment)
 
 
 @contextmanager
-def _server(args: argparse.Namespace, folder: str) -> Iterator[dict[str, str]]:
+def server(args: argparse.Namespace, folder: str, quiet: bool = False) -> Iterator[dict[str, str]]:
     """The environment of the phases, with an S3 server behind it where one is wanted."""
     if args.store == "local":
         yield dict(os.environ)
@@ -330,11 +331,11 @@ def _server(args: argparse.Namespace, folder: str) -> Iterator[dict[str, str]]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from s3server import start_s3
 
-    with start_s3(Path(folder) / "s3") as server:
-        server.create_bucket(BUCKET)
-        if not args.json:
-            print(f"S3 server: {server.kind}")
-        yield {**os.environ, **server.env}
+    with start_s3(Path(folder) / "s3") as s3:
+        s3.create_bucket(BUCKET)
+        if not quiet:
+            print(f"S3 server: {s3.kind}")
+        yield {**os.environ, **s3.env}
 
 
 def measure(args: argparse.Namespace, folder: str, environment: dict[str, str]) -> int:

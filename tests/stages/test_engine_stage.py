@@ -495,6 +495,22 @@ def test_an_engine_knows_of_thinking_where_the_answer_has_a_form(groups, given):
     assert spec.sampling.get("skip_special_tokens") is (False if parsed else None)
 
 
+@pytest.mark.parametrize(
+    ("engine", "backend"),
+    [
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"pipeline_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray"),
+        ({}, None),
+    ],
+)
+def test_gpus_of_an_engine_are_driven_by_processes_of_its_own(engine, backend):
+    """Left to itself vLLM takes the placement group that the run may stand in, and waits there for
+    GPUs that the actor already holds."""
+    spec = spec_of(make_job(engine=engine), gpus=2)
+    assert spec.arguments.get("distributed_executor_backend") == backend
+
+
 GIB = 2**30
 
 
