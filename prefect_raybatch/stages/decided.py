@@ -33,7 +33,7 @@ Ask = Callable[[Sequence["Request"]], list["Completion"]]
 
 # Sampling fields beside which an answer may be cut short. Any other may look at later tokens, end
 # an answer by itself or change what is written of it.
-BESIDE = frozenset(
+ALLOWED_BESIDE = frozenset(
     [
         *("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -164,7 +164,7 @@ class EarlyStopping:
         """How a request of these fields is cut short; None where it is asked as it is."""
         given = {name: value for name, value in params.items() if value is not None}
         labels = _labels(given)
-        if labels is None or not given.keys() <= BESIDE:
+        if labels is None or not given.keys() <= ALLOWED_BESIDE:
             return None
         if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
             return None

@@ -178,6 +178,7 @@ class EngineStage:
 
     sampler: Sampler | None = None
     _note = note.Note("")
+    _early = EarlyStopping("off", lambda: None)
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
