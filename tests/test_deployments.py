@@ -78,7 +78,8 @@ def form_is_whole(schema: dict[str, Any]) -> None:
             assert shown["title"] and shown["description"], f"{name}.{field}"
             positions.append(shown["position"])
         assert len(set(positions)) == len(positions), name
-    assert groups["Source"]["properties"]["format"]["enum"] == ["auto", "parquet", "csv", "jsonl"]
+    formats = groups["Source"]["properties"]["format"]["enum"]
+    assert formats == ["auto", "parquet", "csv", "jsonl", "arrow"]
     assert groups["Engine"]["properties"]["device"]["enum"] == ["auto", "gpu", "cpu"]
     assert "schema" in groups["Output"]["properties"]  # by its alias, as a person writes it
     # The form shows a union as tabs: fewest of them, and none with the name of a Python type.

@@ -207,8 +207,8 @@ def show_report(report: RunReport, fresh: bool) -> None:
     )
     table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
     table.add_row("result", escape(f"{report.run}/data/"))
-    if report.failed:
-        table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
+    if failed := report.quarantine_folder:
+        table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
     table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     show_rows(stage_table(report))
@@ -306,7 +306,7 @@ def show_chain(found: ChainVerdict) -> None:
     if found.ok:
         out.print(
             f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
-            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine/ + "
+            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine + "
             f"{found.skipped:,} left out, each once"
         )
         return
@@ -353,7 +353,7 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
     if found.ok:
         out.print(
             f"[green]proved[/]: {found.rows:,} planned rows = {found.data:,} in data/ + "
-            f"{found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+            f"{found.quarantined:,} in quarantine + {found.skipped:,} left out, each once"
         )
     else:
         out.print(f"[red]not proved[/]: {escape(run_dir)}")

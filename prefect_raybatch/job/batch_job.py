@@ -31,6 +31,7 @@ from prefect_raybatch.job.checks import (
     template_fields,
     without_user,
 )
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
@@ -48,7 +49,7 @@ class Source(Group):
         text="File, folder or glob, local or s3://, or a list of these. A folder is read "
         "recursively. Files are taken in the order of their names.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = field(
+    format: Literal["auto", "parquet", "csv", "jsonl", "arrow"] = field(
         2, "auto", title="Format", text="By default told from the file names' endings."
     )
     limit: int | None = field(
@@ -86,6 +87,8 @@ class Source(Group):
         text="Local folder that image paths in the rows lie in, on every node. By default rows "
         "name no local files.",
     )
+
+    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
 
     @field_validator("media_root")
     @classmethod

@@ -1,6 +1,6 @@
 """What everything in a run directory is called: paths relative to it.
 
-data/, quarantine/           the result
+data/, _quarantine/          the result (quarantine/ in runs of earlier versions: the plan says)
 _SUCCESS                     written last: the result is complete
 _raybatch/                   records, and what is needed until the end
 """
@@ -10,7 +10,12 @@ from __future__ import annotations
 import re
 
 SUCCESS = "_SUCCESS"
-FOLDERS = {"data": "data", "quarantine": "quarantine"}  # of the result, by kind of piece
+KINDS = ("data", "quarantine")  # of pieces, and of the files of the result
+DATA_FOLDER = "data"
+# Readers of a whole run directory leave names with _ out, so that failed rows are not among theirs.
+QUARANTINE_FOLDER = "_quarantine"
+EARLIER_QUARANTINE = "quarantine"  # of runs whose plan names none
+RESULT_FOLDERS = (DATA_FOLDER, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
 
 RECORDS = "_raybatch"
 PLAN = f"{RECORDS}/plan.json"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import digest, dump
@@ -19,6 +20,7 @@ FINGERPRINTED = {
     "source.format": "other parsing, other values",
     "source.limit": "other rows",
     "source.columns": "other columns in the result",
+    "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
     "prompt.function": "other requests; its module's source counts",
@@ -163,6 +165,8 @@ def fingerprint(
     for name in PROMPT_LATER:
         if parts["prompt"][name] == Prompt.model_fields[name].default:
             del parts["prompt"][name]
+    if job.source.csv != Csv():
+        parts["source.csv"] = job.source.csv.model_dump(mode="json", exclude_defaults=True)
     if job.output.reasoning_parser:
         parts["output.reasoning_parser"] = job.output.reasoning_parser
     if job.output.tool_parser:

@@ -15,6 +15,7 @@ from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob, Prompt
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.secrets import hide_argument, is_masked
+from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
@@ -248,5 +249,6 @@ def make_plan(
         numbers_table=names[2],
         row_bytes=round(row_bytes, 1),
         context=context,
+        quarantine=QUARANTINE_FOLDER,
     )
     return plan, tables

@@ -205,7 +205,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         value = job.to_dict()
     made = BatchJob.from_dict(with_fields(value, overrides), told)
     source = {
-        "uri": f"{parent.ledger.store.uri}/quarantine",
+        "uri": f"{parent.ledger.store.uri}/{parent.plan.folders['quarantine']}",
         "format": "parquet",
         "rows_per_shard": made.source.rows_per_shard,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,15 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
     )
+
+
+def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
+    """planned, unfinished or completed, by a listing alone. Raises `NoSuchRun`."""
+    ledger = Ledger(open_store(uri, options))
+    plan = need_plan(ledger)
+    if ledger.finished(plan) is not None:
+        return "completed"
+    return "unfinished" if ledger.committed(plan).any() else "planned"
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:

@@ -12,10 +12,11 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import RESULTS, Places, mark
+from prefect_raybatch.source.places import Places, mark
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -34,8 +35,13 @@ ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
+WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Inventory:
     """What a run reads.
 
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
-    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl or
-    dataset (of the source, also where the files are a snapshot of it).
+    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl, arrow
+    or dataset (of the source, also where the files are a snapshot of it).
     """
 
     files: tuple[InputFile, ...]
@@ -88,7 +94,7 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
 
 
 def detect_format(source: Source) -> str:
-    """parquet, csv or jsonl: `source.format`, or by the endings of the files.
+    """parquet, csv, jsonl or arrow: `source.format`, or by the endings of the files.
 
     Raises SourceError when nothing is found, for a mixture and for unknown endings, and the
     store's errors.
@@ -170,7 +176,7 @@ def reaches(given: str, output: str) -> bool:
         uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
     )
     below = [part for part in inner[len(outer) :].split("/") if part]
-    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS)
     return any(matches(path, pattern.split("/")) for path in results)
 
 
@@ -239,7 +245,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
     if compression:
         dot, last = stem.rpartition(".")[1:]
     found = ENDINGS.get(dot + last)
-    if found == "parquet" and compression:
+    if found in WITHIN and compression:
         return None, compression
     return found, compression
 
@@ -259,10 +265,7 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         by_format.setdefault(ending(file.info.path)[0], []).append(file)
     unknown = by_format.pop(None, [])
     if unknown:
-        raise SourceError(
-            f"source.format: {some(unknown)}: the ending does not tell the format; set "
-            "source.format to parquet, csv or jsonl, or leave such files out with a glob"
-        )
+        raise SourceError(f"source.format: {some(unknown)}: {_unreadable(unknown[0])}")
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
@@ -271,6 +274,19 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         )
     kind, chosen = next(iter(by_format.items()))
     return str(kind), chosen
+
+
+def _unreadable(file: File) -> str:
+    """Why the name of a file does not tell how to read it, and what to do."""
+    if file.info.path.lower().endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
+        return (
+            "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
+            "brotli, or leave such files out with a glob"
+        )
+    return (
+        "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "
+        "or leave such files out with a glob"
+    )
 
 
 def some(files: Sequence[File]) -> str:

@@ -18,6 +18,8 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.csv_text import csv_tables
 from prefect_raybatch.source.find import File, Inventory, ending, find, some
 from prefect_raybatch.source.hive import add_columns, path_types
+from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
+from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
@@ -31,7 +33,7 @@ Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
 
 
 def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
-    """Copy CSV or JSON Lines to Parquet under `_raybatch/input/ATTEMPT-UUID/` of `run_store`.
+    """Copy files that are no Parquet to it, under `_raybatch/input/ATTEMPT-UUID/` of `run_store`.
 
     The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
     are int64, float64, bool or string, whichever is the narrowest that gives each value back as
@@ -50,7 +52,7 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
 
     def blocks() -> Blocks:
         for file in files:
-            for table in _tables(kind, file, source.columns, known, hive):
+            for table in _tables(kind, file, source, known, hive):
                 yield file.uri, table
 
     shape = _shape(kind, source.columns, hive)
@@ -74,18 +76,19 @@ def peek(source: Source) -> Inventory:
     hive = path_types(file.values for file in files)
     shape = _shape(kind, source.columns, hive)
     known: dict[str, None] = {}
-    table = next(_tables(kind, files[0], source.columns, known, hive), None)
+    table = next(_tables(kind, files[0], source, known, hive), None)
     if table is None or not table.num_rows:
         raise SourceError(f"{files[0].uri}: has no rows to look at")
     shape.see(files[0].uri, table)
     check_columns(source.columns, list(known), files[0].uri)
     schema = written(shape.schema)
-    stored = _stored_row_bytes(files[0])
+    stored = _stored_row_bytes(kind, files[0])
     chosen, left = [], source.limit
     for file in files:
         rows = max(1, round(file.info.size / stored))
         if (
             len(files) == 1
+            and kind != "arrow"
             and file.info.size <= streams.BLOCK_BYTES
             and not ending(file.info.path)[1]
         ):
@@ -109,14 +112,16 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
     for number in sorted(chosen) if len(files) > most else range(len(files)):
         file = files[number]
         shape = _shape(kind, source.columns, hive)
-        table = next(_tables(kind, file, source.columns, {}, hive), None)
+        table = next(_tables(kind, file, source, {}, hive), None)
         if table is not None and table.num_rows:
             shape.see(file.uri, table)
             yield file.uri, conform(table, written(shape.schema))
 
 
-def _stored_row_bytes(file: File) -> float:
-    """Bytes in the file, compressed or not, that its first lines take each."""
+def _stored_row_bytes(kind: str, file: File) -> float:
+    """Bytes in the file, compressed or not, that its first rows take each."""
+    if kind == "arrow":
+        return file.info.size / max(1, arrow_rows(file))
     with file.store.open(file.info.path) as handle:
         data = handle.read(streams.BLOCK_BYTES // 8)
     compression = ending(file.info.path)[1]
@@ -127,27 +132,35 @@ def _stored_row_bytes(file: File) -> float:
         with suppress(OSError):  # the sample ends within a compressed block
             while part := stream.read(1 << 16):
                 data += part
+    if kind == "jsonl" and is_array(file):  # often all in one line
+        block = next(array_blocks(file), (1, b"\n"))[1]
+        return size / max(1, len(data)) * len(block) / block.count(b"\n")
     return size / max(1, data.count(b"\n"))
 
 
 def _tables(
     kind: str,
     file: File,
-    columns: Sequence[str] | None,
+    source: Source,
     known: dict[str, None],
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[pa.Table]:
     """Blocks of a file with the columns of its path, whose types are `hive`; notes all names."""
+    columns = source.columns
     told = [name for name, _ in file.values]
     check_columns(None, [name for name in told if name in (columns or told)], file.uri)
-    for table in (csv_tables if kind == "csv" else json_tables)(file, columns, known):
+    if kind == "csv":
+        tables = csv_tables(file, columns, known, source.csv)
+    else:
+        tables = {"jsonl": json_tables, "arrow": arrow_tables}[kind](file, columns, known)
+    for table in tables:
         known.update(dict.fromkeys(told))
         yield add_columns(table, file.uri, file.values, hive, columns) if told else table
 
 
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
-    csv = kind == "csv"
-    return Shape(strict=csv, text=csv, union=True, order=columns or (), typed=hive)
+    csv, json = kind == "csv", kind == "jsonl"
+    return Shape(strict=not json, text=csv, union=csv or json, order=columns or (), typed=hive)
 
 
 def _check_unchanged(files: Sequence[File]) -> None:

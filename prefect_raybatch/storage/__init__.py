@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.storage.ahead import read_ahead
+from prefect_raybatch.storage.arrow_files import arrow_filesystem
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
@@ -24,6 +25,7 @@ __all__ = [
     "S3Store",
     "Store",
     "Sums",
+    "arrow_filesystem",
     "contains",
     "footer_digest",
     "holds",
