@@ -284,9 +284,9 @@ LABELS = [
 def test_answers_stopped_early_are_those_written_out(
     engine: SteppedEngine, tokenizer: Any, way: EarlyStop
 ) -> None:
-    kinds: list[dict] = [{"temperature": 0}, {"temperature": 3}]
+    kinds: list[dict] = [{"temperature": 0}, {"temperature": 2}]
     kinds += [{"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
-    kinds += [{"temperature": 3, "n": 3, "top_k": 200}]
+    kinds += [{"temperature": 2, "n": 3, "top_k": 200}]
     fields = [{**k, "choice": c, "max_tokens": 40} for c in LABELS for k in kinds]
     requests = [
         Request([5 + i, 6 + i % 7, 7], {**f, **({"seed": i} if f["temperature"] else {})})
@@ -303,8 +303,9 @@ def test_answers_stopped_early_are_those_written_out(
     odd = [i for i, (a, b) in enumerate(zip(*texts[:2], strict=True)) if a != b]
     wrong = [i for i, (a, b) in enumerate(zip(texts[0], texts[2], strict=True)) if a != b]
     assert len(wrong) <= len(odd), [(fields[i % 16], texts[0][i], texts[2][i]) for i in wrong]
+    assert [row.error for row in [*whole, *made] if row.error] == []
     assert {row.finish_reason for row in [*whole, *made]} == {"stop"}
-    assert len({t for text in texts[2] for t in text}) >= 10
+    assert len({t for text in texts[2] for t in text}) >= 8
 
 
 def spelt(tokenizer: Any, row: Completion) -> list[str]:
