@@ -51,6 +51,10 @@ class StoreUnavailable(StoreError):
     transient = True
 
 
+class CredentialsUnusable(StoreError):
+    """The store was asked with credentials that have expired, or with none at all."""
+
+
 class BadUpload(StoreError):
     """The store keeps other bytes than it was sent; what they were made from is kept."""
 
@@ -108,6 +112,12 @@ class JobLost(RayBatchError):
 
 class JobStopped(RayBatchError):
     """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
+
+
+class PublishFailed(RayBatchError):
+    """A target of output.publish did not take the rows; the result in data/ is whole and stays."""
+
+    transient = True
 
 
 def is_transient(error: BaseException) -> bool:

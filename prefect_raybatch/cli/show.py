@@ -21,7 +21,7 @@ from rich.table import Table
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import duration, failure_table, stage_table
+from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ class TerminalProgress(Listener):
             self.bar.add_task("rows", total=progress.rows, note="")
             self.bar.start()
         note = _progress_line(progress, self.phase)
-        self.bar.update(self.bar.task_ids[0], completed=progress.done, note=note)
+        # The total as well: a run that reuses has asks of its own first.
+        done, rows = progress.done, progress.rows
+        self.bar.update(self.bar.task_ids[0], completed=done, total=rows, note=note)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -133,6 +135,8 @@ def show_plan(found: DryRun) -> None:
     table.add_row("columns", escape(", ".join(found.columns)))
     for number, (name, kind) in enumerate(found.result):
         table.add_row("" if number else "result", escape(f"{name}: {kind}"))
+    for number, line in enumerate(found.publish):
+        table.add_row("" if number else "publish to", escape(line))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
@@ -151,6 +155,8 @@ def show_plan(found: DryRun) -> None:
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
     table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
     table.add_row("run directory", escape(found.run))
+    for number, line in enumerate(reuse_lines(found)):
+        table.add_row("" if number else "reuse", escape(line))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
     for name in ("size", "value", "why"):
@@ -164,6 +170,24 @@ def show_plan(found: DryRun) -> None:
         _show_prompts(found.tokens)
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
+
+
+def reuse_lines(found: DryRun) -> list[str]:
+    """How many rows of a job that reuses would be asked, and why not fewer."""
+    if found.reuse is None:
+        return []
+    reuse = found.reuse
+    lines = [
+        f"{counted(reuse.counts.asked, 'row')} asked, {reuse.counts.reused:,} with an earlier "
+        f"run's answer, {reuse.counts.merged:,} with another row's"
+    ]
+    if reuse.counts.none:
+        lines.append(f"{counted(reuse.counts.none, 'row')} make no request and will fail")
+    lines += [f"answers of {run}" for run in reuse.earlier]
+    if not reuse.earlier:
+        lines.append("no earlier run of this job keeps answers")
+    lines += [f"nothing is taken over: {line}" for line in reuse.differs]
+    return lines
 
 
 def _show_prompts(tokens: PromptLengths) -> None:
@@ -209,6 +233,8 @@ def show_report(report: RunReport, fresh: bool) -> None:
     table.add_row("result", escape(f"{report.run}/data/"))
     if failed := report.quarantine_folder:
         table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
+    for made in report.published:
+        table.add_row(escape(f"published: {made.target}"), escape(published_text(made)))
     table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     show_rows(stage_table(report))
@@ -340,6 +366,9 @@ def show_status(found: Status) -> None:
     for beat in found.beats:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
+    if found.asks is not None and found.asks.state != "completed":
+        out.print("what nobody has answered is asked first:")
+        show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
     if found.stopped is not None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prefect_raybatch.ledger.failures import FailureKey, failure_texts
+from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.words import counted
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
@@ -122,13 +124,21 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("From the prefix cache", cached_share(tokens)),
         ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
+        *reuse_rows(report.reuse),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
     ]
+    rows += [(f"Published: {one.target}", published_text(one)) for one in report.published]
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def published_text(one: Published) -> str:
+    """`delta s3://lake/answers, 9,998 rows, version 12`."""
+    version = f", version {one.version}" if one.version else ""
+    return f"{one.format} {one.place}, {counted(one.rows, 'row')}{version}"
 
 
 def _cut_off(tokens: Mapping[str, float]) -> str:
@@ -144,6 +154,21 @@ def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
         rows.append(("Rows with the request of another", f"{same:,.0f}, inferred once a shard"))
     if cut := tokens.get("truncated", 0):
         rows.append(("Prompts cut to fit", f"{cut:,.0f}"))
+    return rows
+
+
+def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What a run took over and saved, (name, value); nothing of one that reuses nothing."""
+    if not reuse:
+        return []
+    rows = [
+        ("Rows with an earlier run's answer", f"{reuse.get('reused', 0):,.0f}"),
+        ("Rows with another row's answer", f"{reuse.get('merged', 0):,.0f}"),
+        ("Rows asked", f"{reuse.get('asked', 0):,.0f}"),
+        ("Tokens saved", f"{reuse.get('saved_tokens', 0):,.0f}"),
+    ]
+    if (seconds := reuse.get("saved_seconds")) is not None:
+        rows.append(("GPU-seconds saved, about", f"{seconds:,.0f}"))
     return rows
 
 

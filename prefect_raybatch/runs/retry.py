@@ -30,8 +30,9 @@ from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs.plan_run import check_schema_names
+from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
 from prefect_raybatch.runs.run import Run, run_of
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
@@ -150,7 +151,9 @@ def retry_request(
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
     check_schema_names(known.job.output)
-    planning.check_against_schema(known.job, decode_schema(parent.plan.input_schema))
+    schema = decode_schema(parent.plan.input_schema)
+    planning.check_against_schema(known.job, schema)
+    check_targets_of(known.job, schema, family.next_key)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
@@ -223,7 +226,8 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
     rows = _FailedRows(parent, asked.selection["errors"], children)
-    found = source.snapshot_tables(rows.tables, ledger.store, uuid.uuid4().hex)
+    attempt = uuid.uuid4().hex
+    found = source.snapshot_tables(rows.tables, ledger.store, attempt)
     numbers = rows.numbers()
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
@@ -242,6 +246,10 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         numbers=numbers_table(numbers),
         engines=sized.engines_to_plan_for(job),
         context=context,
+        # Failures are not stored, so there is nothing that these rows could take over.
+        increment=increment_of_job(
+            resolved, found, ledger.store, attempt, True, family.next_key, earlier=False
+        ),
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

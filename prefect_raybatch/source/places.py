@@ -30,12 +30,7 @@ RUN = "run"
 QUARANTINES = {QUARANTINE_FOLDER, EARLIER_QUARANTINE}  # one of them, as the plan says
 FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
-RIGHTS = {  # what gives a table's rows, for the message
-    "Delta": "deltalake.DeltaTable(...).to_pyarrow_table()",
-    "Iceberg": "pyiceberg's table.scan().to_arrow()",
-    "Hudi": "Spark",
-    "Lance": "lance.dataset(...).to_table()",
-}
+OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as which source.format
 
 
 def mark(path: str) -> tuple[str, str] | None:
@@ -54,7 +49,7 @@ def mark(path: str) -> tuple[str, str] | None:
     return (above, RUN) if f"{folder}/{name}" == PLAN else None
 
 
-def _look(store: Store) -> str | None:
+def look(store: Store) -> str | None:
     """What lies at the root of `store`: a kind of table, RUN, or None."""
 
     def listed(name: str, recursive: bool = False) -> bool:
@@ -104,7 +99,7 @@ class Places:
         if not unknown:
             return
         stores = [open_store(place, self._options) for place in unknown]
-        kinds = read_ahead(_look, stores, THREADS, len(stores))
+        kinds = read_ahead(look, stores, THREADS, len(stores))
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
@@ -198,9 +193,13 @@ def _upwards(folder: str) -> Iterator[str]:
 
 
 def _table(place: str, kind: str) -> str:
-    return (
+    said = (
         f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files hold "
-        "rows that the table no longer has (deleted, rewritten), so they are not read by "
-        f"themselves. Export its rows to Parquet (for example with {RIGHTS[kind]}) and name that "
-        "folder"
+        "rows that the table no longer has (deleted, rewritten), so they are not read by themselves"
     )
+    if kind in OPENED:
+        return (
+            f"{said}. Name the table's own folder, and it alone, with source.format auto or "
+            f"{OPENED[kind]}; parts of it are chosen with source.filter"
+        )
+    return f"{said}. Export its rows to Parquet (for example with Spark) and name that folder"

@@ -23,14 +23,15 @@ from .places import Place
 
 ROW = "_row"
 MOST_NAMED = 10
-EXPECTED_FILES = re.compile(
+_OF_A_RUN = (
     r"_SUCCESS|(data|_quarantine)/part-\d{5}\.parquet"
-    r"|_raybatch/(plan|report)\.json|_raybatch/report\.(md|html)|_raybatch/output_schema\.arrow"
-    r"|_raybatch/(shards|files)-[0-9a-f]+\.parquet"
+    r"|_raybatch/(plan|report|answers)\.json|_raybatch/report\.(md|html)"
+    r"|_raybatch/output_schema\.arrow|_raybatch/(shards|files|places|weights)-[0-9a-f]+\.parquet"
     r"|_raybatch/commits/\d{8}\.json|_raybatch/(attempts|heartbeats)/[0-9a-f]{32}\.json"
     r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|_quarantine)-part-\d{5}\.parquet"
-    r"|_raybatch/input/.*"
+    r"|_raybatch/(input|reused)/[^.].*"
 )
+EXPECTED_FILES = re.compile(rf"{_OF_A_RUN}|_raybatch/asks/({_OF_A_RUN})")
 
 
 @dataclass
