@@ -43,10 +43,18 @@ from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
-from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
 from prefect_raybatch.job.web_options import Web
+
+SourceFormat = Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance"]
 
 
 class Source(Group):
@@ -59,11 +67,11 @@ class Source(Group):
         "folder is read recursively. Files are taken in the order of their names. Or the folder of "
         "a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+    format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or what lies in the folder of a table.",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -117,6 +125,19 @@ class Source(Group):
     )
 
     web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+    catalog: dict[str, Any] = field(
+        13,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
 
     @field_validator("version", mode="before")
     @classmethod
@@ -164,6 +185,8 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
@@ -178,14 +201,17 @@ class Source(Group):
         may be a table as well, which only looking into it tells."""
         if self.format in TABLE_FORMATS:
             return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
         if self.format == "auto" and len(self.uris) == 1:
             return format_of_scheme(scheme_of(self.uris[0]))
         return None
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders."""
-        return all(scheme_of(uri) in (*SCHEMES, *WEB_SCHEMES) for uri in self.uris)
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
@@ -768,6 +794,13 @@ class Output(Group):
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
     )
+    publish: list[PublishTarget] = field(
+        22,
+        [],
+        title="Publish to",
+        text="Tables and folders of other systems that get the answered rows once the result is "
+        "proved, each once.",
+    )
     keep_answers: float | None = field(
         21,
         None,
@@ -799,6 +832,11 @@ class Output(Group):
         if len(set(value)) < len(value):
             raise ValueError("a name stands there twice; remove one")
         return value
+
+    @field_validator("publish")
+    @classmethod
+    def _publish(cls, value: list[PublishTarget]) -> list[PublishTarget]:
+        return check_targets(value)
 
     @field_validator("schema_model")
     @classmethod
@@ -841,6 +879,8 @@ class Output(Group):
                     f"column {name!r} would be written twice; name column, reasoning_column and "
                     "tool_calls_column apart"
                 )
+        if self.publish and not self.compact:
+            raise ValueError("publish needs the files of data/; leave compact on")
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
         if self.probabilities and self.reasoning_parser is not None:
