@@ -600,6 +600,14 @@ class Engine(Group):
         title="LoRA adapters",
         text="By name, for prompt.adapter_column; each as adapter.",
     )
+    early_stop: Literal["decided", "first_token", "off"] = field(
+        23,
+        "decided",
+        title="Early stop",
+        text="Of an answer to sampling.choice. decided: no more tokens are asked for than tell the "
+        "labels apart. first_token: one, and the rows that it leaves open are asked again. off: "
+        "each label is written out. The labels are the same.",
+    )
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
