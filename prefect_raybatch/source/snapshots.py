@@ -53,10 +53,11 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
     hive = path_types(file.values for file in files)
     known: dict[str, None] = {}
     reads, chosen = _reads(source)
+    pushed = None if chosen is None else chosen.filter
 
     def blocks() -> Blocks:
         for file in files:
-            for table in _tables(kind, file, reads, known, hive, chosen and chosen.filter):
+            for table in _tables(kind, file, reads, known, hive, pushed):
                 yield file.uri, table
 
     shape = _shape(kind, reads.columns, hive)
