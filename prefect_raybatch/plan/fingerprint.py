@@ -24,6 +24,8 @@ FINGERPRINTED = {
     "source.columns": "other columns in the result",
     "source.version": "other rows; counts where it is set",
     "source.filter": "other rows; counts where it is set",
+    "source.query": "other rows",
+    "source.types": "other values; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -163,6 +165,10 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.source.version is not None:
         parts["source.version"] = job.source.version
+    if job.source.query is not None:
+        parts["source.query"] = job.source.query
+    if job.source.types:
+        parts["source.types"] = job.source.types
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":
