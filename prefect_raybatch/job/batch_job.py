@@ -46,8 +46,17 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.sql_types import arrow_type
-from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
 from prefect_raybatch.job.web_options import Web
+
+SourceFormat = Literal[
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+]
 
 
 class Source(Group):
@@ -60,11 +69,11 @@ class Source(Group):
         "folder is read recursively. Files are taken in the order of their names. Or the folder of "
         "a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "sql"] = field(
+    format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or what lies in the folder of a table.",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -117,8 +126,15 @@ class Source(Group):
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
     web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
-    query: str | None = field(
+    catalog: dict[str, Any] = field(
         13,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+    query: str | None = field(
+        14,
         None,
         title="Query",
         text="SELECT of a database, which source.uri names as SQLAlchemy does: "
@@ -126,12 +142,18 @@ class Source(Group):
         min_length=1,
     )
     types: dict[str, str] = field(
-        14,
+        15,
         {},
         title="Types of columns",
         text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
         "names, such as int64, double, string or timestamp[us, UTC].",
     )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
 
     @field_validator("version", mode="before")
     @classmethod
@@ -201,6 +223,8 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
@@ -215,14 +239,17 @@ class Source(Group):
         may be a table as well, which only looking into it tells."""
         if self.format in TABLE_FORMATS:
             return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
         if self.format == "auto" and len(self.uris) == 1:
             return format_of_scheme(scheme_of(self.uris[0]))
         return None
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders."""
-        return all(scheme_of(uri) in (*SCHEMES, *WEB_SCHEMES) for uri in self.uris)
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.

@@ -9,7 +9,7 @@ from prefect_raybatch.job.batch_job import BatchJob, Prompt
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
-from prefect_raybatch.job.secrets import hide_argument
+from prefect_raybatch.job.secrets import catalog_place, hide_argument
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
 from prefect_raybatch.storage.web import unsigned
@@ -24,6 +24,7 @@ FINGERPRINTED = {
     "source.columns": "other columns in the result",
     "source.version": "other rows; counts where it is set",
     "source.filter": "other rows; counts where it is set",
+    "source.catalog": "another table; which catalog it is counts, its keys do not",
     "source.query": "other rows",
     "source.types": "other values; counts where it is set",
     "source.csv": "other values; counts where it is set",
@@ -165,6 +166,8 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.source.version is not None:
         parts["source.version"] = job.source.version
+    if job.source.catalog:
+        parts["source.catalog"] = catalog_place(job.source.catalog)
     if job.source.query is not None:
         parts["source.query"] = job.source.query
     if job.source.types:

@@ -223,6 +223,7 @@ CHANGED: dict[str, Any] = {
     "source.media_root": "/media",
     "source.version": "7",
     "source.filter": "id > 5",
+    "source.catalog": {"name": "lake"},
     "source.query": "SELECT 2",
     "source.types": {"id": "int32"},
     "source.web.max_mb": 7,

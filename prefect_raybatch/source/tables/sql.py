@@ -282,7 +282,8 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
 
 def _shown(url: Any) -> str:
     """Without user, password and options, which may hold keys."""
-    return str(url.set(username=None, password=None, query={}).render_as_string())
+    plain = type(url).create(url.drivername, host=url.host, port=url.port, database=url.database)
+    return str(plain.render_as_string())
 
 
 def _missing(url: Any, error: Exception) -> str:
