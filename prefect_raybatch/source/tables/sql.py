@@ -24,7 +24,7 @@ from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 
 FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
-CONNECT_SECONDS = 20
+LOGIN_SECONDS = 20
 LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
 DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
 _PLAIN = (bool, int, float, str, bytes, Decimal, datetime, date, time, timedelta)
@@ -230,7 +230,7 @@ def _arguments(url: Any) -> Mapping[str, Any]:
             raise SourceError(f"source.uri: there is no database file {place!r}")
         return {}
     known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
-    return {"connect_timeout": CONNECT_SECONDS} if known else {}
+    return {"connect_timeout": LOGIN_SECONDS} if known else {}
 
 
 def _begin(connection: Any) -> None:
