@@ -80,6 +80,7 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    job = planning.with_free_names(job, found.schema.names)
     resolved = resolved.pinned()
     model = resolved.model
     model_check.check(
