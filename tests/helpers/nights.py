@@ -48,7 +48,6 @@ class Nights:
     refuses: Callable[[str], bool] = lambda prompt: False
     asked: list[str] = field(default_factory=list)
     stop_after: int | None = None
-    drawn: int = 0
 
     def write(self, *texts: str | None, **columns: list[Any]) -> None:
         """The table as it is tonight."""
@@ -72,6 +71,10 @@ class Nights:
 
     def drive(self, job: BatchJob, run: Run) -> RunReport:
         """What `infer_run` and `finalize_run` do."""
+        return finalize_run(job, run, self.infer(job, run))
+
+    def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
+        """What `infer_run` does."""
         store = open_store(run.uri)
         plan, _ = load_run(Ledger(store), run)
         increment = increment_of(plan)
@@ -81,7 +84,7 @@ class Nights:
             part = job_of_asks(job)
             of_asks = run_of(ledger.store, asks, ledger)
             finalize_run(part, of_asks, self.attempt(part, of_asks))
-        return finalize_run(job, run, self.attempt(job, run))
+        return self.attempt(job, run)
 
     def attempt(self, job: BatchJob, run: Run) -> Progress:
         store = open_store(run.uri)
@@ -104,7 +107,6 @@ class Nights:
                     self.asked.append(prompt)
                     if self.refuses(prompt):
                         errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-                self.drawn += 1
                 answers.append(self.answer(prompt))
             return with_answers(table, errors, answers)
 
