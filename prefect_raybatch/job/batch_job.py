@@ -26,9 +26,12 @@ from prefect_raybatch.job.checks import (
     RESERVED,
     SCHEMES,
     SERVER,
+    WEB_SCHEMES,
     check_count,
     check_function,
     check_uri,
+    check_web,
+    is_web,
     refuse_unknown,
     template_fields,
     without_user,
@@ -42,7 +45,15 @@ from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
-from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
+from prefect_raybatch.job.web_options import Web
+
+SourceFormat = Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance"]
 
 
 class Source(Group):
@@ -51,14 +62,15 @@ class Source(Group):
     uri: str | list[str] = field(
         1,
         title="Where",
-        text="File, folder or glob, local or s3://, or a list of these. A folder is read "
-        "recursively. Files are taken in the order of their names. Or the folder of a table.",
+        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
+        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
+        "a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+    format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or what lies in the folder of a table.",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -111,6 +123,21 @@ class Source(Group):
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
 
+    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+    catalog: dict[str, Any] = field(
+        13,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
+
     @field_validator("version", mode="before")
     @classmethod
     def _version(cls, value: Any) -> Any:
@@ -140,7 +167,9 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            if format_of_scheme(scheme_of(uri)) is None:
+            if is_web(uri):
+                check_web(uri)
+            elif format_of_scheme(scheme_of(uri)) is None:
                 check_uri(uri)
         return value
 
@@ -155,6 +184,8 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
@@ -169,14 +200,17 @@ class Source(Group):
         may be a table as well, which only looking into it tells."""
         if self.format in TABLE_FORMATS:
             return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
         if self.format == "auto" and len(self.uris) == 1:
             return format_of_scheme(scheme_of(self.uris[0]))
         return None
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders, local or on S3."""
-        return all(scheme_of(uri) in SCHEMES for uri in self.uris)
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.

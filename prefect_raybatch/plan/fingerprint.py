@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
-from prefect_raybatch.job.secrets import hide_argument
+from prefect_raybatch.job.secrets import catalog_place, hide_argument
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
+from prefect_raybatch.storage.web import unsigned
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
@@ -22,6 +24,7 @@ FINGERPRINTED = {
     "source.columns": "other columns in the result",
     "source.version": "other rows; counts where it is set",
     "source.filter": "other rows; counts where it is set",
+    "source.catalog": "another table; which catalog it is counts, its keys do not",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -72,6 +75,7 @@ FREE = {
     "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
     "source.options": "how to reach the input; may hold secrets",
     "source.credentials_block": "how to reach the input",
+    "source.web": "how to reach the input",
     "source.media_root": "where the files lie that the rows name",
     "prompt.images.fetch_seconds": "how to reach the images",
     "prompt.images.allow_private": "how to reach the images",
@@ -141,7 +145,7 @@ def fingerprint(
     engine = job.engine.model_extra or {}
     parts: dict[str, Any] = {
         "name": job.name,
-        "source.uri": job.source.uris,
+        "source.uri": [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris],
         "source.format": job.source.format,
         "source.limit": job.source.limit,
         "source.columns": job.source.columns,
@@ -160,6 +164,8 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.source.version is not None:
         parts["source.version"] = job.source.version
+    if job.source.catalog:
+        parts["source.catalog"] = catalog_place(job.source.catalog)
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":

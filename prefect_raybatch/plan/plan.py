@@ -22,7 +22,7 @@ from prefect_raybatch.job.batch_job import (
     Prompt,
 )
 from prefect_raybatch.job.checks import RESERVED
-from prefect_raybatch.job.secrets import hide_argument, is_masked
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
@@ -235,6 +235,8 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
+    if job.source.catalog:
+        value["source"]["catalog"] = catalog_place(job.source.catalog)
     engine = value.get("engine", {})
     engine.pop("env", None)
     for name in job.engine.model_extra or {}:

@@ -59,12 +59,12 @@ class Filter:
         """The rows that fit."""
         return table.filter(self.expression(table.schema))
 
-    def sql(self, schema: pa.Schema) -> str | None:
+    def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
         """As an SQL condition that keeps at least the rows that fit; None where all must be read.
 
-        Names are quoted as standard SQL does it, values are of the columns' types.
+        `quote` stands around names; values are of the columns' types.
         """
-        return _sql(self.condition, schema)
+        return _sql(self.condition, schema, quote)
 
 
 def _field(name: str, schema: pa.Schema) -> pa.Field:
@@ -149,15 +149,17 @@ def _expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
     }[condition.op]()
 
 
-def _sql(condition: Condition, schema: pa.Schema) -> str | None:
+def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
     if isinstance(condition, AllOf | AnyOf):
-        parts = [_sql(part, schema) for part in condition.parts]
+        parts = [_sql(part, schema, quote) for part in condition.parts]
         known = [part for part in parts if part is not None]
         if isinstance(condition, AllOf):  # what is left out lets more through
             return f"({' AND '.join(known)})" if known else None
         return f"({' OR '.join(known)})" if len(known) == len(parts) else None
     field = _field(condition.column, schema)
-    name = '"' + field.name.replace('"', '""') + '"'
+    if quote in field.name and quote != '"':  # only standard SQL says how to write that
+        return None
+    name = quote + field.name.replace('"', '""' if quote == '"' else '"') + quote
     if isinstance(condition, IsNull):
         return f"{name} IS {'NOT ' if condition.negated else ''}NULL"
     if isinstance(condition, Like):

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
@@ -26,6 +27,7 @@ from prefect_raybatch.storage import (
     open_store,
     split_glob,
 )
+from prefect_raybatch.storage.web import WebRules, WebStore
 
 ENDINGS = {
     ".parquet": "parquet",
@@ -80,6 +82,8 @@ class File:
 
     @property
     def uri(self) -> str:
+        if isinstance(self.store, WebStore):
+            return self.store.uri
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
@@ -109,7 +113,7 @@ def detect_format(source: Source) -> str:
 
 def needs_snapshot(source: Source) -> bool:
     """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
-    return detect_format(source) != "parquet"
+    return any(map(is_web, source.uris)) or detect_format(source) != "parquet"
 
 
 def table_format(source: Source) -> str | None:
@@ -124,7 +128,7 @@ def table_format(source: Source) -> str | None:
 
 
 def _by_look(source: Source) -> str | None:
-    if len(source.uris) != 1:
+    if len(source.uris) != 1 or is_web(source.uris[0]):
         return None
     root, pattern = _as_it_stands(source.uris[0], source.options)
     if pattern is not None or (ending(root)[0] and not _is_folder(root, source.uris[0])):
@@ -151,6 +155,9 @@ def _list(source: Source) -> list[File]:
     found: dict[str, File] = {}
     places = Places(source.options)
     for given in source.uris:
+        if is_web(given):
+            _add(found, [_by_web(given, source)], given)
+            continue
         root, pattern = _as_it_stands(given, source.options)
         files = list(_expand(root, pattern, given, source.options, places))
         read = [f.uri for f in files if _may_be_read(f, source.format)]
@@ -160,14 +167,28 @@ def _list(source: Source) -> list[File]:
             places.refuse(at, read, pattern is None and not named, named)
         if not files:
             raise SourceError(_nothing(given))
-        for file in files:
-            before = found.setdefault(file.uri, file)
-            if before is not file:
-                raise SourceError(
-                    f"source.uri: {file.uri} is listed twice, by {before.given!r} and by "
-                    f"{given!r}; its rows would be read twice. Name it once."
-                )
+        _add(found, files, given)
     return [found[uri] for uri in sorted(found)]
+
+
+def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
+    for file in files:
+        before = found.setdefault(file.uri, file)
+        if before is not file:
+            raise SourceError(
+                f"source.uri: {file.uri} is listed twice, by {before.given!r} and by "
+                f"{given!r}; its rows would be read twice. Name it once."
+            )
+
+
+def _by_web(given: str, source: Source) -> File:
+    """The file at a URL, which is asked for it. Raises SourceError, StoreUnavailable."""
+    headers = source.options.get("headers") or {}
+    if not isinstance(headers, Mapping):
+        raise ConfigError("source.options.headers: must be a mapping of names to values")
+    rules = WebRules(source.web.max_mb * 10**6, source.web.allow_private)
+    store = WebStore(given, headers, rules)
+    return File(store, store.stat(store.name), store.uri, named=True)
 
 
 def _may_be_read(file: File, format: str) -> bool:
@@ -194,6 +215,8 @@ def _refuse_links(files: Sequence[File]) -> None:
 
 def reaches(given: str, output: str) -> bool:
     """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
+    if is_web(given):
+        return False
     root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
     if not contains(root, output):
         return False

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, copy_tables
 from prefect_raybatch.source.csv_text import csv_tables
+from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
 from prefect_raybatch.source.hive import add_columns, path_types
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
@@ -23,6 +26,7 @@ from prefect_raybatch.source.json_lines import json_tables
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables import copying
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import ray.data
@@ -61,7 +65,7 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
         what = "has a header but no rows" if kind == "csv" else "has no rows"
         raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
     _check_unchanged(files)
-    return made
+    return replace(made, table=_by_web(kind, files))
 
 
 def peek(source: Source) -> Inventory:
@@ -88,7 +92,7 @@ def peek(source: Source) -> Inventory:
         rows = max(1, round(file.info.size / stored))
         if (
             len(files) == 1
-            and kind != "arrow"
+            and kind in ("csv", "jsonl")
             and file.info.size <= streams.BLOCK_BYTES
             and not ending(file.info.path)[1]
         ):
@@ -123,8 +127,9 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 def _stored_row_bytes(kind: str, file: File) -> float:
     """Bytes in the file, compressed or not, that its first rows take each."""
-    if kind == "arrow":
-        return file.info.size / max(1, arrow_rows(file))
+    if kind in ("arrow", "parquet"):
+        count = arrow_rows(file) if kind == "arrow" else parquet_rows(file)
+        return file.info.size / max(1, count)
     with file.store.open(file.info.path) as handle:
         data = handle.read(streams.BLOCK_BYTES // 8)
     compression = ending(file.info.path)[1]
@@ -155,7 +160,8 @@ def _tables(
     if kind == "csv":
         tables = csv_tables(file, columns, known, source.csv)
     else:
-        tables = {"jsonl": json_tables, "arrow": arrow_tables}[kind](file, columns, known)
+        readers = {"jsonl": json_tables, "arrow": arrow_tables, "parquet": parquet_tables}
+        tables = readers[kind](file, columns, known)
     for table in tables:
         known.update(dict.fromkeys(told))
         yield add_columns(table, file.uri, file.values, hive, columns) if told else table
@@ -164,6 +170,16 @@ def _tables(
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
     csv, json = kind == "csv", kind == "jsonl"
     return Shape(strict=not json, text=csv, union=csv or json, order=columns or (), typed=hive)
+
+
+def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
+    """What plan.json keeps of files that came by http(s): where from, and what they were then."""
+    found = [file for file in files if is_web(file.uri)]
+    if not found:
+        return None
+    told = [f"{f.info.etag or 'no ETag'}, {counted(f.info.size, 'byte')}" for f in found]
+    uris = " ".join(file.uri for file in found)
+    return {"format": kind, "uri": uris, "id": uris, "version": "; ".join(told)}
 
 
 def _check_unchanged(files: Sequence[File]) -> None:

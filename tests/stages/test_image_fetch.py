@@ -21,11 +21,12 @@ from prefect_raybatch.job.images import Images
 from prefect_raybatch.stages.block import Failure, Messages
 from prefect_raybatch.stages.images import http
 from prefect_raybatch.stages.images.decode import BadImage
-from prefect_raybatch.stages.images.http import Http, ImageUnavailable, allowed
+from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage import s3 as s3_module
+from prefect_raybatch.storage.internet import allowed
 
 
 def png() -> bytes:
