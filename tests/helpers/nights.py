@@ -3,6 +3,7 @@ Ray, and an engine whose answer follows from the prompt's text alone."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,8 @@ class Nights:
         job = planning.as_planned(job, plan)
         size = sizes.sizes_of(job, plan.rows, 100.0, CPU, None, "")
         pipeline = Pipeline(job, plan, shards, store, "c" * 32, size, {})
-        first, spec, finish = pipeline.stages(False)
+        # As they travel to Ray's workers.
+        first, spec, finish = pickle.loads(pickle.dumps(pipeline.stages(False)))
         tokenizer = load_tokenizer(*models.tokenizer_place(plan.model))
 
         def engine(table: pa.Table) -> pa.Table:
