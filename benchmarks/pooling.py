@@ -235,7 +235,13 @@ def peer_raydata(args: argparse.Namespace, model: str, own: str) -> dict[str, fl
     config = vLLMEngineProcessorConfig(
         model_source=model,
         task_type="embed",
-        engine_kwargs={"load_format": "dummy", **sizes, **on_cpu(args)},
+        engine_kwargs={
+            "load_format": "dummy",
+            "disable_log_stats": True,
+            **sizes,
+            **on_cpu(args),
+        },
+        log_engine_metrics=False,
         concurrency=max(1, args.gpus) * engines,
         chat_template_stage=False,
         detokenize_stage=False,

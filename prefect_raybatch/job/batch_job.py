@@ -43,6 +43,7 @@ from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.table_formats import (
@@ -793,6 +794,13 @@ class Output(Group):
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
     )
+    publish: list[PublishTarget] = field(
+        22,
+        [],
+        title="Publish to",
+        text="Tables and folders of other systems that get the answered rows once the result is "
+        "proved, each once.",
+    )
     keep_answers: float | None = field(
         21,
         None,
@@ -824,6 +832,11 @@ class Output(Group):
         if len(set(value)) < len(value):
             raise ValueError("a name stands there twice; remove one")
         return value
+
+    @field_validator("publish")
+    @classmethod
+    def _publish(cls, value: list[PublishTarget]) -> list[PublishTarget]:
+        return check_targets(value)
 
     @field_validator("schema_model")
     @classmethod
@@ -866,6 +879,8 @@ class Output(Group):
                     f"column {name!r} would be written twice; name column, reasoning_column and "
                     "tool_calls_column apart"
                 )
+        if self.publish and not self.compact:
+            raise ValueError("publish needs the files of data/; leave compact on")
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
         if self.probabilities and self.reasoning_parser is not None:

@@ -97,6 +97,7 @@ FREE = {
     "output.uri": "where the run directory is",
     "output.compact": "layout of the result, not its rows",
     "output.file_mb": "layout of the result, not its rows",
+    "output.publish": "where else the rows go, once they are there",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",
     "output.keep_answers": "how long raw answers stay, beside the result",

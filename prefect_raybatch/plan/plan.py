@@ -235,6 +235,8 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
+    if job.output.publish:
+        value["output"]["publish"] = [target.public() for target in job.output.publish]
     if job.source.catalog:
         value["source"]["catalog"] = catalog_place(job.source.catalog)
     engine = value.get("engine", {})

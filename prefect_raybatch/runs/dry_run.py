@@ -16,6 +16,7 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -48,6 +49,7 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
 
 
@@ -81,6 +83,7 @@ def dry_run(
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     job = planning.with_free_names(job, found.schema.names)
+    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
     resolved = resolved.pinned()
     model = resolved.model
     model_check.check(
@@ -128,6 +131,7 @@ def dry_run(
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
+        publish=publish,
         reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
     )
 

@@ -20,6 +20,7 @@ from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.run import Run, run_of, run_store
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
@@ -77,10 +78,12 @@ def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
     if resolved.known is not None:
         resolved = _checked(resolved)
     if source.needs_snapshot(job.source):
-        planning.check_against_schema(job, source.peek(job.source).schema)
+        schema = source.peek(job.source).schema
     else:  # the first file with rows is enough here; the plan reads every footer
         first = job.source.model_copy(update={"limit": 1})
-        planning.check_against_schema(job, source.inventory(first).schema)
+        schema = source.inventory(first).schema
+    planning.check_against_schema(job, schema)
+    check_targets_of(job, schema)
     return resolved
 
 
@@ -107,10 +110,10 @@ def check_places(source: Source, output: Output) -> None:
 def check_schema_names(output: Output) -> None:
     """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
     if output.output_schema:
-        from prefect_raybatch.stages.finish import declared
+        from prefect_raybatch.stages.result_columns import declared_schema
 
         try:
-            declared(output.output_schema)
+            declared_schema(output.output_schema)
         except ValueError as error:
             raise ConfigError(f"output.schema: {error}") from None
 
@@ -157,6 +160,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    for line in check_targets_of(job, found.schema, run_key):
+        log.info("to publish: %s", line)
     context = None
     if job.engine.max_model_len == "auto":
         store = ledger.store if copied else None

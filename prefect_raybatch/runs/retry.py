@@ -31,6 +31,7 @@ from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
 from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
 from prefect_raybatch.runs.run import Run, run_of
@@ -156,7 +157,9 @@ def retry_request(
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
     check_schema_names(known.job.output)
-    planning.check_against_schema(known.job, decode_schema(parent.plan.input_schema))
+    schema = decode_schema(parent.plan.input_schema)
+    planning.check_against_schema(known.job, schema)
+    check_targets_of(known.job, schema, family.next_key)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 

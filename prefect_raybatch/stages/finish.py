@@ -64,7 +64,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.parsing import Parsers, Parsing
-from prefect_raybatch.stages.result_columns import extra_type
+from prefect_raybatch.stages.result_columns import declared_schema, extra_type
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
@@ -332,7 +332,7 @@ class Finish:
             alone = reader_of(form).schema if form is not None and not several else ()
             return pa.schema([*alone, *beside])
         if self.output.output_schema is not None:
-            return declared(self.output.output_schema)
+            return declared_schema(self.output.output_schema)
         try:
             return _read_schema(self.store)
         except FileNotFoundError:
@@ -432,17 +432,6 @@ def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa
     if nested is not None:
         columns["input"] = nested
     return pa.table(columns)
-
-
-def declared(schema: dict[str, str]) -> pa.Schema:
-    """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
-    fields = []
-    for name, kind in schema.items():
-        if kind.startswith("list<") and kind.endswith(">"):
-            fields.append((name, pa.list_(pa.type_for_alias(kind[5:-1]))))
-        else:
-            fields.append((name, pa.type_for_alias(kind)))
-    return pa.schema(fields)
 
 
 def _read_schema(store: Store) -> pa.Schema:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +132,8 @@ def leaves(model: type[BaseModel], path: str = "") -> list[str]:
             for kind in (field.annotation, *get_args(field.annotation))
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
+        if get_origin(field.annotation) is list:  # of groups: changed as one
+            inner = []
         found += leaves(inner[0], f"{path}{name}.") if inner else [f"{path}{name}"]
     return found
 
@@ -218,6 +220,7 @@ CHANGED: dict[str, Any] = {
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
+    "output.publish": [{"format": "delta", "uri": "table"}],
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
     "source.media_root": "/media",
