@@ -27,7 +27,7 @@ from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
-from prefect_raybatch.sizing.shards import choose_rows_per_shard
+from prefect_raybatch.sizing.shards import bytes_a_shard, choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
 
 if TYPE_CHECKING:
@@ -264,16 +264,19 @@ def make_plan(
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`), `increment` what is reused,
-    `table` which table at which version was copied.
+    max_model_len: auto came to (`Plan.context`), `row_bytes` what a row is in memory, with its
+    images prepared, `increment` what is reused, `table` which table at which version was copied.
     """
     job, retry = with_free_names(resolved.job, schema.names), resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
-    if job.prompt.images.used:  # what a block comes to once its images are prepared
-        row_bytes = max(row_bytes, job.prompt.images.prepared_bytes())
     size = choose_rows_per_shard(
-        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+        job.source,
+        job.engine.batch_size,
+        rows=rows,
+        row_bytes=row_bytes,
+        engines=engines,
+        most_bytes=bytes_a_shard(job.prompt),
     )[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)

@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
@@ -247,7 +248,7 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         family.next_key,
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
         snapshot=True,
         numbers=numbers_table(numbers),
         engines=sized.engines_to_plan_for(job),
