@@ -40,7 +40,7 @@ from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.images import DIGESTS_COLUMN, Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.publish import PublishTarget, check_targets
@@ -639,6 +639,14 @@ class Engine(Group):
         title="LoRA adapters",
         text="By name, for prompt.adapter_column; each as adapter.",
     )
+    early_stop: Literal["decided", "first_token", "off"] = field(
+        23,
+        "decided",
+        title="Early stop",
+        text="Of an answer to sampling.choice. decided: no more tokens are asked for than tell the "
+        "labels apart. first_token: one, and the rows that it leaves open are asked again. off: "
+        "each label is written out. The labels are the same.",
+    )
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
@@ -778,12 +786,15 @@ class Output(Group):
         "(package.module:Class). Its properties become typed columns in place of the answer "
         "column; with postprocess that gets the parsed object there.",
     )
-    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens"]] = field(
-        13,
-        [],
-        title="About the answers",
-        text="Columns of these names: why an answer ended (stop or length), and the tokens of the "
-        "prompt and of the answer. With several answers a row, lists but for prompt_tokens.",
+    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
+        field(
+            13,
+            [],
+            title="About the answers",
+            text="Columns of these names: why an answer ended (stop or length), the tokens of the "
+            "prompt and of the answer, and SHA-256 and bytes of each image as it was fetched. With "
+            "several answers a row, the first and the third are lists.",
+        )
     )
     probabilities: bool = field(
         14,
@@ -1086,6 +1097,11 @@ class BatchJob(Group):
         if not self.prompt.images.used:
             if self.source.media_root is not None:
                 raise ValueError("source.media_root: no images are asked for (prompt.images)")
+            if DIGESTS_COLUMN in self.output.extras:
+                raise ValueError(
+                    f"output.extras: {DIGESTS_COLUMN} are of images, and none are asked for "
+                    "(prompt.images); leave it out"
+                )
             return self
         if tasks.pools(self.engine.task):
             raise ValueError(

@@ -88,6 +88,7 @@ FREE = {
     "engine.engines_per_gpu": "how many work on a GPU",
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
+    "engine.early_stop": "speed: an answer is completed when it is certain",
     "engine.stage": "speed: the same model, tokens and sampling",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",

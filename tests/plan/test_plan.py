@@ -194,6 +194,7 @@ CHANGED: dict[str, Any] = {
     "engine.engines_per_gpu": 2,
     "engine.order": "input",
     "engine.deduplicate": False,
+    "engine.early_stop": "off",
     "engine.stage": "ray.data.llm",
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
