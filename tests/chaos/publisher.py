@@ -112,8 +112,9 @@ def main(run: str, folder: str, seed: str, rounds: str) -> int:
             one.alone(one.read)
             rows = Counter(json.loads((one.root / "found.json").read_text()))
             if len(rows) != expected or set(rows.values()) != {1}:
+                most = max(rows.values(), default=0)
                 faults.append(
-                    f"{one.root.name}: {len(rows)} of {expected} rows, most {max(rows.values(), default=0)} times"
+                    f"{one.root.name}: {len(rows)} of {expected} rows, up to {most} times"
                 )
             seen["rounds"] += 1
         found[format] = seen | {"seconds": round(took, 2)}

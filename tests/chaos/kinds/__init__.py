@@ -9,14 +9,7 @@ from importlib import import_module
 from ..trial import Trial
 
 MODULES = (
-    "kills",
-    "engines",
-    "zombies",
-    "stores",
-    "rows",
-    "inputs",
-    "nodes",
-    "nights",
+    *("kills", "engines", "zombies", "stores", "rows", "inputs", "nodes", "nights"),
     "publishing",
 )
 
