@@ -221,7 +221,10 @@ def test_only_the_engine_stages_know_the_stepper():
         for module, path in MODULES.items()
         if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
-    assert users <= {*("stages.engine", "stages.pooling", "cluster.ray_llm", "stages.vllm.forward")}
+    assert users <= {
+        *("stages.engine", "stages.decided", "stages.pooling", "cluster.ray_llm"),
+        "stages.vllm.forward",
+    }
 
 
 def test_flows_and_deployments_use_only_the_public_names():

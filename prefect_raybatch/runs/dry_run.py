@@ -12,6 +12,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
@@ -82,6 +83,7 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    job = planning.with_free_names(job, found.schema.names)
     publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
     resolved = resolved.pinned()
     model = resolved.model
@@ -105,14 +107,15 @@ def dry_run(
         )
         job = planning.settled(job, tokens.context())
     rows = sum(file.rows for file in found.files)
+    row_bytes = image_bytes.row_bytes(job, model, found, read=not snapshot)
     have, wrong = (what_if, []) if what_if else sized.ask(job)
     known, unknown = sized.model_sizes(job.engine, model, have)
     expected = sizes.expected_engines(job, what_if) if what_if else sized.engines_to_plan_for(job)
     try:
-        size = sizes.sizes_of(job, rows, found.row_bytes, have, known, unknown, expected=expected)
+        size = sizes.sizes_of(job, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
-        size = sizes.sizes_of(job, rows, found.row_bytes, have, expected=expected)
+        size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
     wrong += size.problems
     needs = sized.checked_needs(job, have, size, wrong)
     return DryRun(

@@ -17,6 +17,7 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.resolved import Resolved, resolve
@@ -175,7 +176,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         run_key,
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store if copied else None),
         snapshot=copied,
         engines=sized.engines_to_plan_for(job),
         context=context,

@@ -22,11 +22,13 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
@@ -131,6 +133,11 @@ def retry_request(
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
     where = parent.ledger.store.uri
+    increment = increment_of(parent.plan)
+    if increment is not None and increment.ledger == OF_ASKS:
+        raise ConfigError(
+            f"{where} holds what a run asked, not its rows; retry the failed rows of the run itself"
+        )
     if parent.summary is None:
         raise ConfigError(
             f"{where} is not finished: finish it first, with the command it was begun with; "
@@ -241,7 +248,7 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         family.next_key,
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
         snapshot=True,
         numbers=numbers_table(numbers),
         engines=sized.engines_to_plan_for(job),

@@ -19,6 +19,7 @@ from prefect_raybatch.sizing.engines import Tokens
 from prefect_raybatch.sizing.fit import Fit, check_memory, cramped, over_pcie, step_tokens
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
+    bytes_a_shard,
     choose_rows_per_shard,
     concurrent_batches,
     problems,
@@ -339,6 +340,7 @@ def sizes_of(
         rows=rows,
         row_bytes=row_bytes,
         engines=expected or pool.engines,
+        most_bytes=bytes_a_shard(job.prompt),
     )
     if planned:
         chosen, why = planned, "the run's plan"

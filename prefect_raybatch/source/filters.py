@@ -19,6 +19,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.filter_text import (
     AllOf,
     AnyOf,
+    Compare,
     Condition,
     IsNull,
     Like,
@@ -55,6 +56,11 @@ class Filter:
         """For rows of `schema`. ConfigError for columns it lacks and values of another type."""
         return _expression(self.condition, schema)
 
+    def skips(self, schema: pa.Schema) -> bool:
+        """Whether statistics of files may tell that no row fits. Those of floats leave NaN out,
+        which is unequal to all."""
+        return not _unequal_floats(self.condition, schema)
+
     def keep(self, table: pa.Table) -> pa.Table:
         """The rows that fit."""
         return table.filter(self.expression(table.schema))
@@ -65,6 +71,15 @@ class Filter:
         `quote` stands around names; values are of the columns' types.
         """
         return _sql(self.condition, schema, quote)
+
+
+def _unequal_floats(condition: Condition, schema: pa.Schema) -> bool:
+    if isinstance(condition, AllOf | AnyOf):
+        return any(_unequal_floats(part, schema) for part in condition.parts)
+    unequal = isinstance(condition, Compare) and condition.op == "!="
+    unequal = unequal or (isinstance(condition, OneOf) and condition.negated)
+    named = condition.column in schema.names
+    return unequal and named and pa.types.is_floating(schema.field(condition.column).type)
 
 
 def _field(name: str, schema: pa.Schema) -> pa.Field:
@@ -156,6 +171,8 @@ def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
         if isinstance(condition, AllOf):  # what is left out lets more through
             return f"({' AND '.join(known)})" if known else None
         return f"({' OR '.join(known)})" if len(known) == len(parts) else None
+    if _unequal_floats(condition, schema):
+        return None
     field = _field(condition.column, schema)
     if quote in field.name and quote != '"':  # only standard SQL says how to write that
         return None

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, Output
+from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
@@ -37,6 +38,7 @@ from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     CHANCES,
+    DIGESTS,
     ENDS,
     ERROR,
     FINISH,
@@ -306,6 +308,8 @@ class Finish:
                 if self.answers > 1:  # a row that asked for one has no list
                     several = table[ENDS].to_pylist()
                     values = [s or [v] for s, v in zip(several, values, strict=True)]
+            elif name == DIGESTS_COLUMN:
+                values = table[DIGESTS].to_pylist()
             elif name == "prompt_tokens":
                 values = table[PROMPT_TOKENS].to_pylist()
             else:

@@ -7,8 +7,9 @@ import pyarrow as pa
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, BatchJob, Sampling
+from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.stages.answer_logprobs import logprobs_type, most_told
-from prefect_raybatch.stages.block import PROBABILITIES_TYPE
+from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
@@ -108,5 +109,7 @@ def _pooled(job: BatchJob) -> list[tuple[str, str]]:
 
 def extra_type(name: str, answers: int) -> pa.DataType:
     """The type of a column that tells about the answers."""
+    if name == DIGESTS_COLUMN:
+        return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()
     return pa.list_(kind) if answers > 1 and name != "prompt_tokens" else kind
