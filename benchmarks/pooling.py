@@ -177,7 +177,7 @@ def make_rows(model: str, work: str, count: int) -> list[dict[str, str]]:
     from transformers import PreTrainedTokenizerFast
 
     known = PreTrainedTokenizerFast.from_pretrained(model).get_vocab()
-    words = sorted(w[1:] for w in known if w[0] == "Ġ" and w[1:].isalpha() and len(w) > 4)
+    words = sorted(w[1:] for w in known if w[0] == "Ġ" and w.isalpha() and w[1:].isascii())
     draw = random.Random(7)
     least, most = LENGTHS[work]
     return [

@@ -1,4 +1,5 @@
-"""Vectors under LoRA adapters through real Ray and real vLLM: killed, resumed, proved, retried."""
+"""Vectors under LoRA adapters through real Ray and real vLLM: killed, resumed, proved; and retried,
+with an engine that is made up."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import tiny_models
+from helpers.engines import VectorEngine
 from helpers.ray_head import Head
 
 from prefect_raybatch import BatchJob, demo
@@ -141,7 +143,7 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
         assert (run_dir / "_raybatch/commits" / name).read_bytes() == data
     made = pq.read_table(run_dir / "data").to_pylist()
     assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
-    models = {name: merged(folder) for name, folder in folders.items()}
+    models = {name: merged(folders[name]) for name in "ab"}
     for row in made[::9]:
         own, other = ("ab"[(row["id"] + more) % 2] for more in (0, 1))
         assert cosine(models[own], text(row["id"]), row["vector"]) > 0.999
@@ -151,11 +153,9 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     known = {name: str(folder) for name, folder in folders.items()}
     child = plan_retry(str(run_dir), overrides={"engine.adapters": known})
     assert isinstance(child, Retry)
-    again = finalize_run(child.job, child.run, infer_run(child.job, child.run))
+    again = finalize_run(child.job, child.run, infer_run(child.job, child.run, engine=VectorEngine))
     assert (again.good, again.failed) == (len(LATER), 0)
     found = pq.read_table(tmp_path / "out" / "k.r1" / "data").to_pylist()
-    assert {row["_row"] for row in found} == LATER
-    for row in found:
-        assert cosine(models["c"], text(row["id"]), row["vector"]) > 0.999
+    assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
     verdict = verify_chain(*place(str(run_dir)))
-    assert verdict.ok, verdict
+    assert verdict.ok and verdict.quarantined == 0, verdict

@@ -46,6 +46,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
+from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
     check_catalog,
@@ -54,7 +55,9 @@ from prefect_raybatch.job.table_formats import (
 )
 from prefect_raybatch.job.web_options import Web
 
-SourceFormat = Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance"]
+SourceFormat = Literal[
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+]
 
 
 class Source(Group):
@@ -123,7 +126,6 @@ class Source(Group):
         title="Filter",
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
-
     web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
     catalog: dict[str, Any] = field(
         13,
@@ -131,6 +133,21 @@ class Source(Group):
         title="Catalog",
         text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
         "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+    query: str | None = field(
+        14,
+        None,
+        title="Query",
+        text="SELECT of a database, which source.uri names as SQLAlchemy does: "
+        "postgresql://host/database. It may end in ORDER BY, so that rows keep their numbers.",
+        min_length=1,
+    )
+    types: dict[str, str] = field(
+        15,
+        {},
+        title="Types of columns",
+        text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
+        "names, such as int64, double, string or timestamp[us, UTC].",
     )
 
     @field_validator("catalog")
@@ -172,7 +189,29 @@ class Source(Group):
                 check_web(uri)
             elif format_of_scheme(scheme_of(uri)) is None:
                 check_uri(uri)
+            else:
+                without_user(uri)
         return value
+
+    @field_validator("types")
+    @classmethod
+    def _types(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, kind in value.items():
+            try:
+                arrow_type(kind)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _one_query(self) -> Source:
+        if self.table_format == "sql" and self.query is None:
+            raise ValueError("query: is required for a database; write the SELECT to read")
+        for name in ("query", "types"):
+            other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
+            if other and self.table_format != "sql" and getattr(self, name):
+                raise ValueError(f"{name}: is of databases, and uri names none; remove it")
+        return self
 
     @model_validator(mode="after")
     def _one_table(self) -> Source:

@@ -34,18 +34,26 @@ class TableFormat:
         return tuple(scheme for scheme in self.schemes if scheme not in SCHEMES)
 
 
+# Dialects of SQLAlchemy; postgresql+psycopg:// and the like name the driver as well.
+SQL_SCHEMES = (
+    *("postgresql", "sqlite", "mysql", "mariadb", "oracle", "mssql", "snowflake", "redshift"),
+    *("bigquery", "duckdb", "trino", "clickhouse", "clickhousedb", "databricks", "cockroachdb"),
+    *("awsathena", "hana", "teradatasql", "vertica", "db2"),
+)
+
 TABLE_FORMATS: dict[str, TableFormat] = {
     "delta": TableFormat("Delta", "deltalake", "delta", "a version number or a timestamp"),
     "iceberg": TableFormat(
         "Iceberg", "pyiceberg", "iceberg", "a snapshot id, a branch or tag, or a timestamp"
     ),
     "lance": TableFormat("Lance", "lance", "lance", "a version number, a tag or a timestamp"),
+    "sql": TableFormat("SQL", "sqlalchemy", "postgresql", None, SQL_SCHEMES),
 }
 
 
 def scheme_of(uri: str) -> str:
-    """The scheme of a URI in lower case; "" for a path."""
-    return uri.split("://", 1)[0].lower() if "://" in uri else ""
+    """The scheme of a URI in lower case, without a driver after a +; "" for a path."""
+    return uri.split("://", 1)[0].lower().partition("+")[0] if "://" in uri else ""
 
 
 def format_of_scheme(scheme: str) -> str | None:

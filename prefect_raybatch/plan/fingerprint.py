@@ -25,6 +25,8 @@ FINGERPRINTED = {
     "source.version": "other rows; counts where it is set",
     "source.filter": "other rows; counts where it is set",
     "source.catalog": "another table; which catalog it is counts, its keys do not",
+    "source.query": "other rows",
+    "source.types": "other values; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -168,6 +170,10 @@ def fingerprint(
         parts["source.version"] = job.source.version
     if job.source.catalog:
         parts["source.catalog"] = catalog_place(job.source.catalog)
+    if job.source.query is not None:
+        parts["source.query"] = job.source.query
+    if job.source.types:
+        parts["source.types"] = job.source.types
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":

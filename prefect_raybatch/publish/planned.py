@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.plan.plan import with_free_names
 from prefect_raybatch.publish.publish import check_publish
 from prefect_raybatch.stages.result_columns import result_types
 
@@ -17,5 +18,5 @@ def check_targets_of(job: BatchJob, given: pa.Schema, run_key: str = "RUN_KEY") 
     """
     if not job.output.publish:
         return ()
-    known, whole = result_types(job, given)
+    known, whole = result_types(with_free_names(job, given.names), given)
     return tuple(check_publish(job.output.publish, run_key, job.output.options, known, whole))

@@ -85,6 +85,7 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    job = planning.with_free_names(job, found.schema.names)
     publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
     resolved = resolved.pinned()
     model = resolved.model

@@ -22,6 +22,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
@@ -132,6 +133,11 @@ def retry_request(
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
     where = parent.ledger.store.uri
+    increment = increment_of(parent.plan)
+    if increment is not None and increment.ledger == OF_ASKS:
+        raise ConfigError(
+            f"{where} holds what a run asked, not its rows; retry the failed rows of the run itself"
+        )
     if parent.summary is None:
         raise ConfigError(
             f"{where} is not finished: finish it first, with the command it was begun with; "

@@ -228,6 +228,8 @@ CHANGED: dict[str, Any] = {
     "source.version": "7",
     "source.filter": "id > 5",
     "source.catalog": {"name": "lake"},
+    "source.query": "SELECT 2",
+    "source.types": {"id": "int32"},
     "source.web.max_mb": 7,
     "source.web.allow_private": True,
     "source.csv.delimiter": ";",
@@ -270,6 +272,8 @@ CHANGED: dict[str, Any] = {
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.media_root": WITH_IMAGES,
+    "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
+    "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     **{
         f"prompt.images.{name}": WITH_IMAGES
         for name in (

@@ -624,8 +624,11 @@ def _guarded_params(params: dict[str, Any]) -> Params | Exception:
 
 def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams` as plain values: nulls left out, `choice` written in full,
-    `detokenize` off unless given or needed by `stop`."""
+    tokens of `logit_bias` as numbers (JSON has them as text), `detokenize` off unless given or
+    needed by `stop`."""
     fields = {name: value for name, value in params.items() if value is not None}
+    if isinstance(bias := fields.get("logit_bias"), dict):
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
     choice = fields.pop("choice", None)
     if choice is not None:
         if fields.get("structured_outputs") is not None:
