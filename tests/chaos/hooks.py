@@ -27,11 +27,12 @@ def install(hooks: list[dict[str, Any]], folder: Path) -> None:
         if hook["op"] == "piece":  # written by Ray's workers, which only know the folder
             (folder / "driver.pid").write_text(str(os.getpid()))
             (folder / "piece.at").write_text(str(hook["n"]))
-            from prefect_raybatch.cluster import pipeline
+            from prefect_raybatch.stages import vectors
 
             from .finish import FinishThatKills
 
-            pipeline.Finish = partial(FinishThatKills, folder=str(folder))  # type: ignore[misc,assignment]
+            # where `finish_of` looks for the stage of a job about text
+            vectors.Finish = partial(FinishThatKills, folder=str(folder))  # type: ignore[misc,assignment]
             continue
         counter = _Counter(hook, folder)
         for store in (local.LocalStore, s3.S3Store):
