@@ -52,7 +52,13 @@ ENDS = {*PREFECT_SIDE, "cli.commands", "remote.__main__"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "stages.ray_internals"},
+    "ray": {
+        "cluster.connect",
+        "cluster.pipeline",
+        "cluster.spanning",
+        "stages.read",
+        "stages.ray_internals",
+    },
     "vllm": set(),
     "torch": set(),
     "transformers": set(),
@@ -405,6 +411,7 @@ except SystemExit as end:
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     heavy = {
         "cluster.pipeline",
+        "cluster.spanning",
         "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",

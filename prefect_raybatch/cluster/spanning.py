@@ -1,0 +1,41 @@
+"""GPUs of several nodes for one engine: a Ray placement group for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class SpanningGroups:
+    """What Ray Data calls for the options of each engine's actor.
+
+    A bundle for each of the `gpus` of an engine, on as few nodes as there is room on. The actor
+    itself is in the first and takes its CPUs from there; vLLM finds the group by the actor and
+    starts a worker in each bundle.
+    """
+
+    def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):
+        bundle: dict[str, float] = {"GPU": 1}
+        if accelerator:
+            bundle[f"accelerator_type:{accelerator}"] = 0.001
+        first = {**bundle, **({"CPU": num_cpus} if num_cpus else {})}
+        self.bundles = [first, *[dict(bundle) for _ in range(gpus - 1)]]
+        self.groups: list[PlacementGroup] = []
+
+    def __call__(self) -> dict[str, Any]:
+        group = placement_group(self.bundles, strategy="PACK")
+        self.groups.append(group)
+        strategy = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        )
+        return {"scheduling_strategy": strategy}
+
+    def remove(self) -> None:
+        """Gives the GPUs back: Ray itself would keep them until the driver's end."""
+        while self.groups:
+            group = self.groups.pop()
+            if ray.is_initialized():
+                remove_placement_group(group)
