@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -38,4 +40,5 @@ class SpanningGroups:
         while self.groups:
             group = self.groups.pop()
             if ray.is_initialized():
-                remove_placement_group(group)
+                with contextlib.suppress(RayError):  # of a cluster that is gone, with its groups
+                    remove_placement_group(group)
