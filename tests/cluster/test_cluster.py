@@ -66,7 +66,7 @@ class ScaledEngine(FakeEngine):
         return super().__call__(table)
 
     def _wait(self, there: Callable[[], bool], vain: str) -> None:
-        until = time.monotonic() + 40
+        until = time.monotonic() + 30
         while not there() and not (self.folder / vain).exists():
             if time.monotonic() > until:
                 (self.folder / vain).touch()
