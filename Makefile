@@ -71,7 +71,7 @@ bench: .venv/.ready ## Peers and us side by side on this machine
 lock: ## Resolve requirements.lock anew (needs uv)
 	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
 	  --extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match --no-header --no-annotate \
-	  --extra cpu --group dev pyproject.toml - -o requirements.lock
+	  --extra cpu --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --group dev pyproject.toml - -o requirements.lock
 
 clean: ## Remove what was made here
 	rm -rf .venv raybatch-demo dist build

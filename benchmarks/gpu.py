@@ -125,28 +125,13 @@ TEMPLATE = (
 
 
 def make_model(size: str, root: Path) -> str:
-    """Writes a config and a tokenizer trained on torch's own Python files; no weights."""
+    """Writes a config and a tokenizer; no weights."""
     folder = root / size
     if (folder / "config.json").exists():
         return str(folder)
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import LlamaConfig
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=32000,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train(sorted(str(p) for p in Path(torch.__file__).parent.glob("*.py")), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = make_tokenizer(TEMPLATE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     config = LlamaConfig(
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
@@ -158,6 +143,29 @@ def make_model(size: str, root: Path) -> str:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def make_tokenizer(template: str, special: list[str], size: int = 32000) -> Any:
+    """A tokenizer of `size` tokens, trained on torch's own Python files; a turn of a chat ends with
+    <|im_end|>."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train(sorted(str(p) for p in Path(torch.__file__).parent.glob("*.py")), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def make_rows(work: str, count: int) -> list[dict[str, Any]]:
@@ -491,17 +499,22 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     given += [f"--sizes={size}", f"--peer={kind}", f"--tensor-parallel={args.tensor_parallel}"]
     given += [f"--quantization={args.quantization}"] if args.quantization else []
     log = Path(args.out).with_name(f"{args.work}-{size}-{args.gpus}-{peer}.log")
+    return run_apart([__file__, *given], log, args.limit)
+
+
+def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
+    """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
         try:
             subprocess.run(
-                [sys.executable, __file__, *given],
+                [sys.executable, *command],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                timeout=args.limit,
+                timeout=limit,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"took over {args.limit:.0f} s"}
+            return {"error": f"took over {limit:.0f} s"}
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):

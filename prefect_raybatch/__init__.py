@@ -1,8 +1,9 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
 `from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
-`infer_shards`, `finalize_run`, the function `reconcile_jobs` and the blocks `RayCluster`,
-`ObjectStore` and `BatchInferenceJob` are the whole of the Python interface; the rest may move.
+`infer_shards`, `finalize_run`, the functions `open_run` and `reconcile_jobs` and the blocks
+`RayCluster`, `ObjectStore` and `BatchInferenceJob` are the whole of the Python interface; the rest
+may move.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
+    from prefect_raybatch.runs.open_run import OpenRun, open_run
     from prefect_raybatch.runs.run import Run
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ _HOMES = {
     "BatchInferenceJob": "flow.blocks",
     "BatchJob": "job.batch_job",
     "ObjectStore": "flow.blocks",
+    "OpenRun": "runs.open_run",
     "RayBatchError": "errors",
     "RayCluster": "flow.blocks",
     "Run": "runs.run",
@@ -35,6 +38,7 @@ _HOMES = {
     "batch_inference": "flow.flows",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",
+    "open_run": "runs.open_run",
     "plan_shards": "flow.tasks",
     "reconcile_jobs": "flow.reconcile",
     "retry_failed": "flow.flows",
@@ -44,6 +48,7 @@ __all__ = [
     "BatchInferenceJob",
     "BatchJob",
     "ObjectStore",
+    "OpenRun",
     "RayBatchError",
     "RayCluster",
     "Run",
@@ -51,6 +56,7 @@ __all__ = [
     "batch_inference",
     "finalize_run",
     "infer_shards",
+    "open_run",
     "plan_shards",
     "reconcile_jobs",
     "retry_failed",

@@ -51,6 +51,10 @@ class StoreUnavailable(StoreError):
     transient = True
 
 
+class CredentialsUnusable(StoreError):
+    """The store was asked with credentials that have expired, or with none at all."""
+
+
 class BadUpload(StoreError):
     """The store keeps other bytes than it was sent; what they were made from is kept."""
 

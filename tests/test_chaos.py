@@ -19,11 +19,12 @@ from chaos.places import Folder
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
-SHORT = (  # (kind, the store that its first trial has): about 90 s on two cores
+SHORT = (  # (kind, the store that its first trial has): about 110 s on two cores
     ("driver_killed", "local"),
     ("killed_in_commit", "s3"),
     ("two_finalizers", "local"),
     ("poison_kills", "local"),
+    ("killed_reusing", "local"),
 )
 
 
@@ -40,7 +41,7 @@ def result(folder: Path, numbers: list[int], failed: dict[int, str] | None = Non
         if n not in bad
     ]
     quarantine = [{"error": kind, "input": given[n], "_row": n} for n, kind in bad.items()]
-    for kind, table in (("data", data), ("quarantine", quarantine)):
+    for kind, table in (("data", data), ("_quarantine", quarantine)):
         if table:
             (folder / kind).mkdir(parents=True)
             pq.write_table(pa.Table.from_pylist(table), folder / kind / "part-00000.parquet")
@@ -82,7 +83,7 @@ def test_checker_finds_a_doubled_row(tmp_path: Path) -> None:
 
 def test_checker_finds_a_row_that_is_in_data_and_in_quarantine(tmp_path: Path) -> None:
     place = result(tmp_path, list(range(20)))
-    path = tmp_path / "quarantine"
+    path = tmp_path / "_quarantine"
     path.mkdir()
     bad = [{"error": "ValueError", "input": rows()[3], "_row": 3}]
     pq.write_table(pa.Table.from_pylist(bad), path / "part-00000.parquet")

@@ -17,6 +17,7 @@ from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.flow import flows
+from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.runs.run import default_run_key
 
 FOLDER = ROOT / "deployments"
@@ -78,7 +79,8 @@ def form_is_whole(schema: dict[str, Any]) -> None:
             assert shown["title"] and shown["description"], f"{name}.{field}"
             positions.append(shown["position"])
         assert len(set(positions)) == len(positions), name
-    assert groups["Source"]["properties"]["format"]["enum"] == ["auto", "parquet", "csv", "jsonl"]
+    formats = groups["Source"]["properties"]["format"]["enum"]
+    assert formats == ["auto", "parquet", "csv", "jsonl", "arrow", *TABLE_FORMATS]
     assert groups["Engine"]["properties"]["device"]["enum"] == ["auto", "gpu", "cpu"]
     assert "schema" in groups["Output"]["properties"]  # by its alias, as a person writes it
     # The form shows a union as tabs: fewest of them, and none with the name of a Python type.

@@ -131,9 +131,9 @@ class Story:
     def table(self, kind: str = "data", key: str = "k") -> pa.Table:
         store = open_store(f"s3://e2e/out/{key}", self.store_options)
         report = json.loads(store.read("_raybatch/report.json"))
-        tables = []
+        tables, folder = [], {"data": "data", "quarantine": "_quarantine"}[kind]
         for part in report["parts"]:
-            if part["path"].startswith(f"{kind}/"):
+            if part["path"].startswith(f"{folder}/"):
                 with store.open(part["path"]) as stream:
                     tables.append(pq.read_table(stream))
         return pa.concat_tables(tables)

@@ -93,7 +93,9 @@ class TerminalProgress(Listener):
             self.bar.add_task("rows", total=progress.rows, note="")
             self.bar.start()
         note = _progress_line(progress, self.phase)
-        self.bar.update(self.bar.task_ids[0], completed=progress.done, note=note)
+        # The total as well: a run that reuses has asks of its own first.
+        done, rows = progress.done, progress.rows
+        self.bar.update(self.bar.task_ids[0], completed=done, total=rows, note=note)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -151,6 +153,8 @@ def show_plan(found: DryRun) -> None:
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
     table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
     table.add_row("run directory", escape(found.run))
+    for number, line in enumerate(reuse_lines(found)):
+        table.add_row("" if number else "reuse", escape(line))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
     for name in ("size", "value", "why"):
@@ -164,6 +168,24 @@ def show_plan(found: DryRun) -> None:
         _show_prompts(found.tokens)
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
+
+
+def reuse_lines(found: DryRun) -> list[str]:
+    """How many rows of a job that reuses would be asked, and why not fewer."""
+    if found.reuse is None:
+        return []
+    reuse = found.reuse
+    lines = [
+        f"{counted(reuse.counts.asked, 'row')} asked, {reuse.counts.reused:,} with an earlier "
+        f"run's answer, {reuse.counts.merged:,} with another row's"
+    ]
+    if reuse.counts.none:
+        lines.append(f"{counted(reuse.counts.none, 'row')} make no request and will fail")
+    lines += [f"answers of {run}" for run in reuse.earlier]
+    if not reuse.earlier:
+        lines.append("no earlier run of this job keeps answers")
+    lines += [f"nothing is taken over: {line}" for line in reuse.differs]
+    return lines
 
 
 def _show_prompts(tokens: PromptLengths) -> None:
@@ -207,8 +229,8 @@ def show_report(report: RunReport, fresh: bool) -> None:
     )
     table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
     table.add_row("result", escape(f"{report.run}/data/"))
-    if report.failed:
-        table.add_row("failed rows", escape(f"{report.run}/quarantine/"))
+    if failed := report.quarantine_folder:
+        table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
     table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     show_rows(stage_table(report))
@@ -306,7 +328,7 @@ def show_chain(found: ChainVerdict) -> None:
     if found.ok:
         out.print(
             f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
-            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine/ + "
+            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine + "
             f"{found.skipped:,} left out, each once"
         )
         return
@@ -340,6 +362,9 @@ def show_status(found: Status) -> None:
     for beat in found.beats:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
+    if found.asks is not None and found.asks.state != "completed":
+        out.print("what nobody has answered is asked first:")
+        show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
     if found.stopped is not None:
@@ -353,7 +378,7 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
     if found.ok:
         out.print(
             f"[green]proved[/]: {found.rows:,} planned rows = {found.data:,} in data/ + "
-            f"{found.quarantined:,} in quarantine/ + {found.skipped:,} left out, each once"
+            f"{found.quarantined:,} in quarantine + {found.skipped:,} left out, each once"
         )
     else:
         out.print(f"[red]not proved[/]: {escape(run_dir)}")

@@ -19,22 +19,28 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob, Stage
 from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.stages.answer_logprobs import most_told
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.finish_raw import RawFinish
 from prefect_raybatch.stages.images.rows import row_images
+from prefect_raybatch.stages.lookup import LookUp
 from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.pooling import Pooling
+from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
@@ -43,6 +49,7 @@ from prefect_raybatch.stages.ray_internals import (
     stop_pass,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
@@ -90,12 +97,14 @@ class Pipeline:
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
         self.task = Pooling.of(self.job, self.model)
+        self.increment = increment_of(self.plan)
         output = self.job.output
         if self.job.prompt.images.used:
             names = decode_schema(self.plan.input_schema).names
             output = output.model_copy(update={"columns": self.job.kept(names)})
-        self.finish = finish_of(
-            self.task,
+        asks = self.increment is not None and self.increment.ledger == OF_ASKS
+        made = RawFinish if asks else partial(finish_of, self.task)
+        self.finish: Finish = made(
             output,
             self.model,
             self.store,
@@ -103,6 +112,7 @@ class Pipeline:
             bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
             int((sampling.model_extra or {}).get("n") or 1),
             parsing=Parsing.of(self.job),
+            logprobs=most_told(sampling),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -148,10 +158,13 @@ class Pipeline:
             )
             return self._dataset(units, isolated)
 
-    def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+    def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineSpec | None, Finish]:
+        """What a block goes through: the stage after reading, what engines are told, and finish.
+        A run whose answers are all there has no engine: it looks them up."""
         limits = self.job.limits
         model = dict(self.plan.model)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
+        increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
             self.task,
@@ -166,11 +179,23 @@ class Pipeline:
             parsing=self.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)
+        if increment is None:
+            return prepare, spec, finish
+        pinned = model.get("adapters") or {}
+        keying = Keying.under(increment.context, pinned, self.job.prompt.adapter_column)
+        if increment.ledger == OF_ASKS:
+            return replace(prepare, keying=keying), spec, finish
+        return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
+
+    def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+        first, spec, finish = self.stages(isolated)
         prepared = (
             ShardDatasource(self.reader, self.read_tasks(units, isolated))
             .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
-            .map_batches(prepare, **_batches(), **_stage(self.job.cluster.prepare))
+            .map_batches(first, **_batches(), **_stage(self.job.cluster.prepare))
         )
+        if spec is None:
+            return prepared.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
         if self.job.engine.stage == "ray.data.llm":
             rows = max(unit.rows for unit in units)
             return self._ray_llm(prepared, spec, isolated, rows, finish)

@@ -11,7 +11,7 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob, Engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.model import memory
+from prefect_raybatch.model import adapters, memory
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
@@ -42,7 +42,9 @@ def model_sizes(
         return None, ""
     try:
         config, stored = models.read_config(model)
-        return memory.describe(config, engine.model_extra or {}, stored), ""
+        given = engine.model_extra or {}
+        room = adapters.arguments(model.get("adapters") or {}, given)
+        return memory.describe(config, {**given, **room}, stored), ""
     except ConfigError as error:
         return None, str(error)
 

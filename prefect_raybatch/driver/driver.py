@@ -30,6 +30,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures
+from prefect_raybatch.ledger.increments import Waiting
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count
@@ -104,7 +105,8 @@ class Driver:
     """Drives one attempt at a run to its end.
 
     `observe` is called after each commit, and once more when the error budget is crossed, of which
-    `on_stop` is told.
+    `on_stop` is told. `waiting`: the rows of another run that wait for those of this one, by which
+    its failed rows are counted.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Driver:
         limits: Limits,
         observe: Callable[[Progress], None] = lambda progress: None,
         on_stop: Callable[[Stop], None] = lambda stop: None,
+        waiting: Waiting | None = None,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.observe, self.on_stop = limits, observe, on_stop
@@ -122,6 +125,8 @@ class Driver:
         self.folder = Folder(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
+        self.waiting = waiting
+        self._failed = 0  # rows, of which one may stand for many
         self._last = time.time()
         self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
         self._warned: set[int] = set()
@@ -136,6 +141,7 @@ class Driver:
             )
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
+            self._failed += self._weighed(commit)
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
@@ -219,6 +225,7 @@ class Driver:
         # The first commit's work began with the engines, not with this loop's start.
         since = self._last if self.progress.recent else commit.stats.started or self._last
         self.progress.add(commit, since)
+        self._failed += self._weighed(commit)
         self.folder.add(commit)
         self._last = now
         self.observe(self.progress)
@@ -226,30 +233,37 @@ class Driver:
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
         """The shard (of these `receipts`) that would cross the limit is not committed, so raising
         the limit and running again continues from there."""
-        more = sum(count(r.failed) for r in receipts)
-        allowed = self.limits.allowed(self.plan.rows)
-        failed = self.progress.tally.failed + more
+        more = sum(map(self._weighed, receipts))
+        rows = self.plan.rows if self.waiting is None else self.waiting.rows
+        allowed = self.limits.allowed(rows)
+        failed = self._failed + more
         if failed <= allowed:
             return
-        stop = Stop(failed, more, allowed, self.plan.rows)
+        stop = Stop(failed, more, allowed, rows)
         if receipts:
             stop = self._stopped(stop, receipts)
         failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
         common = failures.most_common(COMMON)
         lines = [
-            f"  {counted(rows, 'row')}: {key.stage}: {key.error}: {key.message}"
-            for key, rows in common
+            f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
+            for key, number in common
         ]
         lines += ["Such as:"] if stop.sample else []
         lines += [f"  {line}" for line in stop.lines()]
         done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
-            f"{failed:,} of {counted(self.plan.rows, 'row')} failed, more than "
-            f"{self.limits.said(self.plan.rows)}. Commonest:\n"
+            f"{failed:,} of {counted(rows, 'row')} failed, more than "
+            f"{self.limits.said(rows)}. Commonest:\n"
             + "\n".join(lines)
             + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
             "cause or raise the limit and run the same command again."
         )
+
+    def _weighed(self, record: Receipt | Commit) -> int:
+        """Failed rows of a record."""
+        if self.waiting is None:
+            return count(record.failed)
+        return self.waiting.count(record.shard, record.failed)
 
     def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
         """Tells everybody of the failed rows that no commit will tell of."""

@@ -8,6 +8,7 @@ can be checked without reading the input is checked here; `plan` checks the rest
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,20 +24,29 @@ from prefect_raybatch.job import answer_schema, chat, sampling_ranges, tasks, vl
 from prefect_raybatch.job.checks import (
     NAME,
     RESERVED,
+    SCHEMES,
     SERVER,
+    WEB_SCHEMES,
     check_count,
     check_function,
     check_uri,
+    check_web,
+    is_web,
     refuse_unknown,
     template_fields,
     without_user,
 )
+from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
+from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.web_options import Web
 
 
 class Source(Group):
@@ -45,11 +55,15 @@ class Source(Group):
     uri: str | list[str] = field(
         1,
         title="Where",
-        text="File, folder or glob, local or s3://, or a list of these. A folder is read "
-        "recursively. Files are taken in the order of their names.",
+        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
+        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
+        "a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = field(
-        2, "auto", title="Format", text="By default told from the file names' endings."
+    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+        2,
+        "auto",
+        title="Format",
+        text="By default told from the file names' endings, or what lies in the folder of a table.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -86,6 +100,37 @@ class Source(Group):
         text="Local folder that image paths in the rows lie in, on every node. By default rows "
         "name no local files.",
     )
+    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
+    version: str | None = field(
+        10,
+        None,
+        title="Version",
+        text="Of a table, to read it as it was: a version or snapshot number, a tag, or a "
+        "timestamp. By default as it is when the run is planned.",
+        min_length=1,
+    )
+    filter: str | None = field(
+        11,
+        None,
+        title="Filter",
+        text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
+    )
+
+    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | date):
+            return value
+        return str(value) if isinstance(value, int) else value.isoformat()  # as YAML reads them
+
+    @field_validator("filter")
+    @classmethod
+    def _filter(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_filter(value)
+        return value
 
     @field_validator("media_root")
     @classmethod
@@ -102,12 +147,45 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            check_uri(uri)
+            if is_web(uri):
+                check_web(uri)
+            elif format_of_scheme(scheme_of(uri)) is None:
+                check_uri(uri)
         return value
+
+    @model_validator(mode="after")
+    def _one_table(self) -> Source:
+        told = {format_of_scheme(scheme_of(uri)) for uri in self.uris} - {None}
+        name = self.table_format
+        if told - {name}:
+            raise ValueError(
+                f"uri: {self.uris[0]!r} does not go with format: {self.format}; leave format out, "
+                "and name a table or data set alone"
+            )
+        if name is not None and len(self.uris) > 1:
+            raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
+            raise ValueError(f"version: {self.format} files have no versions; remove it")
+        return self
 
     @property
     def uris(self) -> list[str]:
         return [self.uri] if isinstance(self.uri, str) else list(self.uri)
+
+    @property
+    def table_format(self) -> str | None:
+        """The table format that format or the scheme of the URI tells. A folder with format auto
+        may be a table as well, which only looking into it tells."""
+        if self.format in TABLE_FORMATS:
+            return self.format
+        if self.format == "auto" and len(self.uris) == 1:
+            return format_of_scheme(scheme_of(self.uris[0]))
+        return None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the URIs name files and folders."""
+        return all(scheme_of(uri) in (*SCHEMES, *WEB_SCHEMES) for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
@@ -297,14 +375,16 @@ class Prompt(Group):
 
 
 # Fields of vLLM that change nothing but what a result does not hold.
-NOT_WRITTEN = ("output_kind", "detokenize", "logprobs", "prompt_logprobs", "stream_interval")
+NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 PROBABILITIES = "probabilities"  # the column of output.probabilities
+LOGPROBS = "logprobs"  # the column of sampling.logprobs
 
 MOST_REPLICAS = 4096
 MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LOGPROBS = 20  # unless engine.max_logprobs says more
 MOST_SEQUENCES = 65536
 
 
@@ -485,8 +565,8 @@ class Engine(Group):
         21,
         None,
         title="LoRA adapter",
-        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name; pinned "
-        "by its content in the plan.",
+        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
+        "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
     )
     adapters: dict[str, str] = field(
         22,
@@ -703,6 +783,15 @@ class Output(Group):
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
     )
+    keep_answers: float | None = field(
+        21,
+        None,
+        title="Days that raw answers are kept",
+        text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
+        "kept. docs/increments.md.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
@@ -898,6 +987,14 @@ class BatchJob(Group):
     output: Output = field(6, title="Output", text="Where the result goes.")
     limits: Limits = field(7, Limits(), title="Limits", text="When to give up.")
     cluster: Cluster = field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+    reuse: str | None = field(
+        9,
+        None,
+        title="Reuse answers",
+        text="Run whose raw answers are taken over where a row's request is the same: its URI, or "
+        "latest for the newest complete run of this job in output.uri. docs/increments.md.",
+        min_length=1,
+    )
 
     @field_validator("name")
     @classmethod
@@ -945,6 +1042,23 @@ class BatchJob(Group):
                 raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
         return self
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether a run looks its answers up and keeps them for later runs."""
+        return self.reuse is not None or self.output.keep_answers is not None
+
+    @field_validator("reuse")
+    @classmethod
+    def _reuse(cls, value: str | None) -> str | None:
+        if value is not None and value != "latest":
+            check_uri(value)
+        return value
+
+    @model_validator(mode="after")
+    def _with_reuse(self) -> BatchJob:
+        check_reuse(self)
+        return self
+
     @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:
         if (
@@ -965,12 +1079,37 @@ class BatchJob(Group):
                 "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
                 "vllm, or leave finish_reason out"
             )
+        self._check_logprobs()
         if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
             raise ValueError(
                 "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
                 "engine.stage to vllm, or on_cut_off to keep"
             )
         return self
+
+    def _check_logprobs(self) -> None:
+        told = (self.sampling.model_extra or {}).get("logprobs")
+        if told is None:
+            return
+        if type(told) is not int or told < 0:
+            raise ValueError(
+                f"sampling.logprobs: {str(told)[:80]!r} is no whole number from 0 on; give how "
+                "many of the most probable tokens to write beside each that was chosen"
+            )
+        if self.output.probabilities:
+            raise ValueError(
+                "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
+            )
+        if self.engine.stage == "ray.data.llm":
+            raise ValueError(
+                "sampling.logprobs: ray.data.llm does not tell them; set engine.stage to vllm"
+            )
+        most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
+        if isinstance(most, int) and 0 <= most < told:
+            raise ValueError(
+                f"sampling.logprobs: {told} is over the engine's {most}; lower it, or raise "
+                "engine.max_logprobs"
+            )
 
     @model_validator(mode="after")
     def _labels(self) -> BatchJob:
@@ -1003,10 +1142,6 @@ class BatchJob(Group):
                 raise ValueError(
                     f"sampling.{name}: output.schema_model is the form of each answer; keep one"
                 )
-        if (extra.get("n") or 1) > 1:
-            raise ValueError(
-                "sampling.n: the columns of output.schema_model hold one answer a row; leave it out"
-            )
         if extra.get("skip_special_tokens") is False:
             raise ValueError(
                 "sampling.skip_special_tokens: the end token would stand behind the JSON of "

@@ -17,6 +17,7 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 # No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
 SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
 SCHEMES = ("", "file", "s3")
+WEB_SCHEMES = ("http", "https")  # of single files that are read
 RESERVED = "__rb_"  # columns of ours that travel with a row
 
 
@@ -53,6 +54,21 @@ def check_uri(uri: str) -> str:
         )
     if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
         raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
+    return uri
+
+
+def is_web(uri: str) -> bool:
+    """Whether `uri` names a file by http(s)."""
+    return uri.partition("://")[0].lower() in WEB_SCHEMES and "://" in uri
+
+
+def check_web(uri: str) -> str:
+    """A file's http(s) URL; ValueError says what is wrong otherwise."""
+    without_user(uri)
+    place = uri.partition("://")[2].partition("#")[0].partition("?")[0]
+    host, _, path = place.partition("/")
+    if not host or not path or path.endswith("/"):
+        raise ValueError(f"{uri!r} names no file; write http(s)://host/path/file.csv")
     return uri
 
 

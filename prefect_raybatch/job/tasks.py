@@ -15,7 +15,7 @@ OF_A_CHAT = (
     *("messages", "chat_template", "chat_template_kwargs", "prefill"),
     *("continue_final_message", "tools", "documents"),
 )
-OF_A_TEXT = ("schema_model", "extras", "probabilities", "reasoning_parser", "tool_parser")
+OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 
 
 def pools(task: str) -> bool:
@@ -73,6 +73,12 @@ def _check_pooling(job: BatchJob, task: str) -> None:
     for name in OF_A_TEXT:
         if getattr(job.output, name):
             raise ValueError(f"output.{name}: engine.task {task} answers in no text; leave it out")
+    for name in job.output.extras:
+        if name != "prompt_tokens":
+            raise ValueError(
+                f"output.extras: {name}: engine.task {task} answers in no text; it has "
+                "prompt_tokens alone"
+            )
     if "runner" in (job.engine.model_extra or {}):
         raise ValueError("engine.runner: follows from engine.task; leave it out")
 

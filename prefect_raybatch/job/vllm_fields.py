@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 PARSES = 5  # tries to parse a source
+LIMITS = "get_supported_mm_limits"
+REGISTRY = "model_executor/models/registry.py"
 
 
 @cache
@@ -31,19 +34,39 @@ def sampling_fields() -> frozenset[str] | None:
 def generating_models() -> frozenset[str] | None:
     """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
     lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
-    return _listed("model_executor/models/registry.py", *lists)
+    return _listed(REGISTRY, *lists)
+
+
+@cache
+def text_models() -> frozenset[str] | None:
+    """Those that generate text from text alone; None when vLLM is not installed."""
+    text = _listed(REGISTRY, "_TEXT_GENERATION_MODELS")
+    return None if text is None else text - (_listed(REGISTRY, "_MULTIMODAL_MODELS") or frozenset())
+
+
+@cache
+def media_limits(architecture: str) -> Mapping[str, int | None] | None:
+    """How many images, videos, ... a request to that architecture may hold (None: any number), as
+    its module in vLLM says; None where that cannot be told from it."""
+    for table in _tables(REGISTRY, "_MULTIMODAL_MODELS"):
+        for key, value in zip(table.keys, table.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == architecture:
+                module, name = ast.literal_eval(value)
+                file = f"model_executor/models/{module}.py"
+                return _limits(file, _asked_about(file, name))
+    return None
 
 
 @cache
 def classifying_models() -> frozenset[str] | None:
     """Architectures that vLLM lists as classifying text; None when vLLM is not installed."""
-    return _listed("model_executor/models/registry.py", "_SEQUENCE_CLASSIFICATION_MODELS")
+    return _listed(REGISTRY, "_SEQUENCE_CLASSIFICATION_MODELS")
 
 
 @cache
 def late_models() -> frozenset[str] | None:
     """Those that vLLM lists as giving a vector a token; None when vLLM is not installed."""
-    return _listed("model_executor/models/registry.py", "_LATE_INTERACTION_MODELS")
+    return _listed(REGISTRY, "_LATE_INTERACTION_MODELS")
 
 
 @cache
@@ -60,16 +83,61 @@ def tool_parsers() -> frozenset[str] | None:
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
     """The keys of the tables of these names in one of vLLM's files."""
-    names: set[str] = set()
+    found = _tables(file, *tables)
+    keys = (key for table in found for key in table.keys)
+    return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant)) or None
+
+
+def _tables(file: str, *names: str) -> list[ast.Dict]:
+    return [
+        node.value
+        for node in _statements(file)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id in names
+    ]
+
+
+def _asked_about(file: str, name: str) -> str | None:
+    """The class that tells about a model's inputs: `info` where the model is registered."""
     for node in _statements(file):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Dict)
-            and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in tables
-        ):
-            names |= {str(k.value) for k in node.value.keys if isinstance(k, ast.Constant)}
-    return frozenset(names) or None
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for call in node.decorator_list:
+                for given in call.keywords if isinstance(call, ast.Call) else ():
+                    if given.arg == "info" and isinstance(given.value, ast.Name):
+                        return given.value.id
+    return None
+
+
+def _limits(file: str, name: str | None) -> Mapping[str, int | None] | None:
+    """What `get_supported_mm_limits` of a class returns, its own or one that it inherits, where
+    that is written out."""
+    body = _statements(file) if name else []
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == LIMITS:
+                    return _returned(method)
+            for base in node.bases:
+                if isinstance(base, ast.Name) and (found := _limits(file, base.id)) is not None:
+                    return found
+            return None
+    for node in body:
+        if not isinstance(node, ast.ImportFrom) or node.level != 1 or not node.module:
+            continue
+        if name in [alias.name for alias in node.names if alias.asname is None]:
+            return _limits(f"model_executor/models/{node.module}.py", name)
+    return None
+
+
+def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
+    ends = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
+    try:
+        found = ast.literal_eval(ends[0]) if len(ends) == 1 and ends[0] else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _statements(file: str) -> list[ast.stmt]:

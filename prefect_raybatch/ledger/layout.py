@@ -1,6 +1,6 @@
 """What everything in a run directory is called: paths relative to it.
 
-data/, quarantine/           the result
+data/, _quarantine/          the result (quarantine/ in runs of earlier versions: the plan says)
 _SUCCESS                     written last: the result is complete
 _raybatch/                   records, and what is needed until the end
 """
@@ -10,7 +10,12 @@ from __future__ import annotations
 import re
 
 SUCCESS = "_SUCCESS"
-FOLDERS = {"data": "data", "quarantine": "quarantine"}  # of the result, by kind of piece
+KINDS = ("data", "quarantine")  # of pieces, and of the files of the result
+DATA_FOLDER = "data"
+# Readers of a whole run directory leave names with _ out, so that failed rows are not among theirs.
+QUARANTINE_FOLDER = "_quarantine"
+EARLIER_QUARANTINE = "quarantine"  # of runs whose plan names none
+RESULT_FOLDERS = (DATA_FOLDER, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
 
 RECORDS = "_raybatch"
 PLAN = f"{RECORDS}/plan.json"
@@ -25,6 +30,9 @@ HEARTBEATS = f"{RECORDS}/heartbeats"
 JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
 MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result
 ROW_SUMS = f"{RECORDS}/row_sums"
+ASKS = f"{RECORDS}/asks"  # of a run that reuses: a run of its own over what nobody has answered
+REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder for each try to plan
+ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"
 REPORT_HTML = f"{RECORDS}/report.html"

@@ -88,21 +88,22 @@ class Ledger:
         return winner
 
     def shards(self, plan: Plan) -> Shards:
-        shards = read_shards(self._table(plan.shards_table))
+        shards = read_shards(self.table(plan.shards_table))
         if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
             raise CorruptRun(f"{plan.shards_table} does not fit the plan ({plan.shards} shards)")
         return shards
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
-        return read_files(self._table(plan.files_table))
+        return read_files(self.table(plan.files_table))
 
     def numbers(self, plan: Plan) -> RowNumbers:
         """The row number of each row of the run's input."""
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
-        return read_numbers(self._table(plan.numbers_table), plan.rows)
+        return read_numbers(self.table(plan.numbers_table), plan.rows)
 
-    def _table(self, name: str) -> bytes:
+    def table(self, name: str) -> bytes:
+        """A table that the plan names, with the hash that its name says."""
         try:
             data = read_record(self.store, table_path(name))
         except FileNotFoundError:

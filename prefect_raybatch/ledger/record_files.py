@@ -30,6 +30,7 @@ RECORD_KINDS = (
     Kind(f"{layout.COMMITS}/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
     Kind(layout.SUCCESS, 64 << 20, _PARTS),
     Kind(layout.REPORT, 64 << 20, _PARTS),
+    Kind(layout.ANSWERS_RECORD, 64 << 20, _PARTS),
     Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
     Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "nothing, a resume only takes longer"),
     Kind(f"{layout.ATTEMPTS}/", 1 << 20, "the names of this host and user"),

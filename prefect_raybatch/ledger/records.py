@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Failures, Loss, failure_texts
+from prefect_raybatch.ledger.layout import DATA_FOLDER, EARLIER_QUARANTINE, QUARANTINE_FOLDER
 from prefect_raybatch.ledger.ranges import Ranges, merge
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
@@ -45,6 +46,12 @@ def _piece_name(name: str) -> str:
     return name
 
 
+def _folder(name: str) -> str:
+    if name != QUARANTINE_FOLDER:
+        raise PydanticCustomError("folder", "not a folder of the result")
+    return name
+
+
 def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
     length = value.get("max_model_len")
     if type(length) is not int or length <= 0:
@@ -52,11 +59,20 @@ def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
+def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    wrong = {"format", "uri", "id", "version"} - value.keys()
+    if wrong or not all(isinstance(text, str) for text in value.values()):
+        raise PydanticCustomError("table", "not a table at a version")
+    return value
+
+
 TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
 PieceKind = Literal["data", "quarantine"]
 PieceName = Annotated[str, AfterValidator(_piece_name)]
+QuarantineFolder = Annotated[str, AfterValidator(_folder)]
 Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
+InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
 Positions = Annotated[Ranges, FailFast()]
 
 
@@ -131,7 +147,11 @@ class Plan:
     the record's bytes and stands in every commit. A run that retries failed rows has the run key
     of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
     `row_bytes` is the mean of the input's bytes a row, by which engines are packed.
-    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures}.
+    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures};
+    `table` where the input is a snapshot of a table: {format, uri, id, version, schema, ...}, its
+    schema as `input_schema`, of all its columns.
+    `increment` in a run that reuses or keeps answers (`ledger/increments.py`).
+    `quarantine` is the folder of failed rows, None in plans of before it was named.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -155,14 +175,22 @@ class Plan:
     numbers_table: TableName | None = None
     row_bytes: Number | None = None
     context: Context | None = None
+    table: InputTable | None = None
+    quarantine: QuarantineFolder | None = None
+    increment: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         # Plans from before these fields keep their bytes and hash.
-        for name in ("numbers_table", "row_bytes", "context"):
+        for name in ("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"):
             if value[name] is None:
                 del value[name]
         return dump(value)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of the result, by kind of piece."""
+        return {"data": DATA_FOLDER, "quarantine": self.quarantine or EARLIER_QUARANTINE}
 
     @cached_property  # every commit is compared with it
     def hash(self) -> str:

@@ -25,7 +25,8 @@ class ShardStats:
     """Figures of a shard, or of several together. What is not known is None.
 
     Each says how it is folded. `started` and `ended` are seconds since 1970, the first and last
-    moment of its engine and finish stage; `read_s` to `finish_s` seconds a stage took. From
+    moment of its engine and finish stage; `read_s` to `finish_s` seconds a stage took. `reused` to
+    `asked`: rows of a run that reuses, by where their answers are from. From
     `samples` on: the engine and its node while the shard was in it (stages/load.py). `others` are
     figures of a newer version, which are summed.
     """
@@ -37,6 +38,10 @@ class ShardStats:
     cut_off: float | None = _folded(SUM)
     cut_off_structured: float | None = _folded(SUM)
     deduplicated: float | None = _folded(SUM)
+    reused: float | None = _folded(SUM)
+    merged: float | None = _folded(SUM)
+    asked: float | None = _folded(SUM)
+    saved_tokens: float | None = _folded(SUM)
     truncated: float | None = _folded(SUM)
     started: float | None = _folded(FIRST)
     ended: float | None = _folded(LAST)

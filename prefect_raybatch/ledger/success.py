@@ -14,7 +14,7 @@ from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import FOLDERS, SUCCESS
+from prefect_raybatch.ledger.layout import DATA_FOLDER, KINDS, RESULT_FOLDERS, SUCCESS
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Part, Plan, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, read_json
@@ -24,7 +24,7 @@ from prefect_raybatch.storage.proof import sha256_of
 
 def _of_result(part: Part) -> Part:
     folder, _, name = part.path.partition("/")
-    if folder not in FOLDERS.values() or not name or "/" in name or name.startswith("."):
+    if folder not in RESULT_FOLDERS or not name or "/" in name or name.startswith("."):
         raise PydanticCustomError(
             "part_path", "{path} is no file of the result", {"path": repr(part.path)}
         )
@@ -64,11 +64,18 @@ class Success:
             raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
         if found.plan is not None and found.plan != plan.hash:
             raise CorruptRun(f"{path} was written for another plan. {_not_of(found.plan, plan)}")
-        kept = {kind: sum(p.rows for p in found.of(kind)) for kind in FOLDERS}
+        kept = {kind: sum(p.rows for p in found.of(kind)) for kind in KINDS}
         counted = found.data + found.quarantine + found.skipped
         wanted = {"data": found.data, "quarantine": found.quarantine}
         if not found.compact:
-            wanted = dict.fromkeys(FOLDERS, 0)
+            wanted = dict.fromkeys(KINDS, 0)
+        folders = plan.folders.values()
+        astray = next((p.path for p in found.parts if _folder_of(p) not in folders), None)
+        if astray is not None:
+            raise CorruptRun(
+                f"{path} names {astray}, and the files of this plan are in "
+                f"{' and '.join(folders)}. {_not_of(found.plan, plan)}"
+            )
         if {found.rows, counted} != {plan.rows} or kept != wanted:
             raise CorruptRun(
                 f"{path} does not add up: {found.rows:,} rows, of them {found.data:,} in data, "
@@ -80,12 +87,17 @@ class Success:
 
     def of(self, kind: str) -> list[Part]:
         """The files of data or quarantine, in order of name."""
-        folder = f"{FOLDERS[kind]}/"
-        return sorted((p for p in self.parts if p.path.startswith(folder)), key=_path)
+        return sorted(
+            (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data")), key=_path
+        )
 
 
 def _path(part: Part) -> str:
     return part.path
+
+
+def _folder_of(part: Part) -> str:
+    return part.path.partition("/")[0]
 
 
 _SUCCESS = TypeAdapter(Success)
@@ -115,7 +127,8 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
     By one listing; a part is read where it has an ETag other than the one that was recorded. One
     without (on a disk) counts by its size: it was read back when it was written.
     """
-    there = listed(store)
+    parts = tuple(parts)
+    there = _listed(store, sorted({_folder_of(part) for part in parts}))
     for part in parts:
         info = there.get(part.path)
         if info is None:
@@ -139,27 +152,27 @@ def _same(store: Store, part: Part) -> bool:
         return sha256_of(stream) == part.sha256
 
 
-def listed(store: Store) -> dict[str, FileInfo]:
-    """The files in the folders of the result, by path."""
-    return {info.path: info for folder in FOLDERS.values() for info in store.list(folder)}
+def _listed(store: Store, folders: Iterable[str]) -> dict[str, FileInfo]:
+    """The files in these folders of the result, by path."""
+    return {info.path: info for folder in folders for info in store.list(folder)}
 
 
 def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
     """Those of `paths` that are not `named` and that readers of a folder take for its data.
 
-    They leave out names that begin with a dot or an underscore.
+    Below the folder they leave out names that begin with a dot or an underscore.
     """
     known = set(named)
     return sorted(
         path
         for path in paths
-        if path not in known and not any(part[0] in "._" for part in path.split("/"))
+        if path not in known and not any(part[0] in "._" for part in path.split("/")[1:])
     )
 
 
-def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
-    """`CorruptRun` naming a file in data/ or quarantine/ that is not of the result."""
-    found = strays(listed(store), (part.path for part in parts))
+def check_no_strays(store: Store, plan: Plan, parts: Iterable[Part]) -> None:
+    """`CorruptRun` naming a file in the folders of the plan's result that is not of it."""
+    found = strays(_listed(store, plan.folders.values()), (part.path for part in parts))
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CorruptRun(

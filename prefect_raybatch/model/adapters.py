@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Engine
@@ -28,6 +28,7 @@ MAX_ADAPTER_BYTES = 8 << 30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
 TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
 IN_MEMORY = 32  # and in the node's memory
+HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -52,7 +53,8 @@ def pin_adapters(engine: Engine) -> dict[str, dict[str, Any]]:
     for name, source in named(engine).items():
         revision = None
         if _is_name(source):
-            revision = models.hub_commit(source, None, _field(name), ADAPTER_CONFIG)
+            source, _, wanted = source.removeprefix(HUB_SCHEME).partition("@")
+            revision = models.hub_commit(source, wanted or None, _field(name), ADAPTER_CONFIG)
             identity = f"{source}@{revision}"
         else:
             identity = _identity(_field(name), source)
@@ -141,6 +143,8 @@ def _field(name: str) -> str:
 
 def _is_name(source: str) -> bool:
     """Whether it is a Hugging Face name, and no folder."""
+    if source.startswith(HUB_SCHEME):
+        return True
     local = source.startswith((".", "/", "~")) or Path(source).exists()
     return not is_remote(source) and not local and source.count("/") == 1
 
@@ -199,26 +203,55 @@ def _rank(field: str, config: Mapping[str, Any]) -> int:
 def _check_tensors(
     field: str, model: str, adapter: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """By the shapes in the header of its weights; of a Hugging Face name they are not fetched."""
-    if adapter.get("revision") is not None:
-        return
-    with open_store(str(adapter["source"])).open(ADAPTER_WEIGHTS) as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            head = json.loads(stream.read(min(length, models.MAX_CONFIG_BYTES * 8)))
-        except ValueError:
-            raise ConfigError(
-                f"{field}: {adapter['source']}/{ADAPTER_WEIGHTS} is no safetensors file; copy it "
-                "again"
-            ) from None
-    for name, tensor in head.items():
-        if name == "__metadata__":
-            continue
-        wrong = _misfit(name, tensor.get("shape") or [], config)
+    """By the shapes in the header of its weights, which alone is read."""
+    for name, shape in _shapes(field, adapter).items():
+        wrong = _misfit(name, shape, config)
         if wrong:
             raise ConfigError(
                 f"{field}: {adapter['source']} was made for another model than {model}: {wrong}"
             )
+
+
+def _shapes(field: str, adapter: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the adapter's tensors, by name."""
+    source, revision = str(adapter["source"]), adapter.get("revision")
+    if revision is None:
+        with open_store(source).open(ADAPTER_WEIGHTS) as stream:
+            return _header(field, source, stream)
+    from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    cached = try_to_load_from_cache(source, ADAPTER_WEIGHTS, revision=str(revision))
+    if isinstance(cached, str):
+        with open(cached, "rb") as stream:
+            return _header(field, source, stream)
+    try:
+        found = parse_safetensors_file_metadata(source, ADAPTER_WEIGHTS, revision=str(revision))
+    except (SafetensorsParsingError, NotASafetensorsRepoError):
+        raise _no_tensors(field, source) from None
+    except OSError as error:
+        if getattr(getattr(error, "response", None), "status_code", None) == 404:
+            raise ConfigError(
+                f"{field}: {source} holds no {ADAPTER_WEIGHTS}, so it is no LoRA adapter as peft "
+                "writes it"
+            ) from None
+        raise ConfigError(
+            f"{field}: {ADAPTER_WEIGHTS} of {source} is not readable: {error}"
+        ) from None
+    return {name: list(tensor.shape) for name, tensor in found.tensors.items()}
+
+
+def _header(field: str, source: str, stream: BinaryIO) -> dict[str, list[int]]:
+    length = int.from_bytes(stream.read(8), "little")
+    try:
+        head = json.loads(stream.read(min(length, models.MAX_CONFIG_BYTES * 8)))
+    except ValueError:
+        raise _no_tensors(field, source) from None
+    return {n: list(t.get("shape") or ()) for n, t in head.items() if n != "__metadata__"}
+
+
+def _no_tensors(field: str, source: str) -> ConfigError:
+    return ConfigError(f"{field}: {source}/{ADAPTER_WEIGHTS} is no safetensors file; copy it again")
 
 
 def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:

@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import Engine, Sampling
+from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.tasks import pools
-from prefect_raybatch.model import adapters, tasks
+from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store, is_remote
 
@@ -34,9 +35,11 @@ def check(
     model: Mapping[str, Any],
     files: bool = True,
     paired: bool = True,
+    images: Images | None = None,
 ) -> None:
-    """Raises `ConfigError` for a model that cannot do the job's task, lacks weights or tokenizer,
-    has files that were cut off, or whose context has no room for the answer.
+    """Raises `ConfigError` for a model that cannot do the job's task, does not take its `images`,
+    lacks weights or tokenizer, has files that were cut off, or whose context has no room for the
+    answer.
 
     `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
     so of any model without `files`, as for a cluster that is only imagined. `paired`: a row gives
@@ -45,6 +48,8 @@ def check(
     source = str(model["source"])
     config, _ = models.read_config(model)
     tasks.check_can(engine, source, config, paired)
+    if images is not None:
+        media.check_takes(engine, images, source, config)
     if not pools(engine.task):
         _check_room(engine, sampling, config)
     if found := adapters.pin_adapters(engine) if files else {}:

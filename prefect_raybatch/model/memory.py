@@ -26,7 +26,8 @@ _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bi
 class Model:
     """Sizes of a model: parameters in all and those a token goes through, bytes of weights as
     loaded, bytes of KV cache a token (`kv_full` in layers that keep all, `kv_window` in those that
-    keep the last `window` tokens), and what activations follow from."""
+    keep the last `window` tokens), what activations follow from, and bytes that vLLM sets aside for
+    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them)."""
 
     params: float
     active: float
@@ -40,6 +41,12 @@ class Model:
     kv_window: int
     window: int
     context: int | None
+    adapters_whole: int = 0
+    adapters_split: int = 0
+
+    def adapters(self, tensor: int = 1, pipeline: int = 1) -> int:
+        """The room for LoRA adapters on one of tensor * pipeline GPUs."""
+        return math.ceil((self.adapters_whole + self.adapters_split / tensor) / pipeline)
 
     def kv_bytes(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
         """KV cache of one sequence on one of tensor * pipeline GPUs."""
@@ -106,6 +113,7 @@ def describe(
     kept = _kept_bytes(text, precision)
     full, windowed = _layers(text)
     latent = text.get("kv_lora_rank")
+    whole, split = _adapters(text, arguments)
     return Model(
         params=layers + embeddings,
         active=active,
@@ -120,6 +128,8 @@ def describe(
         kv_window=int(windowed * kept),
         window=text.get("sliding_window") or 0,
         context=text.get("max_position_embeddings"),
+        adapters_whole=whole,
+        adapters_split=split,
     )
 
 
@@ -130,12 +140,15 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
     """
     own = arguments.usable * gpu_bytes / engines
     working = model.working(arguments.max_num_batched_tokens, arguments.max_num_seqs)
-    left = math.floor(own - model.weights - working)
+    adapters = model.adapters()
+    left = math.floor(own - model.weights - adapters - working)
     if left < LEAST_KV:
+        room = f", {gib(adapters)} for adapters" if adapters else ""
         raise ConfigError(
             f"engine.engines_per_gpu: {engines} engines do not fit on a GPU of {gib(gpu_bytes)}: "
-            f"each takes {gib(model.weights)} of weights and {gib(working)} to work with, of its "
-            f"share of {gib(own)}; lower engine.engines_per_gpu or engine.max_num_batched_tokens"
+            f"each takes {gib(model.weights)} of weights{room} and {gib(working)} to work with, of "
+            f"its share of {gib(own)}; lower engine.engines_per_gpu or "
+            "engine.max_num_batched_tokens"
         )
     return Estimate(model.weights, working, left)
 
@@ -185,6 +198,25 @@ def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
         head * (1 if text.get("tie_word_embeddings") else 2),
         attention + common_part + one * min(chosen, experts) + head,
     )
+
+
+def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that vLLM sets aside for LoRA adapters when it starts, (on each GPU that shares a
+    layer, over those GPUs): for `max_loras` of them, both matrices of every linear layer and of
+    the embeddings at `max_lora_rank`, whatever an adapter has of these."""
+    if not arguments.get("enable_lora"):
+        return 0, 0
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    size = text.get("head_dim") or hidden // heads
+    queries, keys = heads * size, (text.get("num_key_value_heads") or heads) * size
+    inner = text.get("moe_intermediate_size") or text["intermediate_size"]
+    experts = next((text[n] for n in ("num_local_experts", "num_experts") if text.get(n)), 1)
+    # Of a layer cut by its outputs the second matrix is split, of one cut by its inputs the first.
+    whole = 3 * hidden + hidden + experts * (2 * hidden + hidden)
+    split = queries + 2 * keys + queries + experts * 3 * inner
+    layers, ends = text["num_hidden_layers"], 2 * (hidden + text["vocab_size"])
+    one = 2 * int(arguments.get("max_loras") or 1) * int(arguments.get("max_lora_rank") or 16)
+    return one * (layers * whole + ends), one * layers * split
 
 
 def _attention(text: Mapping[str, Any]) -> float:

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
+from prefect_raybatch.storage.web import unsigned
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
@@ -19,6 +22,9 @@ FINGERPRINTED = {
     "source.format": "other parsing, other values",
     "source.limit": "other rows",
     "source.columns": "other columns in the result",
+    "source.version": "other rows; counts where it is set",
+    "source.filter": "other rows; counts where it is set",
+    "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
     "prompt.function": "other requests; its module's source counts",
@@ -68,6 +74,7 @@ FREE = {
     "source.rows_per_shard": "the plan of a run keeps its own; rows and answers are the same",
     "source.options": "how to reach the input; may hold secrets",
     "source.credentials_block": "how to reach the input",
+    "source.web": "how to reach the input",
     "source.media_root": "where the files lie that the rows name",
     "prompt.images.fetch_seconds": "how to reach the images",
     "prompt.images.allow_private": "how to reach the images",
@@ -91,6 +98,8 @@ FREE = {
     "output.file_mb": "layout of the result, not its rows",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",
+    "output.keep_answers": "how long raw answers stay, beside the result",
+    "reuse": "the same requests have the same answers; the plan of a run keeps its own",
     "limits": "when to give up; may be raised to finish a run",
     "cluster": "where it runs",
 }
@@ -135,7 +144,7 @@ def fingerprint(
     engine = job.engine.model_extra or {}
     parts: dict[str, Any] = {
         "name": job.name,
-        "source.uri": job.source.uris,
+        "source.uri": [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris],
         "source.format": job.source.format,
         "source.limit": job.source.limit,
         "source.columns": job.source.columns,
@@ -152,6 +161,10 @@ def fingerprint(
         "output.row_number": job.output.row_number,
     }
     # What came after the first runs counts where it is used: the others keep their fingerprint.
+    if job.source.version is not None:
+        parts["source.version"] = job.source.version
+    if job.source.filter is not None:
+        parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":
         del parts["prompt"]["on_too_long"]
     if not job.prompt.images.used:
@@ -162,6 +175,8 @@ def fingerprint(
     for name in PROMPT_LATER:
         if parts["prompt"][name] == Prompt.model_fields[name].default:
             del parts["prompt"][name]
+    if job.source.csv != Csv():
+        parts["source.csv"] = job.source.csv.model_dump(mode="json", exclude_defaults=True)
     if job.output.reasoning_parser:
         parts["output.reasoning_parser"] = job.output.reasoning_parser
     if job.output.tool_parser:

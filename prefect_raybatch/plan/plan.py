@@ -12,9 +12,10 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import PROBABILITIES, UNWRITTEN, BatchJob, Prompt
+from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, UNWRITTEN, BatchJob, Prompt
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.secrets import hide_argument, is_masked
+from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
@@ -89,10 +90,12 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     added = [job.output.row_number]
     if job.output.postprocess is None:
         form = job.output.answer_form
-        added += tasks.added_columns(job) if form is None else columns_of(form)
+        several = int((job.sampling.model_extra or {}).get("n") or 1) > 1
+        added += tasks.added_columns(job) if form is None or several else columns_of(form)
         added += job.output.parsed_columns.values()
     added += [*(job.output.output_schema or ()), *job.output.extras]
     added += [PROBABILITIES] if job.output.probabilities else []
+    added += [LOGPROBS] if (job.sampling.model_extra or {}).get("logprobs") is not None else []
     for name in job.output.columns or ():
         if job.output.columns and job.output.columns.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
@@ -206,12 +209,15 @@ def make_plan(
     numbers: bytes | None = None,
     engines: int | None = None,
     context: Mapping[str, Any] | None = None,
+    table: Mapping[str, Any] | None = None,
+    increment: Mapping[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`).
+    max_model_len: auto came to (`Plan.context`), `increment` what is reused,
+    `table` which table at which version was copied.
     """
     job, retry = resolved.job, resolved.retry
     rows = sum(file.rows for file in files)
@@ -248,5 +254,8 @@ def make_plan(
         numbers_table=names[2],
         row_bytes=round(row_bytes, 1),
         context=context,
+        table=table,
+        quarantine=QUARANTINE_FOLDER,
+        increment=increment,
     )
     return plan, tables

@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
+from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.failures import FailureKey
+from prefect_raybatch.ledger.layout import DATA_FOLDER
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
 
@@ -94,8 +96,11 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second."""
+class RunReport(FinishedRows):
+    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second.
+
+    Its rows are read from the run directory when they are asked for.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -128,6 +133,18 @@ class RunReport:
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
+    # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
+    reuse: Mapping[str, Number] = field(default_factory=dict)
+
+    @property
+    def quarantine_folder(self) -> str | None:
+        """The folder with the files of failed rows, as the plan named it; None where there is
+        none."""
+        folders = (part.path.partition("/")[0] for part in self.parts)
+        return next((folder for folder in folders if folder != DATA_FOLDER), None)
+
+    def _place(self) -> tuple[str, None]:
+        return self.run, None
 
     def failed_with(self, error: str) -> int:
         """Rows that failed with this class of error, of the commonest failures."""
@@ -135,7 +152,10 @@ class RunReport:
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        if not self.reuse:  # reports of other runs keep their bytes
+            del value["reuse"]
+        return dump(value)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunReport:

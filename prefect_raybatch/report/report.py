@@ -122,6 +122,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("From the prefix cache", cached_share(tokens)),
         ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
+        *reuse_rows(report.reuse),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
@@ -144,6 +145,21 @@ def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
         rows.append(("Rows with the request of another", f"{same:,.0f}, inferred once a shard"))
     if cut := tokens.get("truncated", 0):
         rows.append(("Prompts cut to fit", f"{cut:,.0f}"))
+    return rows
+
+
+def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What a run took over and saved, (name, value); nothing of one that reuses nothing."""
+    if not reuse:
+        return []
+    rows = [
+        ("Rows with an earlier run's answer", f"{reuse.get('reused', 0):,.0f}"),
+        ("Rows with another row's answer", f"{reuse.get('merged', 0):,.0f}"),
+        ("Rows asked", f"{reuse.get('asked', 0):,.0f}"),
+        ("Tokens saved", f"{reuse.get('saved_tokens', 0):,.0f}"),
+    ]
+    if (seconds := reuse.get("saved_seconds")) is not None:
+        rows.append(("GPU-seconds saved, about", f"{seconds:,.0f}"))
     return rows
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, POSITION, piece_path
+from prefect_raybatch.ledger.layout import KINDS, MANIFEST, POSITION, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.ranges import count, merge, to_ranges
@@ -48,7 +48,7 @@ def finalize(
     file_bytes: int,
     compact: bool = True,
 ) -> Result:
-    """Writes data/ and quarantine/, or the manifest; proves each planned row exactly once.
+    """Writes data/ and the quarantine, or the manifest; proves each planned row exactly once.
 
     `file_bytes` is the aim for a part, in bytes of its pieces. Raises `IncompleteRun` when shards
     are missing and `CorruptRun` naming the piece when coverage does not hold, a stray file of
@@ -70,7 +70,7 @@ def finalize(
 
     writers = {
         kind: ResultParts(ledger.store, folder, row_number, file_bytes, guard)
-        for kind, folder in FOLDERS.items()
+        for kind, folder in plan.folders.items()
     }
     numbers = ledger.numbers(plan)
     manifest: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ def finalize(
         guard()
         put_proved(ledger.store, MANIFEST, dump({"pieces": manifest, **named}))
     parts = [part for writer in writers.values() for part in writer.close()]
-    check_no_strays(ledger.store, parts)
+    check_no_strays(ledger.store, plan, parts)
     check_parts(ledger.store, parts)
     return Result(tally, parts)
 
@@ -126,7 +126,7 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, i
 
     Raises `CorruptRun` naming the piece and, where a row is at fault, its position.
     """
-    for kind in FOLDERS:
+    for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]
         if not pieces:
             continue

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import INPUT, PIECE_NAME, PIECES, TABLES
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of, read_answers
+from prefect_raybatch.ledger.layout import (
+    ANSWERS_RECORD,
+    INPUT,
+    PIECE_NAME,
+    PIECES,
+    REUSED_FOLDER,
+    TABLES,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import Plan
@@ -30,8 +39,9 @@ REAPED_KINDS = {
     "tables": "tables that the plan does not name",
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
+    "answers": "raw answers that are kept no longer (output.keep_answers)",
 }
-_TABLE = re.compile(r"(shards|files|numbers)-[0-9a-f]{16}\.parquet\Z")
+_TABLE = re.compile(r"(shards|files|numbers|places|weights)-[0-9a-f]{16}\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
 
 
@@ -61,18 +71,25 @@ def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Rea
     before = store.now() - older_than
     found = Reaped(store.uri, dry_run)
 
-    def take(kind: str, infos: Iterator[FileInfo]) -> None:
+    def take(kind: str, infos: Iterator[FileInfo], where: Store = store) -> None:
         names = []
         for info in infos:
             if info.modified is None or info.modified < before:
                 found.note(kind, info)
                 names.append(info.path)
         if not dry_run:
-            store.delete(names)
+            where.delete(names)
 
     take("pieces", orphans(ledger, plan, on_kept=lambda info: _count(found)))
     take("snapshots", _snapshots(ledger, plan))
     take("tables", _tables(ledger, plan))
+    take("answers", _answers(ledger, plan))
+    asks = asks_ledger(store)
+    if plan.increment is not None and (theirs := asks.load_plan()) is not None:
+        pieces = orphans(asks, theirs, on_kept=lambda info: _count(found))
+        take("pieces", pieces, asks.store)
+        take("snapshots", _snapshots(asks, theirs), asks.store)
+        take("tables", _tables(asks, theirs), asks.store)
     take("probes", (info for info in store.list() if _PROBE.match(info.path)))
     for info in store.unfinished(before, remove=not dry_run):
         found.note("unfinished", info)
@@ -131,11 +148,29 @@ def _check_result(ledger: Ledger, success: Success) -> None:
 
 def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     named = {file.uri for file in ledger.files(plan)} if plan.snapshot else set()
-    return (info for info in ledger.store.list(INPUT) if info.path not in named)
+    increment = increment_of(plan)
+    named |= {part.path for part in increment.reused} if increment is not None else set()
+    for folder in (INPUT, REUSED_FOLDER):
+        yield from (info for info in ledger.store.list(folder) if info.path not in named)
+
+
+def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    """The files of raw answers that are kept no longer, and then their record: by that nobody takes
+    them over any more."""
+    if plan.increment is None or ledger.finished(plan) is None:
+        return
+    found = read_answers(ledger.store)
+    if found is None or not found.expired:
+        return
+    for path in (*(part.path for part in found.files), ANSWERS_RECORD):
+        with suppress(FileNotFoundError):
+            yield ledger.store.stat(path)
 
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    increment = increment_of(plan)
     named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
+    named |= set(increment.tables) if increment is not None else set()
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
         if _TABLE.match(name) and name not in named:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.layout import FOLDERS, POSITION
+from prefect_raybatch.ledger.layout import KINDS, POSITION
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.ranges import Ranges
 from prefect_raybatch.ledger.records import Commit, Part
@@ -44,7 +44,7 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
             yield from _committed(commit, numbers, start)
     if not whole:
         return
-    for kind in FOLDERS:
+    for kind in KINDS:
         for part in _parts(member, kind):
             with _opened(member, part, check=False) as (parquet, name):
                 yield (

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import FOLDERS, PIECES, piece_path
+from prefect_raybatch.ledger.layout import PIECES, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -86,8 +86,8 @@ def verify(store: Store) -> Verdict:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
     parts = {part.path: part for part in success.parts}
-    for kind in FOLDERS:  # without compaction they are empty
-        held += _files(store, kind, parts, success.row_number, numbers, found)
+    for kind, folder in plan.folders.items():  # without compaction they are empty
+        held += _files(store, kind, folder, parts, success.row_number, numbers, found)
     if compact:
         _prove(held, numbers, found)
     return found
@@ -166,13 +166,14 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
 def _files(
     store: Store,
     kind: str,
+    folder: str,
     parts: dict[str, Part],
     row_number: str,
     numbers: RowNumbers,
     found: Verdict,
 ) -> list[Span]:
     spans = []
-    files = check_folder(store, FOLDERS[kind], parts, row_number, partial(_fault, found))
+    files = check_folder(store, folder, parts, row_number, partial(_fault, found))
     for path, rows in files.items():
         _count(found, kind, len(rows))
         positions, unknown = numbers.positions(np.unique(rows))

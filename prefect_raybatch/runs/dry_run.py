@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import plan as planning
@@ -20,8 +21,11 @@ from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.stages.label_probabilities import check_labels
-from prefect_raybatch.stages.result_columns import answers_of, result_columns
-from prefect_raybatch.storage import join
+from prefect_raybatch.stages.result_columns import result_columns
+from prefect_raybatch.storage import join, open_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.source import Inventory
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,17 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    reuse: ReusePlan | None = None
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """What a job that reuses would take over: rows by where their answers come from; the `earlier`
+    runs, and the fields that `differs` from theirs, so that nothing is taken over."""
+
+    counts: RowCounts
+    earlier: tuple[str, ...]
+    differs: tuple[str, ...]
 
 
 def dry_run(
@@ -65,9 +80,15 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
-    model = resolved.pinned().model
+    resolved = resolved.pinned()
+    model = resolved.model
     model_check.check(
-        job.engine, job.sampling, model, files=what_if is None, paired=tasks.paired(job.prompt)
+        job.engine,
+        job.sampling,
+        model,
+        files=what_if is None,
+        paired=tasks.paired(job.prompt),
+        images=job.prompt.images,
     )
     chat_template.check_template(job, model)
     check_labels(job, model)
@@ -98,7 +119,7 @@ def dry_run(
         format=found.format,
         sizing=size,
         columns=tuple(found.schema.names),
-        result=result_columns(job.output, answers_of(job.sampling)),
+        result=result_columns(job),
         model=model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=needs,
@@ -106,4 +127,24 @@ def dry_run(
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
+        reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
     )
+
+
+def reuse_plan(
+    resolved: Resolved, found: Inventory, copied: bool, run_key: str | None
+) -> ReusePlan:
+    """What the job would take over, told by all its rows: what is to be copied is copied to TMPDIR
+    and removed again."""
+    import tempfile
+
+    from prefect_raybatch import source
+    from prefect_raybatch.runs.increment import worked_out
+
+    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        store = None
+        if copied:
+            store = open_store(folder)
+            found = source.snapshot(resolved.job.source, store, "plan")
+        with worked_out(resolved, found, store, run_key) as worked:
+            return ReusePlan(worked.counts, worked.earlier.runs, worked.earlier.differs)

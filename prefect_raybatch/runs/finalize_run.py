@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob, Engine, Output
-from prefect_raybatch.ledger.layout import REPORT, REPORT_HTML, REPORT_PAGE
+from prefect_raybatch.ledger.increments import (
+    OF_ROWS,
+    AnswerPart,
+    Answers,
+    Increment,
+    begin_asks,
+    increment_of,
+)
+from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.result.finalize import Result
 
 log = logging.getLogger(__name__)
+DAY = 86_400.0  # seconds
 
 
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -73,6 +82,9 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         dashboard=last_dashboard(store),
     )
     made = replace(made, advice=advise(made, job))
+    increment = increment_of(plan)
+    if increment is not None and increment.ledger == OF_ROWS:
+        made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
     put_record(store, REPORT, made.to_bytes())
@@ -80,6 +92,52 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     store.put(REPORT_HTML, html_page(made).encode())
     ledger.succeed(_success(plan, output, result))
     return _end(ledger, plan, True)
+
+
+def with_reuse(
+    report: RunReport,
+    store: Store,
+    plan: Plan,
+    increment: Increment,
+    tally: Tally,
+    days: float | None,
+) -> RunReport:
+    """The report of a run that reuses: with what its asks tell of engines, and what was saved.
+
+    Says first, in the run directory, which files hold the raw answers, kept for `days`.
+    """
+    begun, counts, stats = begin_asks(store, increment), increment.counts, tally.stats
+    seconds, files = increment.seconds, list(increment.reused)
+    if begun is not None:
+        asks = load_report(begun[0].store)
+        notes = [begun[0].read_attempt(name) for name in begun[0].attempts()]
+        gpus = max((note.get("gpus") or 0 for note in notes), default=0)
+        if asks.good:
+            seconds = round(asks.seconds * max(gpus, asks.engines, 1) / asks.good, 6)
+        files += [
+            AnswerPart(f"{ASKS}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key)
+            for part in asks.parts
+            if part.path.startswith(f"{DATA_FOLDER}/")
+        ]
+        cached = asks.tokens.get("cached_tokens", 0.0)
+        report = replace(
+            report,
+            **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
+            other_engines=asks.other_engines,
+            engine_deaths=report.engine_deaths + asks.engine_deaths,
+            seconds=round(report.seconds + asks.seconds, 1),
+            tokens={**report.tokens, "cached_tokens": cached},
+        )
+        if report.seconds:
+            report = replace(report, rows_per_s=round(report.rows / report.seconds, 1))
+    until = None if days is None else time.time() + days * DAY
+    context, parts = increment.context, increment.parts
+    Answers(plan.run_key, plan.hash, context, parts, tuple(files), until, seconds).put(store)
+    saved = {"reused": counts.reused, "merged": counts.merged, "asked": counts.asked}
+    saved["saved_tokens"] = int(stats.saved_tokens or 0)
+    rows = counts.reused + counts.merged
+    more = {} if seconds is None else {"saved_seconds": round(rows * seconds, 1)}
+    return replace(report, reuse={**saved, **more})
 
 
 def _success(plan: Plan, output: Output, result: Result) -> Success:

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,11 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
-from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.runs.run import Run, load_run, run_of
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -45,18 +47,60 @@ def infer_run(
     Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
     beats as well. `engine` replaces the engine stage in tests.
     """
+    check_trust(job)
+    store = open_store(run.uri, job.output.options or None)
+    ledger = Ledger(store)
+    plan, _ = load_run(ledger, run)
+    increment = increment_of(plan)
+    if increment is None or ledger.finished(plan) is not None:
+        return _attempt(job, run, observe, engine)
+    begun = begin_asks(store, increment)
+    with ExitStack() as stack:
+        if begun is not None and begun[0].finished(begun[1]) is None:
+            from prefect_raybatch.cluster import connect as cluster
+
+            # Held over both parts, so that a cluster that is started here is started once.
+            stack.enter_context(cluster.connected(job))
+            _ask(job, run, *begun, observe, engine)
+        return _attempt(job, run, observe, engine)
+
+
+def _ask(
+    job: BatchJob,
+    run: Run,
+    ledger: Ledger,
+    plan: Plan,
+    observe: Callable[[Progress], None],
+    engine: type | None,
+) -> None:
+    """Asks what nobody has answered: a run of its own, of which only this one knows."""
+    from prefect_raybatch.runs.finalize_run import finalize_run
+    from prefect_raybatch.runs.increment import job_of_asks
+
+    job = job_of_asks(job)
+    asks = replace(run_of(ledger.store, plan, ledger), probed=run.probed)
+    log.info("asking %d requests first, in %s", plan.rows, asks.uri)
+    finalize_run(job, asks, _attempt(job, asks, observe, engine))
+
+
+def _attempt(
+    job: BatchJob, run: Run, observe: Callable[[Progress], None], engine: type | None
+) -> Progress:
+    """One attempt at the pending shards of one ledger."""
     from prefect_raybatch.driver.driver import Driver
     from prefect_raybatch.driver.monitor import Monitor
 
-    check_trust(job)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
     job = planning.as_planned(job, plan)
+    increment = increment_of(plan)
+    looks_up = increment is not None and increment.ledger == OF_ROWS
     attempt, whoami = uuid.uuid4().hex, _whoami(plan)
     monitor = Monitor(attempt, plan, store, job.limits, observe)
     on_stop = partial(_note_stop, ledger, attempt, whoami)
-    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop)
+    waiting = None if increment is None else waiting_rows(ledger, increment, shards)
+    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting)
     progress = driver.resume()
     if driver.done.all():  # before Ray is imported, which takes seconds
         return progress
@@ -75,11 +119,15 @@ def infer_run(
         monitor.dashboard = cluster.dashboard_url()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
-        size = sized.for_attempt(job, plan, ledger, capacity)
-        cluster.check_fit(job, capacity, size.pool)
-        for warning in size.warnings:
-            log.warning(warning)
-        stack.enter_context(cluster.admitted(job, capacity, size.pool, user))
+        size = sized.for_attempt(without_engine(job) if looks_up else job, plan, ledger, capacity)
+        if not looks_up:
+            cluster.check_fit(job, capacity, size.pool)
+            for warning in size.warnings:
+                log.warning(warning)
+            stack.enter_context(cluster.admitted(job, capacity, size.pool, user))
+        if increment is not None and not looks_up:  # what a report reckons savings by
+            whoami["gpus"] = size.pool.gpus[1]
+            ledger.note_attempt(attempt, whoami)
         pipeline = Pipeline(
             job,
             plan,
@@ -97,6 +145,13 @@ def infer_run(
         run_pass = _interruptible(pipeline, monitor, user, job.limits)
         suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run(run_pass, pipeline.quarantine, suspects)
+
+
+def without_engine(job: BatchJob) -> BatchJob:
+    """The job as sizes are resolved for a run that asks nothing: no GPU is needed for it."""
+    update: dict[str, Any] = {"device": "cpu", "replicas": 1, "engines_per_gpu": 1}
+    update |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    return job.model_copy(update={"engine": job.engine.model_copy(update=update)})
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:

@@ -88,7 +88,7 @@ def check_places(source: Source, output: Output) -> None:
     """Raises `ConfigError` where the output would lie in the input, or in a file."""
     from prefect_raybatch.source import reaches
 
-    for uri in source.uris:
+    for uri in source.uris if source.stored else ():
         if reaches(uri, output.uri):
             raise ConfigError(
                 f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next night "
@@ -127,10 +127,20 @@ def _checked(resolved: Resolved) -> Resolved:
     if not resolved.checked:
         job = resolved.job
         paired = tasks.paired(job.prompt)
-        model_check.check(job.engine, job.sampling, resolved.model, paired=paired)
+        images = job.prompt.images
+        model_check.check(job.engine, job.sampling, resolved.model, paired=paired, images=images)
         chat_template.check_template(job, resolved.model)
         check_labels(job, resolved.model)
     return replace(resolved, checked=True)
+
+
+def increment_of_job(resolved: Resolved, *args: Any, **more: Any) -> dict[str, Any] | None:
+    """As `increment.increment_for`, which is imported only for a job that reuses."""
+    if not resolved.job.keeps_answers:
+        return None
+    from prefect_raybatch.runs.increment import increment_for
+
+    return increment_for(resolved, *args, **more)
 
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
@@ -164,5 +174,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         snapshot=copied,
         engines=sized.engines_to_plan_for(job),
         context=context,
+        table=found.table,
+        increment=increment_of_job(resolved, found, ledger.store, attempt, copied, run_key),
     )
     return ledger.create_plan(plan, tables)

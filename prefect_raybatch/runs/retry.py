@@ -31,7 +31,7 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs.plan_run import check_schema_names
+from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
 from prefect_raybatch.runs.run import Run, run_of
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
@@ -205,7 +205,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         value = job.to_dict()
     made = BatchJob.from_dict(with_fields(value, overrides), told)
     source = {
-        "uri": f"{parent.ledger.store.uri}/quarantine",
+        "uri": f"{parent.ledger.store.uri}/{parent.plan.folders['quarantine']}",
         "format": "parquet",
         "rows_per_shard": made.source.rows_per_shard,
     }
@@ -223,7 +223,8 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
     rows = _FailedRows(parent, asked.selection["errors"], children)
-    found = source.snapshot_tables(rows.tables, ledger.store, uuid.uuid4().hex)
+    attempt = uuid.uuid4().hex
+    found = source.snapshot_tables(rows.tables, ledger.store, attempt)
     numbers = rows.numbers()
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
@@ -242,6 +243,10 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         numbers=numbers_table(numbers),
         engines=sized.engines_to_plan_for(job),
         context=context,
+        # Failures are not stored, so there is nothing that these rows could take over.
+        increment=increment_of_job(
+            resolved, found, ledger.store, attempt, True, family.next_key, earlier=False
+        ),
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import failure_texts
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
@@ -31,7 +34,7 @@ class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
     the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
     among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
-    error budget."""
+    error budget; `asks` is the state of what a run that reuses asks first."""
 
     run: str
     run_key: str
@@ -52,6 +55,7 @@ class Status:
     beats: tuple[dict[str, Any], ...]
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
+    asks: Status | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -86,7 +90,26 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         beats=() if finished else tuple(_beats(store, attempts)),
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
+        asks=_asks(store, plan, options),
     )
+
+
+def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
+    """The state of the asks of a run that reuses; None of any other, and before they are begun."""
+    increment = increment_of(plan)
+    if increment is None or increment.asks is None:
+        return None
+    ledger = asks_ledger(store)
+    return None if ledger.load_plan() is None else status(ledger.store.uri, options)
+
+
+def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
+    """planned, unfinished or completed, by a listing alone. Raises `NoSuchRun`."""
+    ledger = Ledger(open_store(uri, options))
+    plan = need_plan(ledger)
+    if ledger.finished(plan) is not None:
+        return "completed"
+    return "unfinished" if ledger.committed(plan).any() else "planned"
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:

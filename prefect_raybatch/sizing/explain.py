@@ -78,9 +78,10 @@ def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
         why = "the engine measures what is free; the size of the model or of the GPU is not known"
         return Figure(name, "not known yet", why)
     fit = Fit(model, given, pool.gpu_bytes)
+    adapters = f"{gib(fit.adapters)} for LoRA adapters - " if fit.adapters else ""
     why = (
-        f"{gib(fit.room)} of {pool.kind} - weights {gib(fit.weights)} - {gib(fit.working)} to "
-        f"work: about {fit.rows_held(1):,} tokens"
+        f"{gib(fit.room)} of {pool.kind} - weights {gib(fit.weights)} - {adapters}"
+        f"{gib(fit.working)} to work: about {fit.rows_held(1):,} tokens"
     )
     return Figure(name, gib(fit.cache), why if given.kv_cache_bytes else f"{why}; vLLM measures it")
 

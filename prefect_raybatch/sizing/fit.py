@@ -49,6 +49,12 @@ class Fit:
         )
 
     @property
+    def adapters(self) -> int:
+        """The room for LoRA adapters."""
+        arguments = self.arguments
+        return self.model.adapters(arguments.tensor_parallel_size, arguments.pipeline_parallel_size)
+
+    @property
     def cache(self) -> float:
         """Bytes of KV cache: as the job gives them, else those that are likely to be left."""
         return self.arguments.kv_cache_bytes or self.left
@@ -56,7 +62,7 @@ class Fit:
     @property
     def left(self) -> float:
         """Bytes that are likely to be left for the KV cache."""
-        return max(0.0, self.room - self.weights - self.working)
+        return max(0.0, self.room - self.weights - self.adapters - self.working)
 
     @property
     def least(self) -> int:
@@ -69,7 +75,7 @@ class Fit:
             LEAST_FIXED,
             arguments.tensor_parallel_size,
         )
-        return int(self.weights + working + self.kv_bytes(self.length))
+        return int(self.weights + self.adapters + working + self.kv_bytes(self.length))
 
     def kv_bytes(self, tokens: int) -> int:
         """KV cache of one sequence on a GPU."""
@@ -95,10 +101,12 @@ def check_memory(fit: Fit, name: str, kind: str) -> None:
     tokens = fit.length
     share = f"a share of 1/{fit.parts} of {name}" if fit.parts > 1 else name
     weights, cache = fit.model.weights / fit.parts, fit.kv_bytes(tokens)
+    adapters = f"{gib(fit.adapters)} for adapters, " if fit.adapters else ""
     raise InsufficientResources(
         f"engine.model: {share} does not fit on {kind} of {gib(fit.gpu_bytes)}: weights "
-        f"{gib(weights)}, {gib(cache)} of KV cache for one sequence of {tokens:,} "
-        f"tokens, {gib(fit.least - weights - cache)} to work; {gib(fit.room)} may be taken. "
+        f"{gib(weights)}, {adapters}{gib(cache)} of KV cache for one sequence of {tokens:,} "
+        f"tokens, {gib(fit.least - weights - fit.adapters - cache)} to work; {gib(fit.room)} may "
+        "be taken. "
         f"It would fit with {' or with '.join(_remedies(fit))}"
     )
 

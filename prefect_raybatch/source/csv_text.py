@@ -7,21 +7,28 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.encodings import CSV_ENCODING, check_csv_encoding, not_decoded
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import Raw, check_encoding, not_utf8, one_line, open_bytes
+from prefect_raybatch.source.streams import Raw, one_line, open_text
 from prefect_raybatch.words import counted
 
 _RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
+_QUOTED = re.compile('"[^"]*"')
+DELIMITERS = ";\t|,"  # what people separate values by
 
 
 def csv_tables(
-    file: File, columns: Sequence[str] | None, known: dict[str, None]
+    file: File, columns: Sequence[str] | None, known: dict[str, None], options: Csv
 ) -> Iterator[pa.Table]:
     """Blocks of a CSV file with all columns as text; an empty unquoted cell is null.
 
@@ -29,14 +36,13 @@ def csv_tables(
     """
     import pyarrow.csv as pc
 
-    delimiter = "\t" if ".tsv" in file.info.path.lower() else ","
-    read = pc.ReadOptions(block_size=streams.BLOCK_BYTES)
-    # No handler for rows of another width: pyarrow would decode each as UTF-8 for it, and print
-    # what goes wrong with that past every error.
-    parse = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    written = _Written.of(file, options)
+    read, parse = written.read_options(), written.parse_options()
     try:
-        check_encoding(file)
-        with open_bytes(file) as stream:
+        check_csv_encoding(file, options.encoding)
+        if written.assumed:
+            _check_delimiter(file, written)
+        with open_text(file, options.encoding) as stream:
             header = pc.open_csv(stream, read, parse).schema.names
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
@@ -48,47 +54,143 @@ def csv_tables(
             include_columns=[header[names.index(name)] for name in chosen],
             strings_can_be_null=True,
             quoted_strings_can_be_null=False,
-            null_values=[""],
+            null_values=["", *options.null_values],
         )
-        with open_bytes(file) as stream:
+        with open_text(file, options.encoding) as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
                 yield pa.Table.from_batches([batch]).rename_columns(chosen)
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise SourceError(_explain_csv(file, delimiter, error)) from None
+        raise SourceError(_explain_csv(file, written, error)) from None
 
 
-def _explain_csv(file: File, delimiter: str, error: Exception) -> str:
+@dataclass(frozen=True)
+class _Written:
+    """How one file is written: the options, with the delimiter that its name tells."""
+
+    options: Csv
+    delimiter: str
+    assumed: bool  # nobody has said that delimiter
+
+    @classmethod
+    def of(cls, file: File, options: Csv) -> _Written:
+        usual = "\t" if ".tsv" in file.info.path.lower() else ","
+        return cls(options, options.delimiter or usual, options.delimiter is None)
+
+    def read_options(self) -> Any:
+        import pyarrow.csv as pc
+
+        given = self.options
+        return pc.ReadOptions(
+            block_size=streams.BLOCK_BYTES,
+            skip_rows=given.skip_rows,
+            column_names=given.names,
+            skip_rows_after_names=1 if given.names and given.header else 0,
+            autogenerate_column_names=not given.header and not given.names,
+        )
+
+    def parse_options(self) -> Any:
+        import pyarrow.csv as pc
+
+        # No handler for rows of another width: pyarrow would decode each as UTF-8 for it, and
+        # print what goes wrong with that past every error.
+        return pc.ParseOptions(
+            delimiter=self.delimiter,
+            quote_char=self.options.quote or False,
+            escape_char=self.options.escape or False,
+            newlines_in_values=True,
+        )
+
+    def lines(self, file: File) -> Iterator[str]:
+        """The lines of a file, with their ends; a byte that is no text is replaced."""
+        encoding = self.options.encoding
+        with streams.open_bytes(file) as stream:
+            raw = io.BufferedReader(Raw(stream))
+            name = "utf-8-sig" if encoding == "utf-8" else encoding
+            yield from io.TextIOWrapper(raw, encoding=name, errors="replace", newline="")
+
+    def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
+        """(line it begins in, values) of each row, read by Python."""
+        given, skipped = self.options, self.options.skip_rows
+        reader = csv.reader(
+            islice(self.lines(file), skipped, None),
+            delimiter=self.delimiter,
+            quotechar=given.quote or None,
+            quoting=csv.QUOTE_MINIMAL if given.quote else csv.QUOTE_NONE,
+            escapechar=given.escape,
+        )
+        line = 1
+        for row in reader:
+            yield skipped + line, row
+            line = reader.line_num + 1
+
+
+def _check_delimiter(file: File, written: _Written) -> None:
+    """Raises ConfigError where the first row is one value, and holds another delimiter."""
+    skipped = written.options.skip_rows
+    lines = (line.strip() for line in islice(written.lines(file), skipped, None))
+    first = next(filter(None, lines), "")
+    if first.lower().startswith("sep=") and len(first) == 5:
+        raise ConfigError(
+            f"{file.uri}: begins with {first!r}, Excel's line that names the delimiter; set "
+            f"source.csv.delimiter to {_shown(first[4])} and source.csv.skip_rows to {skipped + 1}"
+        )
+    other = _other_delimiter(first, written.delimiter)
+    if other is not None and written.delimiter not in first:
+        raise ConfigError(
+            f"{file.uri}: has one column, {first[:80]!r}, with {_shown(written.delimiter)} "
+            f"between the values; set source.csv.delimiter to {_shown(other)} (or to "
+            f"{_shown(written.delimiter)} if it is one column)"
+        )
+
+
+def _other_delimiter(line: str, delimiter: str) -> str | None:
+    """What stands between the values of a line more often than `delimiter`."""
+    line = _QUOTED.sub("", line)
+    most = max(DELIMITERS, key=line.count)
+    return most if line.count(most) > line.count(delimiter) else None
+
+
+def _shown(delimiter: str) -> str:
+    return "tab" if delimiter == "\t" else repr(delimiter)
+
+
+def _explain_csv(file: File, written: _Written, error: Exception) -> str:
     text = str(error)
     ragged = _RAGGED.search(text)
     if ragged:
-        line, found = _find_ragged(file, delimiter, int(ragged[1]))
-        return (
-            f"{file.uri}{f', line {line}' if line else ''}: "
-            f"{counted(found or int(ragged[2]), 'column')} where the header has {ragged[1]}; put "
-            f"values that hold {delimiter!r} in double quotes, or mend the line"
-        )
+        return _explain_ragged(file, written, int(ragged[1]), int(ragged[2]))
     if isinstance(error, UnicodeDecodeError) or "UTF8" in text:
-        return not_utf8(file)
+        return not_decoded(file, written.options.encoding, CSV_ENCODING)
     if "straddl" in text:
+        what = "a double quote" if written.options.quote == '"' else "a quote"
         return (
-            f"{file.uri}: a row is longer than {streams.BLOCK_BYTES >> 20} MiB; most likely a "
-            "double quote is never closed. Close or double it."
+            f"{file.uri}: a row is longer than {streams.BLOCK_BYTES >> 20} MiB; most likely {what} "
+            "is never closed. Close or double it."
         )
     if "Empty CSV" in text:
         return f"{file.uri}: holds no header line; write it again or remove it"
     return f"{file.uri}: cannot be read as CSV ({one_line(error)})"
 
 
-def _find_ragged(file: File, delimiter: str, columns: int) -> tuple[int | None, int | None]:
-    """Line and columns of the first row of another width; pyarrow counts rows, not lines."""
-    with suppress(OSError, csv.Error, RayBatchError, ValueError), open_bytes(file) as stream:
-        raw = io.BufferedReader(Raw(stream))
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace", newline="")
-        reader, line = csv.reader(text, delimiter=delimiter), 1
-        for row in reader:
+def _explain_ragged(file: File, written: _Written, columns: int, found: int) -> str:
+    line, first = None, ""
+    with suppress(OSError, csv.Error, RayBatchError, ValueError):
+        for number, row in written.rows(file):
+            first = first or written.delimiter.join(row)
             if row and len(row) != columns:
-                return line, len(row)
-            line = reader.line_num + 1
-    return None, None
+                line, found = number, len(row)
+                break
+    where = "source.csv.names" if written.options.names else "the header"
+    if not written.options.header and not written.options.names:
+        where = "the first line"
+    quote = {'"': "double quotes", "": ""}.get(written.options.quote, written.options.quote)
+    remedy = f"put values that hold {written.delimiter!r} in {quote}" if quote else "use quotes"
+    other = _other_delimiter(first, written.delimiter) if written.assumed else None
+    if other is not None:
+        remedy = f"set source.csv.delimiter to {_shown(other)} if that stands between the values"
+    return (
+        f"{file.uri}{f', line {line}' if line else ''}: {counted(found, 'column')} where "
+        f"{where} has {columns}; {remedy}, or mend the line"
+    )

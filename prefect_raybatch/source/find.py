@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import RESULTS, Places, mark
+from prefect_raybatch.source.places import OPENED, Places, look, mark
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -25,6 +27,7 @@ from prefect_raybatch.storage import (
     open_store,
     split_glob,
 )
+from prefect_raybatch.storage.web import WebRules, WebStore
 
 ENDINGS = {
     ".parquet": "parquet",
@@ -34,8 +37,13 @@ ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
+WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,16 @@ class Inventory:
     """What a run reads.
 
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
-    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl or
-    dataset (of the source, also where the files are a snapshot of it).
+    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
+    arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
+    which table at which version, for the plan (`Plan.table`).
     """
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
     row_bytes: float
     format: str
+    table: Mapping[str, Any] | None = None
 
     @property
     def rows(self) -> int:
@@ -72,6 +82,8 @@ class File:
 
     @property
     def uri(self) -> str:
+        if isinstance(self.store, WebStore):
+            return self.store.uri
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
@@ -88,19 +100,44 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
 
 
 def detect_format(source: Source) -> str:
-    """parquet, csv or jsonl: `source.format`, or by the endings of the files.
+    """`source.format`, or what the folder of a table shows, or by the endings of the files.
 
     Raises SourceError when nothing is found, for a mixture and for unknown endings, and the
     store's errors.
     """
-    if source.format != "auto":
-        return source.format
+    table = table_format(source)
+    if table is not None or source.format != "auto":
+        return table or source.format
     return find(source)[0]
 
 
 def needs_snapshot(source: Source) -> bool:
     """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
-    return detect_format(source) != "parquet"
+    return any(map(is_web, source.uris)) or detect_format(source) != "parquet"
+
+
+def table_format(source: Source) -> str | None:
+    """The table format of `source`: as it is named, or of a table's folder by what lies in it;
+    None where files are to be read. Raises the store's errors, and ConfigError where fields for
+    tables are set of files."""
+    found = source.table_format or (_by_look(source) if source.format == "auto" else None)
+    for name in ("version", "filter"):
+        if found is None and getattr(source, name) is not None:
+            raise ConfigError(f"source.{name}: is of tables ({', '.join(OPENED)}), not of files")
+    return found
+
+
+def _by_look(source: Source) -> str | None:
+    if len(source.uris) != 1 or is_web(source.uris[0]):
+        return None
+    root, pattern = _as_it_stands(source.uris[0], source.options)
+    if pattern is not None or (ending(root)[0] and not _is_folder(root, source.uris[0])):
+        return None
+    return OPENED.get(look(open_store(root, source.options, links=True)) or "")
+
+
+def _is_folder(root: str, given: str) -> bool:
+    return given.endswith("/") if is_remote(root) else os.path.isdir(root)
 
 
 def find(source: Source) -> tuple[str, list[File]]:
@@ -118,6 +155,9 @@ def _list(source: Source) -> list[File]:
     found: dict[str, File] = {}
     places = Places(source.options)
     for given in source.uris:
+        if is_web(given):
+            _add(found, [_by_web(given, source)], given)
+            continue
         root, pattern = _as_it_stands(given, source.options)
         files = list(_expand(root, pattern, given, source.options, places))
         read = [f.uri for f in files if _may_be_read(f, source.format)]
@@ -127,14 +167,28 @@ def _list(source: Source) -> list[File]:
             places.refuse(at, read, pattern is None and not named, named)
         if not files:
             raise SourceError(_nothing(given))
-        for file in files:
-            before = found.setdefault(file.uri, file)
-            if before is not file:
-                raise SourceError(
-                    f"source.uri: {file.uri} is listed twice, by {before.given!r} and by "
-                    f"{given!r}; its rows would be read twice. Name it once."
-                )
+        _add(found, files, given)
     return [found[uri] for uri in sorted(found)]
+
+
+def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
+    for file in files:
+        before = found.setdefault(file.uri, file)
+        if before is not file:
+            raise SourceError(
+                f"source.uri: {file.uri} is listed twice, by {before.given!r} and by "
+                f"{given!r}; its rows would be read twice. Name it once."
+            )
+
+
+def _by_web(given: str, source: Source) -> File:
+    """The file at a URL, which is asked for it. Raises SourceError, StoreUnavailable."""
+    headers = source.options.get("headers") or {}
+    if not isinstance(headers, Mapping):
+        raise ConfigError("source.options.headers: must be a mapping of names to values")
+    rules = WebRules(source.web.max_mb * 10**6, source.web.allow_private)
+    store = WebStore(given, headers, rules)
+    return File(store, store.stat(store.name), store.uri, named=True)
 
 
 def _may_be_read(file: File, format: str) -> bool:
@@ -161,6 +215,8 @@ def _refuse_links(files: Sequence[File]) -> None:
 
 def reaches(given: str, output: str) -> bool:
     """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
+    if is_web(given):
+        return False
     root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
     if not contains(root, output):
         return False
@@ -170,7 +226,7 @@ def reaches(given: str, output: str) -> bool:
         uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
     )
     below = [part for part in inner[len(outer) :].split("/") if part]
-    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULTS)
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS)
     return any(matches(path, pattern.split("/")) for path in results)
 
 
@@ -239,7 +295,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
     if compression:
         dot, last = stem.rpartition(".")[1:]
     found = ENDINGS.get(dot + last)
-    if found == "parquet" and compression:
+    if found in WITHIN and compression:
         return None, compression
     return found, compression
 
@@ -259,10 +315,7 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         by_format.setdefault(ending(file.info.path)[0], []).append(file)
     unknown = by_format.pop(None, [])
     if unknown:
-        raise SourceError(
-            f"source.format: {some(unknown)}: the ending does not tell the format; set "
-            "source.format to parquet, csv or jsonl, or leave such files out with a glob"
-        )
+        raise SourceError(f"source.format: {some(unknown)}: {_unreadable(unknown[0])}")
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
@@ -271,6 +324,19 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         )
     kind, chosen = next(iter(by_format.items()))
     return str(kind), chosen
+
+
+def _unreadable(file: File) -> str:
+    """Why the name of a file does not tell how to read it, and what to do."""
+    if file.info.path.lower().endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
+        return (
+            "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
+            "brotli, or leave such files out with a glob"
+        )
+    return (
+        "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "
+        "or leave such files out with a glob"
+    )
 
 
 def some(files: Sequence[File]) -> str:

@@ -1,4 +1,4 @@
-"""JSON Lines: blocks of rows with whatever keys they have, and what is said of broken files."""
+"""JSON: blocks of rows with whatever keys they have, and what is said of broken files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import common_type, map_type
 from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.encodings import UTF8_ONLY, check_encoding, not_decoded
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import check_encoding, not_utf8, one_line, open_bytes
+from prefect_raybatch.source.json_arrays import array_blocks, is_array
+from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
 
@@ -21,14 +23,17 @@ LINE_BYTES = 64 << 20  # a longer line is a file of another kind
 def json_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Blocks of a JSON Lines file, without keys that no line of a block has; notes all keys."""
+    """Blocks of JSON Lines, or of one array of objects, without keys that no row of a block has;
+    notes all keys."""
     types: dict[str, pa.DataType] = {}
     try:
         check_encoding(file)
-        for line, block in _line_blocks(file):
+        array = is_array(file)
+        unit = "item" if array else "line"
+        for line, block in array_blocks(file) if array else _line_blocks(file):
             if not block.strip():
                 continue
-            table = _parse_json(file, block, line)
+            table = _parse_json(file, block, line, unit)
             check_columns(None, table.column_names, file.uri)
             known.update(dict.fromkeys(table.column_names))
             if columns is not None:
@@ -43,8 +48,8 @@ def json_tables(
                 wider = common_type(before, field.type, union=True)
                 if wider is None:
                     raise SourceError(
-                        f"{file.uri}, from line {line}: key {field.name!r} holds {field.type}, but "
-                        f"{before} before; write one type"
+                        f"{file.uri}, from {unit} {line}: key {field.name!r} holds {field.type}, "
+                        f"but {before} before; write one type"
                     )
                 types[field.name] = wider
             yield table
@@ -75,8 +80,9 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
                 return
 
 
-def _parse_json(file: File, block: bytes, line: int) -> pa.Table:
-    """One block as a table; times stay text. Raises SourceError naming file and line."""
+def _parse_json(file: File, block: bytes, line: int, unit: str) -> pa.Table:
+    """One block as a table; times stay text. Raises SourceError naming file and line, or the item
+    of an array (`unit`)."""
     import pyarrow.json as pj
 
     read = pj.ReadOptions(block_size=len(block) + 1, use_threads=False)
@@ -94,27 +100,22 @@ def _parse_json(file: File, block: bytes, line: int) -> pa.Table:
         # The parser takes text that looks like a time for one, and would lose how it is written.
         return parse(changed).select(table.column_names) if changed else table
     except UnicodeDecodeError:
-        raise SourceError(not_utf8(file)) from None
+        raise SourceError(_not_utf8(file)) from None
     except (pa.ArrowException, ValueError) as error:
-        raise SourceError(_explain_json(file, block, line, error)) from None
+        raise SourceError(_explain_json(file, block, line, unit, error)) from None
 
 
 def _no_time(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
-def _explain_json(file: File, block: bytes, line: int, error: Exception) -> str:
+def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:
     """Looks for the line that pyarrow stumbled over: it counts from the start of a block."""
     kinds: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(block.split(b"\n"), line):
         if not text.strip():
             continue
-        place = f"{file.uri}, line {number}"
-        if number == 1 and text.lstrip().startswith(b"["):
-            return (
-                f"{place}: is a JSON array, not JSON Lines; write one object a line, for example "
-                "with jq -c '.[]'"
-            )
+        place = f"{file.uri}, {unit} {number}"
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as wrong:
@@ -132,10 +133,14 @@ def _explain_json(file: File, block: bytes, line: int, error: Exception) -> str:
                 kinds[name] = (_kind(value), number)
             elif _kind(value) not in (before, "null"):
                 return (
-                    f"{place}: key {name!r} holds {_kind(value)}, but {before} in line {where}; "
+                    f"{place}: key {name!r} holds {_kind(value)}, but {before} in {unit} {where}; "
                     "write one type"
                 )
-    return f"{file.uri}, from line {line}: cannot be read as JSON Lines ({one_line(error)})"
+    return f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)})"
+
+
+def _not_utf8(file: File) -> str:
+    return not_decoded(file, "utf-8", f"the only encoding read; {UTF8_ONLY}")
 
 
 def _kind(value: object) -> str:

@@ -12,16 +12,26 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from prefect_raybatch.errors import SourceError, StoreError
-from prefect_raybatch.ledger.layout import FOLDERS, MANIFEST, PLAN, RECORDS, SUCCESS
+from prefect_raybatch.errors import CorruptRun, SourceError, StoreError
+from prefect_raybatch.ledger.layout import (
+    DATA_FOLDER,
+    EARLIER_QUARANTINE,
+    MANIFEST,
+    PLAN,
+    QUARANTINE_FOLDER,
+    RECORDS,
+    RESULT_FOLDERS,
+    SUCCESS,
+)
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN = "run"
-RESULTS = tuple(FOLDERS.values())  # what of a run a folder or a glob can reach
+QUARANTINES = {QUARANTINE_FOLDER, EARLIER_QUARANTINE}  # one of them, as the plan says
 FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
-RIGHTS = {  # what gives a table's rows, for the message
-    "Delta": "deltalake.DeltaTable(...).to_pyarrow_table()",
+OPENED = {"Delta": "delta"}  # source.format that opens a kind of table
+RIGHTS = {  # what gives the rows of the others, for the message
     "Iceberg": "pyiceberg's table.scan().to_arrow()",
     "Hudi": "Spark",
     "Lance": "lance.dataset(...).to_table()",
@@ -44,7 +54,7 @@ def mark(path: str) -> tuple[str, str] | None:
     return (above, RUN) if f"{folder}/{name}" == PLAN else None
 
 
-def _look(store: Store) -> str | None:
+def look(store: Store) -> str | None:
     """What lies at the root of `store`: a kind of table, RUN, or None."""
 
     def listed(name: str, recursive: bool = False) -> bool:
@@ -94,7 +104,7 @@ class Places:
         if not unknown:
             return
         stores = [open_store(place, self._options) for place in unknown]
-        kinds = read_ahead(_look, stores, THREADS, len(stores))
+        kinds = read_ahead(look, stores, THREADS, len(stores))
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
@@ -135,10 +145,9 @@ class Places:
                     runs.setdefault(place, set()).add(_below(place, path))
         for run, parts in runs.items():
             taken = whole and f"{run}/".startswith(f"{root.rstrip('/')}/")
-            if taken or parts & {*RESULTS, RECORDS}:
-                self._refuse_run(
-                    run, taken or parts >= set(RESULTS), not named and RECORDS in parts
-                )
+            if taken or parts & {*RESULT_FOLDERS, RECORDS}:
+                mixed = taken or (DATA_FOLDER in parts and bool(parts & QUARANTINES))
+                self._refuse_run(run, mixed, not named and RECORDS in parts)
 
     def _refuse_run(self, run: str, mixed: bool, records: bool) -> None:
         try:
@@ -155,11 +164,21 @@ class Places:
                 f"{run}/data, or the pieces that {run}/{MANIFEST} lists one by one"
             )
         if mixed:
+            failed = _quarantine(open_store(run, self._options))
             raise SourceError(
                 f"source.uri: {run} is a run directory: beside the answers in data/ it holds the "
-                f"rows that failed in quarantine/. Name {run}/data (or, for the others, "
-                f"{run}/quarantine)"
+                f"rows that failed in {failed}/. Name {run}/data (or, for the others, "
+                f"{run}/{failed})"
             )
+
+
+def _quarantine(store: Store) -> str:
+    """The folder of a run's failed rows; without a plan that can be read, the one of new runs."""
+    try:
+        plan = Ledger(store).load_plan()
+    except CorruptRun:
+        plan = None
+    return QUARANTINE_FOLDER if plan is None else plan.folders["quarantine"]
 
 
 def _below(place: str, uri: str) -> str:
@@ -179,9 +198,15 @@ def _upwards(folder: str) -> Iterator[str]:
 
 
 def _table(place: str, kind: str) -> str:
-    return (
+    said = (
         f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files hold "
-        "rows that the table no longer has (deleted, rewritten), so they are not read by "
-        f"themselves. Export its rows to Parquet (for example with {RIGHTS[kind]}) and name that "
-        "folder"
+        "rows that the table no longer has (deleted, rewritten), so they are not read by themselves"
+    )
+    if kind in OPENED:
+        return (
+            f"{said}. Name the table's own folder, and it alone, with source.format auto or "
+            f"{OPENED[kind]}; parts of it are chosen with source.filter"
+        )
+    return (
+        f"{said}. Export its rows to Parquet (for example with {RIGHTS[kind]}) and name that folder"
     )

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import Source
-from prefect_raybatch.ledger.layout import INPUT
+from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.copies import Blocks, copy_tables
 from prefect_raybatch.source.csv_text import csv_tables
-from prefect_raybatch.source.find import File, Inventory, ending, find, some
+from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
+from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
 from prefect_raybatch.source.hive import add_columns, path_types
+from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
+from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
-from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
+from prefect_raybatch.source.snapshot_writer import conform
+from prefect_raybatch.source.tables import copying
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import ray.data
 
-COPY_TRIES = 4  # a second pass knows all types; more are needed only when the input changes
-
-Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
-
 
 def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
-    """Copy CSV or JSON Lines to Parquet under `_raybatch/input/ATTEMPT-UUID/` of `run_store`.
+    """Copy a table, or files that are no Parquet, to it, under `_raybatch/input/ATTEMPT-UUID/`.
 
     The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
     are int64, float64, bool or string, whichever is the narrowest that gives each value back as
@@ -41,6 +43,8 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
     Raises SourceError (file, line or column, remedy), ConfigError for an unknown column, and the
     stores' errors. Whatever was written before an error belongs to no plan.
     """
+    if (table := table_format(source)) is not None:
+        return copying.snapshot_of(table, source, run_store, attempt)
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
@@ -50,7 +54,7 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
 
     def blocks() -> Blocks:
         for file in files:
-            for table in _tables(kind, file, source.columns, known, hive):
+            for table in _tables(kind, file, source, known, hive):
                 yield file.uri, table
 
     shape = _shape(kind, source.columns, hive)
@@ -61,7 +65,7 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
         what = "has a header but no rows" if kind == "csv" else "has no rows"
         raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
     _check_unchanged(files)
-    return made
+    return replace(made, table=_by_web(kind, files))
 
 
 def peek(source: Source) -> Inventory:
@@ -70,22 +74,25 @@ def peek(source: Source) -> Inventory:
     Rows are estimated from the sizes of the files (never more than `limit`), types may still
     widen. Raises as `snapshot` for what shows in that block.
     """
+    if (table := table_format(source)) is not None:
+        return copying.peek_at(table, source)
     kind, files = find(source)
     hive = path_types(file.values for file in files)
     shape = _shape(kind, source.columns, hive)
     known: dict[str, None] = {}
-    table = next(_tables(kind, files[0], source.columns, known, hive), None)
+    table = next(_tables(kind, files[0], source, known, hive), None)
     if table is None or not table.num_rows:
         raise SourceError(f"{files[0].uri}: has no rows to look at")
     shape.see(files[0].uri, table)
     check_columns(source.columns, list(known), files[0].uri)
     schema = written(shape.schema)
-    stored = _stored_row_bytes(files[0])
+    stored = _stored_row_bytes(kind, files[0])
     chosen, left = [], source.limit
     for file in files:
         rows = max(1, round(file.info.size / stored))
         if (
             len(files) == 1
+            and kind in ("csv", "jsonl")
             and file.info.size <= streams.BLOCK_BYTES
             and not ending(file.info.path)[1]
         ):
@@ -103,20 +110,26 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
     """(uri, first block) of up to `most` files, spread over all, with types as `peek` guesses
     them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
     """
+    if (table := table_format(source)) is not None:
+        yield from copying.head_of(table, source)
+        return
     kind, files = find(source)
     hive = path_types(file.values for file in files)
     chosen = {i * (len(files) - 1) // max(1, most - 1) for i in range(most)}
     for number in sorted(chosen) if len(files) > most else range(len(files)):
         file = files[number]
         shape = _shape(kind, source.columns, hive)
-        table = next(_tables(kind, file, source.columns, {}, hive), None)
+        table = next(_tables(kind, file, source, {}, hive), None)
         if table is not None and table.num_rows:
             shape.see(file.uri, table)
             yield file.uri, conform(table, written(shape.schema))
 
 
-def _stored_row_bytes(file: File) -> float:
-    """Bytes in the file, compressed or not, that its first lines take each."""
+def _stored_row_bytes(kind: str, file: File) -> float:
+    """Bytes in the file, compressed or not, that its first rows take each."""
+    if kind in ("arrow", "parquet"):
+        count = arrow_rows(file) if kind == "arrow" else parquet_rows(file)
+        return file.info.size / max(1, count)
     with file.store.open(file.info.path) as handle:
         data = handle.read(streams.BLOCK_BYTES // 8)
     compression = ending(file.info.path)[1]
@@ -127,27 +140,46 @@ def _stored_row_bytes(file: File) -> float:
         with suppress(OSError):  # the sample ends within a compressed block
             while part := stream.read(1 << 16):
                 data += part
+    if kind == "jsonl" and is_array(file):  # often all in one line
+        block = next(array_blocks(file), (1, b"\n"))[1]
+        return size / max(1, len(data)) * len(block) / block.count(b"\n")
     return size / max(1, data.count(b"\n"))
 
 
 def _tables(
     kind: str,
     file: File,
-    columns: Sequence[str] | None,
+    source: Source,
     known: dict[str, None],
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[pa.Table]:
     """Blocks of a file with the columns of its path, whose types are `hive`; notes all names."""
+    columns = source.columns
     told = [name for name, _ in file.values]
     check_columns(None, [name for name in told if name in (columns or told)], file.uri)
-    for table in (csv_tables if kind == "csv" else json_tables)(file, columns, known):
+    if kind == "csv":
+        tables = csv_tables(file, columns, known, source.csv)
+    else:
+        readers = {"jsonl": json_tables, "arrow": arrow_tables, "parquet": parquet_tables}
+        tables = readers[kind](file, columns, known)
+    for table in tables:
         known.update(dict.fromkeys(told))
         yield add_columns(table, file.uri, file.values, hive, columns) if told else table
 
 
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
-    csv = kind == "csv"
-    return Shape(strict=csv, text=csv, union=True, order=columns or (), typed=hive)
+    csv, json = kind == "csv", kind == "jsonl"
+    return Shape(strict=not json, text=csv, union=csv or json, order=columns or (), typed=hive)
+
+
+def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
+    """What plan.json keeps of files that came by http(s): where from, and what they were then."""
+    found = [file for file in files if is_web(file.uri)]
+    if not found:
+        return None
+    told = [f"{f.info.etag or 'no ETag'}, {counted(f.info.size, 'byte')}" for f in found]
+    uris = " ".join(file.uri for file in found)
+    return {"format": kind, "uri": uris, "id": uris, "version": "; ".join(told)}
 
 
 def _check_unchanged(files: Sequence[File]) -> None:
@@ -217,40 +249,3 @@ def snapshot_tables(
     `tables` gives (where from, rows) from the start each time it is called.
     """
     return copy_tables(tables, Shape(), run_store, attempt, None, kind)
-
-
-def copy_tables(
-    blocks: Callable[[], Blocks],
-    shape: Shape,
-    store: Store,
-    attempt: str,
-    limit: int | None,
-    kind: str,
-) -> Inventory:
-    """Write all blocks under one schema.
-
-    A pass that meets a value its schema cannot hold goes on without writing, so that the next
-    one knows every type: two passes at most, unless the input changes meanwhile.
-    """
-    for _ in range(COPY_TRIES):
-        parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
-        try:
-            seen = 0
-            for where, table in blocks():
-                if limit is not None:
-                    table = table.slice(0, limit - seen)
-                seen += table.num_rows
-                shape.see(where, table)
-                parts.write(table, shape.schema)
-                if seen == limit:
-                    break
-            if seen and not len(shape.schema):
-                raise SourceError("source.uri: the rows have no columns; there is nothing to read")
-            files = parts.close()
-        except BaseException:
-            parts.abandon()
-            raise
-        if files is not None:
-            schema = written(shape.schema)
-            return Inventory(files, schema, parts.row_bytes, kind)
-    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")

@@ -1,29 +1,35 @@
-"""Text files as streams of bytes, and what is said when the bytes are no text."""
+"""Text files as streams of bytes, decompressed."""
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.errors import SourceError
 from prefect_raybatch.source.find import File, ending
 
 BLOCK_BYTES = 8 << 20  # text parsed at a time
-MARKS = {  # the longer ones first: they begin like the shorter
-    b"\xff\xfe\0\0": "UTF-32",
-    b"\0\0\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
+TEXT_CHUNK = 1 << 18  # recoded at a time
 
 
 def one_line(error: BaseException) -> str:
     """The text of `error` for the middle of a sentence."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def open_text(file: File, encoding: str) -> Iterator[Any]:
+    """The file's text from the start as UTF-8, whatever it is written in."""
+    with open_bytes(file) as stream:
+        if encoding == "utf-8":
+            yield stream
+        else:  # a short read would be the end of a block to pyarrow
+            yield pa.PythonFile(io.BufferedReader(Recoded(stream, encoding)), mode="r")
 
 
 @contextmanager
@@ -42,40 +48,6 @@ def open_bytes(file: File) -> Iterator[Any]:
         raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
 
 
-def check_encoding(file: File) -> None:
-    """Raises SourceError for a file whose first bytes say that it is UTF-16 or UTF-32."""
-    with open_bytes(file) as stream:
-        head = stream.read(4)
-    encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
-    said = "its first bytes, the byte order mark, say"
-    if encoding is None:
-        if b"\0" not in head or not head.strip(b"\0"):
-            return
-        encoding = "UTF-32" if head.count(0) == 3 else "UTF-16"
-        encoding += "BE" if head[:1] == b"\0" else "LE"
-        said = "the zeros between its first characters say"
-    raise SourceError(
-        f"{file.uri}: is {encoding}, as {said}; only UTF-8 is read. Convert it, for example with "
-        f"iconv -f {encoding} -t UTF-8"
-    )
-
-
-def not_utf8(file: File) -> str:
-    """Names the first line that is no UTF-8; reads the file again, which only errors pay for."""
-    place, number = "", 0
-    with suppress(OSError, ValueError, RayBatchError), open_bytes(file) as stream:
-        for number, line in enumerate(io.BufferedReader(Raw(stream)), 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                place = f", line {number}"
-                break
-    return (
-        f"{file.uri}{place}: is not UTF-8, the only encoding read; convert it, for example with "
-        "iconv -f latin1 -t utf-8"
-    )
-
-
 class Raw(io.RawIOBase):
     """A pyarrow stream as a raw file; pyarrow's own buffering wants to seek."""
 
@@ -89,3 +61,24 @@ class Raw(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+class Recoded(io.RawIOBase):
+    """Text of another encoding as UTF-8. What cannot be decoded is a UnicodeDecodeError."""
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._stream, self._held = stream, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held and not self._ended:
+            data = self._stream.read(TEXT_CHUNK)
+            self._ended = not data
+            self._held = self._decoder.decode(data, final=self._ended).encode()
+        part, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)

@@ -34,10 +34,12 @@ ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
 TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
 FINISH = "__rb_finish"  # string: vLLM's finish reason
 ENDS = "__rb_ends"  # list<string>: the finish reason of each answer, where there are several
+STEPS = "__rb_steps"  # what was told of each token of an answer; not in every block
 CHANCES = "__rb_chances"  # map<string, double>: each label's probability; not in every block
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
+REUSE = "__rb_reuse"  # int8: where the answer is from (ledger/increments.py); not in every block
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
 REASONING_OPEN = (
     "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
@@ -165,6 +167,7 @@ class Tokenizer(Protocol):
     is_fast: bool
     model_max_length: int
     truncation_side: str
+    eos_token_id: int | None
 
     def __call__(
         self,

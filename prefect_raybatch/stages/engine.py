@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from prefect_raybatch.model.memory import describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
+from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE, steps_of
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -44,6 +45,7 @@ from prefect_raybatch.stages.block import (
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
     SECOND,
+    STEPS,
     TEXTS,
     TIMES,
     TOKENS,
@@ -62,7 +64,7 @@ from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
 
 if TYPE_CHECKING:
-    from prefect_raybatch.stages.vllm.stepper import SteppedEngine
+    from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
@@ -349,9 +351,25 @@ class EngineStage:
             made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
         else:
             asked = arrange(keys[0], params, well, spec.sort, spec.merge)
-            done = engine.run([request(i) for i in asked.rows])
+            done = self._answers(engine, [request(i) for i in asked.rows])
             made = list(zip(asked.rows, map(asked.served, asked.rows), done, strict=True))
         return [*(pooling.without_misfits(made) if pools else made), *refused]
+
+    def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
+        """What the engine answers; where labels part behind their first token, with what it holds
+        probable there."""
+        labels = self._labels
+        if labels is None or not labels.later:
+            return engine.run(requests)
+        each = [[one, *_further(one, labels)] for one in requests]
+        done = iter(engine.run([one for some in each for one in some]))
+        made = []
+        for some in each:
+            answer, *later = [next(done) for _ in some]
+            error = next((one.error for one in later if one.error is not None), None)
+            told = [one.logprobs or {} for one in later]
+            made.append(replace(answer, later=told, error=answer.error or error))
+        return made
 
     def _load(self) -> dict[str, float]:
         engine = self.engine
@@ -390,6 +408,15 @@ _TYPES = {
 }
 
 
+def _further(request: Request, labels: LabelTokens) -> list[Request]:
+    """The requests that go with one, each for a place where labels part."""
+    prompt = list(request.prompt_token_ids)
+    return [
+        replace(request, prompt_token_ids=[*prompt, *tokens], params=fields)
+        for tokens, fields in labels.asked_later(request.params)
+    ]
+
+
 UNTOLD = Failure(
     "engine",
     "ProbabilitiesMissing",
@@ -416,16 +443,19 @@ def answered(
     errors = table[ERROR].to_pylist()
     columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
     chances: list[Any] = [None] * table.num_rows
+    steps: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
                 errors[i] = Failure("engine", *completion.error).to_dict()
                 continue
             if labels is not None:
-                chances[i] = labels.probabilities(completion.logprobs or {})
+                chances[i] = labels.probabilities(completion.logprobs or {}, completion.later)
                 if chances[i] is None:
                     errors[i] = UNTOLD.to_dict()
                     continue
+            if completion.steps is not None:
+                steps[i] = steps_of(completion.steps)
             columns[ANSWERS][i] = completion.token_ids
             columns[TEXTS][i] = completion.texts
             columns[FINISH][i] = completion.finish_reason
@@ -443,5 +473,7 @@ def answered(
         table = table.append_column(name, pa.array(values, _TYPES[name]))
     if labels is not None:
         table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
+    if any(row is not None for row in steps):
+        table = table.append_column(STEPS, pa.array(steps, STEPS_TYPE))
     when = pa.array([began] * table.num_rows, pa.float64())
     return table.append_column(f"{TIMES}_began", when)

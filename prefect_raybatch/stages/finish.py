@@ -22,15 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import PROBABILITIES, Output
+from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
+from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
 from prefect_raybatch.ledger.ranges import Ranges, to_ranges
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Piece, PieceKind, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -43,7 +45,9 @@ from prefect_raybatch.stages.block import (
     POSITION,
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
+    REUSE,
     SHARD,
+    STEPS,
     TEXTS,
     TIMES,
     TRUNCATED,
@@ -73,7 +77,8 @@ CUT_OFF = "AnswerCutOff"
 class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
-    `skip_special_tokens` is the sampling field of that name; `answers` how many a row has (n);
+    `skip_special_tokens` and `logprobs` are the sampling fields of these names; `answers` how many
+    a row has (n);
     `calls`: how the user's function is called; `parsing`: which parsers take the answers apart.
     """
 
@@ -85,6 +90,7 @@ class Finish:
     answers: int = 1
     calls: Calls = HERE
     parsing: Parsing | None = None
+    logprobs: int | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -143,7 +149,7 @@ class Finish:
             failed=_ranges(positions[failed]),
             skipped=_ranges(positions[skipped]),
             pieces=tuple(pieces),
-            stats=self._stats(load, table, began),
+            stats=_reused(table, self._stats(load, table, began)),
             failures=dict(Counter(map(_key, failures))),
             where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
         )
@@ -175,9 +181,12 @@ class Finish:
         chances: list[dict[str, Any]] = [{} for _ in finish]
         if self.output.probabilities:
             chances = [{PROBABILITIES: dict(c or ())} for c in table[CHANCES].to_pylist()]
+        if self.logprobs is not None:
+            chances = [{LOGPROBS: told} for told in self._told(table)]
         kept = names if self.output.columns is None else self.output.columns
         taken = {POSITION, self.output.row_number, *kept, *self.output.extras}
         taken |= {PROBABILITIES} if self.output.probabilities else set()
+        taken |= {LOGPROBS} if self.logprobs is not None else set()
         made = []
         with self.calls.function(self.output.postprocess, "output.postprocess") as function:
             for e, row, a, f, c in zip(errors, rows, answers, finish, chances, strict=True):
@@ -198,13 +207,27 @@ class Finish:
         if (form := self.output.answer_form) is None:
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
+        several = self.answers > 1
         for i, text in enumerate(texts):
-            found = None if errors[i] else reader.read(text or "")
-            if isinstance(found, Failure):
-                errors[i], found = found.to_dict(), None
-            parsed, columns = found or (None, {})
-            made.append({**({column: parsed} if self.output.postprocess else columns), **beside[i]})
+            answers = [] if errors[i] else list(text) if several else [text]
+            found = [reader.read(answer or "") for answer in answers]
+            if failure := next((one for one in found if isinstance(one, Failure)), None):
+                errors[i], found = failure.to_dict(), []
+            parsed = [one[0] for one in found if not isinstance(one, Failure)]
+            rows = [one[1] for one in found if not isinstance(one, Failure)]
+            if several:
+                own: dict[str, Any] = {column: parsed if self.output.postprocess else rows}
+            elif self.output.postprocess:
+                own = {column: parsed[0] if parsed else None}
+            else:
+                own = rows[0] if rows else {}
+            made.append({**own, **beside[i]})
         return made
+
+    def _told(self, table: pa.Table) -> list[Any]:
+        """Of each row, what the column of sampling.logprobs holds."""
+        rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
+        return logprobs_told(rows, self.logprobs or 0, self.answers > 1, self._tokenizer())
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
@@ -293,16 +316,21 @@ class Finish:
         if self.output.probabilities:
             values = table[CHANCES].combine_chunks().take(pa.array(good))
             made.append((pa.field(PROBABILITIES, PROBABILITIES_TYPE), values))
+        if self.logprobs is not None:
+            kind, every = logprobs_type(self.logprobs, self.answers), self._told(table)
+            made.append((pa.field(LOGPROBS, kind), pa.array([every[i] for i in good], kind)))
         return made
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
         if self.output.postprocess is None:
             form, several = self.output.answer_form, self.answers > 1
-            columns = [(self.output.column, pa.string())] if form is None else []
+            record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
+            columns = [(self.output.column, record)] if several or form is None else []
             columns += self.parsing.types() if self.parsing is not None else []
             beside = [pa.field(n, pa.list_(k) if several else k) for n, k in columns]
-            return pa.schema([*(reader_of(form).schema if form is not None else ()), *beside])
+            alone = reader_of(form).schema if form is not None and not several else ()
+            return pa.schema([*alone, *beside])
         if self.output.output_schema is not None:
             return declared(self.output.output_schema)
         try:
@@ -362,6 +390,26 @@ class Finish:
             engine_s=_spent(table, "engine"),
             finish_s=round(time.time() - began, 4),
         )
+
+
+def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
+    """With rows by where their answers are from, and the tokens that were not computed for them."""
+    if REUSE not in table.column_names:
+        return stats
+    kinds = table[REUSE].to_numpy()
+    answers, prompts = table[ANSWERS].to_pylist(), table[PROMPT_TOKENS].to_pylist()
+    saved = [
+        (prompts[i] or 0) + sum(map(len, answers[i] or ()))
+        for i in np.flatnonzero((kinds == REUSED) | (kinds == MERGED_ROW)).tolist()
+    ]
+    return replace(
+        stats,
+        deduplicated=None,
+        reused=int((kinds == REUSED).sum()),
+        merged=int((kinds == MERGED_ROW).sum()),
+        asked=int((kinds == ASKED).sum()),
+        saved_tokens=sum(saved),
+    )
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:

@@ -1,18 +1,20 @@
-"""How probable the model held each label of `sampling.choice`, from the first step of its answer.
+"""How probable the model held each label of `sampling.choice`, from the steps at which labels part.
 
-With l(label) the logarithm of the probability that the model gives, after the prompt, to the first
-token of a label,
+An answer must be one of the labels, so at each of its tokens the model chooses among those that
+some label goes on with. With l(token) the logarithm of the probability that it gives a token after
+the prompt and what stands of the answer,
 
-    p(label) = exp(l(label)) / sum over all labels of exp(l(other)),
+    p(label) = product over the places where labels part of
+               exp(l(its next token)) / sum over all labels' next tokens of exp(l(other)),
 
-a softmax over the labels alone: the grammar allows no other answer, and what follows the first
-token is then certain, so this is exact where no two labels begin with the same token. Whatever is
-added to all logarithms alike cancels out, such as what vLLM's mask took from the other tokens; so
-do raw logits in place of logarithms. By vLLM's default (`logprobs_mode: raw_logprobs`) they are
-those before temperature and penalties.
+a softmax over the tokens that are allowed there: where only one is, it is certain. This is exact.
+Whatever is added to all logarithms of a place alike cancels out, such as what vLLM's mask took from
+the other tokens; so do raw logits in place of logarithms. By vLLM's default (`logprobs_mode:
+raw_logprobs`) they are those before temperature and penalties.
 
-Labels that share their first token are refused: their probabilities would take further steps, each
-after a prompt of its own.
+The answer itself tells about its first token. Where labels part later, each such place is one more
+request of one token, whose prompt goes on with what these labels have in common; all but that lies
+in the prefix cache. A label that is the beginning of another parts from it by ending.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +35,104 @@ ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of a
 
 
 @dataclass(frozen=True)
-class LabelTokens:
-    """The labels of a job and the first token of each."""
+class Fork:
+    """A place where labels part: the tokens before it, and those that some label goes on with."""
 
-    labels: tuple[str, ...]
+    before: tuple[int, ...]
     tokens: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, labels: Sequence[str]) -> LabelTokens:
-        """Raises `ConfigError` naming labels that one step cannot tell apart."""
-        tokens: dict[int, str] = {}
-        for label in labels:
-            token = _first_token(tokenizer, label)
-            if token in tokens:
-                raise ConfigError(
-                    f"output.probabilities: the labels {tokens[token]!r} and {label!r} of "
-                    "sampling.choice begin "
-                    f"with the same token ({_text(tokenizer, token)!r}), so that the first step of "
-                    "an answer cannot tell them apart; reword one, such as with a number or letter "
-                    "in front, or leave probabilities out"
-                )
-            tokens[token] = label
-        return cls(tuple(labels), tuple(tokens))
-
-    def asked(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The sampling fields that also ask for the logarithms of these tokens."""
-        return {**sampling, "logprob_token_ids": list(self.tokens)}
-
-    def probabilities(self, logarithms: Mapping[int, float]) -> list[tuple[str, float]] | None:
-        """The probability of each label, 0 of one without a chance; None where none has any."""
-        found = [logarithms.get(token, -math.inf) for token in self.tokens]
+    def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
+        """How probable each of its tokens is, 0 of one that was not told; None where none has a
+        chance."""
+        found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
         if not math.isfinite(most):
             return None
         weights = [math.exp(value - most) for value in found]
         total = math.fsum(weights)
-        return [(label, w / total) for label, w in zip(self.labels, weights, strict=True)]
+        return {token: w / total for token, w in zip(self.tokens, weights, strict=True)}
+
+
+@dataclass(frozen=True)
+class LabelTokens:
+    """The labels of a job and the tokens of each, up to where no other goes on the same."""
+
+    labels: tuple[str, ...]
+    paths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, labels: Sequence[str]) -> LabelTokens:
+        """Raises `ConfigError` naming labels that cannot be told apart."""
+        paths: dict[tuple[int, ...], str] = {}
+        for label in labels:
+            path = _path(tokenizer, label)
+            if path in paths:
+                raise ConfigError(
+                    f"output.probabilities: the labels {paths[path]!r} and {label!r} of "
+                    "sampling.choice are the same tokens, so that no answer can tell them apart; "
+                    "reword one, or leave probabilities out"
+                )
+            paths[path] = label
+        ends = {path[:at] for path in paths for at in range(len(path))} & paths.keys()
+        if ends and tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"output.probabilities: the label {paths[min(ends)]!r} of sampling.choice is the "
+                "beginning of another, and the model's tokenizer names no end token that would "
+                "tell them apart; reword one, or leave probabilities out"
+            )
+        end = tokenizer.eos_token_id
+        whole = ((*path, end) if path in ends and end is not None else path for path in paths)
+        return cls(tuple(labels), tuple(whole))
+
+    @cached_property
+    def forks(self) -> tuple[Fork, ...]:
+        """The places where labels part, the first token of an answer before all others."""
+        following: dict[tuple[int, ...], dict[int, None]] = {}
+        for path in self.paths:
+            for at, token in enumerate(path):
+                following.setdefault(path[:at], {})[token] = None
+        made = [Fork(at, tuple(tokens)) for at, tokens in following.items() if len(tokens) > 1]
+        return tuple(sorted(made, key=lambda fork: (len(fork.before), fork.before)))
+
+    @property
+    def later(self) -> tuple[Fork, ...]:
+        """Those behind the first token, each of which takes a request of its own."""
+        return tuple(fork for fork in self.forks if fork.before)
+
+    def asked(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling fields that also ask for the logarithms of an answer's first tokens."""
+        first = [fork for fork in self.forks if not fork.before]
+        return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
+
+    def asked_later(self, sampling: Mapping[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+        """(tokens behind the prompt, sampling fields) of the further requests of a row."""
+        usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
+        return [
+            (list(fork.before), {**usual, "logprob_token_ids": list(fork.tokens)})
+            for fork in self.later
+        ]
+
+    def probabilities(
+        self, first: Mapping[int, float], later: Sequence[Mapping[int, float]] = ()
+    ) -> list[tuple[str, float]] | None:
+        """The probability of each label, by what the answer's first step told and by what was told
+        at the `later` forks; None where a place told of no token."""
+        told = dict(zip(self.later, later, strict=True))
+        shares: dict[tuple[int, ...], dict[int, float]] = {}
+        for fork in self.forks:
+            found = fork.shares(told.get(fork, first))
+            if found is None:
+                return None
+            shares[fork.before] = found
+        return [
+            (label, math.prod(shares[p[:at]][p[at]] for at in range(len(p)) if p[:at] in shares))
+            for label, p in zip(self.labels, self.paths, strict=True)
+        ]
 
 
 def check_labels(job: BatchJob, model: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for labels that one step cannot tell apart, where the tokenizer lies
-    here; else the engine says it before its first row."""
+    """Raises `ConfigError` for labels that cannot be told apart, where the tokenizer lies here;
+    else the engine says it before its first row."""
     if not job.output.probabilities:
         return
     source = str(model.get("tokenizer") or model["source"])
@@ -81,17 +141,17 @@ def check_labels(job: BatchJob, model: Mapping[str, Any]) -> None:
         LabelTokens.of(load_tokenizer(*place), job.sampling.choice or ())
 
 
-def _first_token(tokenizer: Tokenizer, label: str) -> int:
-    """The first token of an answer that is this label."""
+def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
+    """The tokens of an answer that is this label."""
     # Behind an anchor, since some tokenizers put a blank in front of every text, which an answer
     # does not begin with and which they leave out again when they decode.
     before, both = _tokens(tokenizer, ANCHOR), _tokens(tokenizer, ANCHOR + label)
     if before and both[: len(before)] == before and len(both) > len(before):
-        return both[len(before)]
+        return tuple(both[len(before) :])
     alone = _tokens(tokenizer, label)
     text = _text(tokenizer, alone[0]) if alone else ""
     if text and label.startswith(text):
-        return alone[0]
+        return tuple(alone)
     raise ConfigError(
         f"output.probabilities: the model's tokenizer has no token that the label {label!r} of "
         "sampling.choice begins with; reword it, or leave probabilities out"

@@ -113,7 +113,9 @@ def ask_pairs(
     found: dict[int, Completion] = {}
     for i, completion in zip(asked.rows, done, strict=True):
         for j in asked.served(i):
-            found[j] = completion if i == j else replace(completion, prompt_tokens=0)
+            # What was computed for another row counts as what a cache gives does.
+            cached = completion.cached_tokens if i == j else completion.prompt_tokens
+            found[j] = replace(completion, cached_tokens=cached)
     return [(i, [i], _cosine(found[i], found[rows + i])) for i in well]
 
 

@@ -41,6 +41,7 @@ from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.images.rows import RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import Parsing
+from prefect_raybatch.stages.request_key import KEY, Keying
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import (
     Chat,
@@ -61,7 +62,8 @@ class Prepare:
     user's function is called. `sampling`: the job's fields that are set, which a row's own are
     checked against; with `fixed_form`, a field that needs one form for all, it may set none. With a
     reasoning parser in `parsing`, prompts that leave the thinking open are marked.
-    `images`: where a row's images come from; None for text alone.
+    `images`: where a row's images come from; None for text alone. `keying`: makes the keys of
+    requests that must come out as the block's column of keys says.
     """
 
     prompt: Prompt
@@ -73,6 +75,7 @@ class Prepare:
     fixed_form: str | None = None
     parsing: Parsing | None = None
     images: RowImages | None = None
+    keying: Keying | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
@@ -122,6 +125,10 @@ class Prepare:
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
 
+    def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
+        """The request of each row of a block of input rows, before any template and tokenizer."""
+        return self._requests(table)
+
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
@@ -135,6 +142,8 @@ class Prepare:
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure], list[dict[str, Any] | None]]:
         """As `prompts`, and what the engine gets of each row's images (of `MM_TYPE`)."""
         requests = self._requests(table)
+        if self.keying is not None:
+            requests = self.keying.checked(requests, table, table[KEY].to_pylist())
         if self.images is not None:
             given = [_messages_for_images(r) for r in requests]
             tokens, features = self.images.rendered(table, given, self.model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import PROBABILITIES, Output, Sampling
+from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, BatchJob, Sampling
+from prefect_raybatch.stages.answer_logprobs import logprobs_type, most_told
 from prefect_raybatch.stages.block import PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
@@ -17,20 +19,20 @@ def answers_of(sampling: Sampling) -> int:
     return int((sampling.model_extra or {}).get("n") or 1)
 
 
-def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
+def result_columns(job: BatchJob) -> tuple[tuple[str, str], ...]:
     """(name, type in words) of each column that is not the input's."""
+    output, answers = job.output, answers_of(job.sampling)
     if output.postprocess is not None:
         given = (output.output_schema or {}).items()
         made = [(name, kind) for name, kind in given]
         made = made or [(f"what {output.postprocess} returns", LATER)]
+    elif tasks.pools(job.engine.task):
+        made = _pooled(job)
     elif (form := output.answer_form) is not None:
-        made = []
-        for name, shape in columns_of(form).items():
-            null = "" if shape.nullable else " not null"
-            texts = "; ".join(
-                f"{place} as JSON text, since {why}" for place, why in shape.texts(name)
-            )
-            made.append((name, f"{shape.type()}{null}{f' ({texts})' if texts else ''}"))
+        made = _typed(form)
+        if answers > 1:
+            record = ", ".join(f"{name}: {kind}" for name, kind in made)
+            made = [(output.column, f"list<item: struct<{record}>>")]
     else:
         made = [(output.column, "list<item: string>" if answers > 1 else "string")]
     if output.postprocess is None:
@@ -40,7 +42,29 @@ def result_columns(output: Output, answers: int) -> tuple[tuple[str, str], ...]:
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
     if output.probabilities:
         made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
+    if (most := most_told(job.sampling)) is not None:
+        made.append((LOGPROBS, str(logprobs_type(most, answers))))
     return (*made, (output.row_number, "int64"))
+
+
+def _typed(form: str) -> list[tuple[str, str]]:
+    """Of the properties of a JSON Schema."""
+    made = []
+    for name, shape in columns_of(form).items():
+        null = "" if shape.nullable else " not null"
+        texts = "; ".join(f"{place} as JSON text, since {why}" for place, why in shape.texts(name))
+        made.append((name, f"{shape.type()}{null}{f' ({texts})' if texts else ''}"))
+    return made
+
+
+def _pooled(job: BatchJob) -> list[tuple[str, str]]:
+    """Of a task that pools; sizes and labels are the model's."""
+    kinds = {
+        "embed": [f"fixed_size_list<item: {job.output.vector_type}>"],
+        "classify": ["string", "struct with the probability of each label, float32"],
+        "score": ["float32"],
+    }
+    return list(zip(tasks.added_columns(job), kinds[job.engine.task], strict=True))
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:

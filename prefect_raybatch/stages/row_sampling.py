@@ -26,6 +26,7 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
     "frequency_penalty",
     "repetition_penalty",
     "ignore_eos",
+    "logprobs",
 )
 
 
@@ -43,6 +44,11 @@ def check_own(
                 f"sampling.{name} is not supported: only the answer's text is written; leave it "
                 "out of what prompt.function returns"
             )
+    if own.get("logprobs") is not None:
+        raise ValueError(
+            "sampling.logprobs is for all rows, as it makes a column; set it in the job, and leave "
+            "it out of what prompt.function returns"
+        )
     for name in NUMBERS:
         if name in own and own[name] is None and job.get(name) is not None:
             raise ValueError(

@@ -10,20 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.storage.ahead import read_ahead
+from prefect_raybatch.storage.arrow_files import arrow_filesystem
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
 from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
+from prefect_raybatch.storage.s3_settings import S3Settings, s3_settings
 from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
 
 __all__ = [
     "FileInfo",
     "LocalStore",
+    "S3Settings",
     "S3Store",
     "Store",
     "Sums",
+    "arrow_filesystem",
     "contains",
     "footer_digest",
     "holds",
@@ -33,6 +37,7 @@ __all__ = [
     "put_file_proved",
     "put_proved",
     "read_ahead",
+    "s3_settings",
     "split_glob",
 ]
 

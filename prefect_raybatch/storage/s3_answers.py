@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from prefect_raybatch.errors import StoreError, StoreUnavailable, UnsafeStore
+from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import not_found
 from prefect_raybatch.storage.s3_silence import CHECK
 
@@ -79,9 +79,11 @@ class Answer(NamedTuple):
         if self.status == 404:
             return not_found(place)
         if self.expired:
-            return StoreError(f"{place}: the credentials have expired; renew them ({credentials})")
+            return CredentialsUnusable(
+                f"{place}: the credentials have expired; renew them ({credentials})"
+            )
         if self.may_be_expired and operation == "head_object":
-            return StoreError(
+            return CredentialsUnusable(
                 f"{place}: refused ({said}), and an answer to HEAD gives no reason; most often the "
                 f"credentials have expired: renew them ({credentials})"
             )
@@ -104,7 +106,8 @@ class Answer(NamedTuple):
                 "choose an output on another store"
             )
         if self.status == -1:
-            return StoreError(f"{place}: the S3 client cannot ask ({said}); {credentials}")
+            kind = CredentialsUnusable if "Credentials" in self.code else StoreError
+            return kind(f"{place}: the S3 client cannot ask ({said}); {credentials}")
         return StoreError(f"{place}: {operation} refused ({said})")
 
 

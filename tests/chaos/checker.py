@@ -1,7 +1,7 @@
 """The independent checker: reads the input and the result files, and nothing of the package.
 
 It does not import prefect_raybatch, does not read plan, commits or _SUCCESS, and knows only what
-the result promises: a file set under data/ and quarantine/, each row with its number in the input.
+the result promises: a file set under data/ and _quarantine/, each row with its number in the input.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from .places import Place
 
 ROW = "_row"
 MOST_NAMED = 10
-EXPECTED_FILES = re.compile(
-    r"_SUCCESS|(data|quarantine)/part-\d{5}\.parquet"
-    r"|_raybatch/(plan|report)\.json|_raybatch/report\.(md|html)|_raybatch/output_schema\.arrow"
-    r"|_raybatch/(shards|files)-[0-9a-f]+\.parquet"
+_OF_A_RUN = (
+    r"_SUCCESS|(data|_quarantine)/part-\d{5}\.parquet"
+    r"|_raybatch/(plan|report|answers)\.json|_raybatch/report\.(md|html)"
+    r"|_raybatch/output_schema\.arrow|_raybatch/(shards|files|places|weights)-[0-9a-f]+\.parquet"
     r"|_raybatch/commits/\d{8}\.json|_raybatch/(attempts|heartbeats)/[0-9a-f]{32}\.json"
-    r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|quarantine)-part-\d{5}\.parquet"
-    r"|_raybatch/input/.*"
+    r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|_quarantine)-part-\d{5}\.parquet"
+    r"|_raybatch/(input|reused)/[^.].*"
 )
+EXPECTED_FILES = re.compile(rf"{_OF_A_RUN}|_raybatch/asks/({_OF_A_RUN})")
 
 
 @dataclass
@@ -85,7 +86,7 @@ def check(
     found = Found(rows=len(rows))
     failed = dict(quarantined or {})
     seen: Counter[int] = Counter()
-    for kind in ("data", "quarantine"):
+    for kind in ("data", "_quarantine"):
         last = -1
         for name in sorted(n for n in place.names(kind) if n.endswith(".parquet")):
             try:
@@ -106,7 +107,7 @@ def check(
                 if number <= last:
                     found.fault(f"{name}: row {number} comes after row {last}")
                 last = number
-                if kind == "quarantine":
+                if kind == "_quarantine":
                     why = _failed(row, rows[number]) or _class(row, failed.get(number))
                 elif number in failed or number in skipped:
                     why = "should not have been answered"

@@ -130,10 +130,10 @@ class Trial:
 
     # --- drive ----------------------------------------------------------------------------------
 
-    def start(self, *hooks: dict[str, Any]) -> Driver:
+    def start(self, *hooks: dict[str, Any], run_key: str = RUN_KEY) -> Driver:
         spec = {
             "job": self.job,
-            "run_key": RUN_KEY,
+            "run_key": run_key,
             "engine": self.engine_class,
             "hooks": list(hooks),
             "folder": str(self.folder),
@@ -241,6 +241,15 @@ class Trial:
             seen.update(path.read_text().split("\n"))
         seen.pop("", None)
         return sum(times - 1 for times in seen.values())
+
+    def seen_rows(self) -> int:
+        """Rows handed to an engine, as often as they were."""
+        texts = (path.read_text() for path in (self.folder / "seen").glob("*"))
+        return sum(text.count("\n") for text in texts)
+
+    def forget_seen(self) -> None:
+        """What engines were handed until now is not of the run that the trial is about."""
+        shutil.rmtree(self.folder / "seen", ignore_errors=True)
 
     # --- check ----------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run, default_run_key
 from prefect_raybatch.runs.status import Status, status
@@ -153,11 +154,12 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
 def test_the_result_holds_every_row_once_in_order(made):
     run = made.run
     data = pa.concat_tables(pq.read_table(p) for p in sorted(Path(run.uri, "data").iterdir()))
-    bad = pa.concat_tables(pq.read_table(p) for p in Path(run.uri, "quarantine").iterdir())
+    bad = pa.concat_tables(pq.read_table(p) for p in Path(run.uri, "_quarantine").iterdir())
     assert data["id"].to_pylist() == [i for i in range(ROWS) if i != FAILS]
     assert data["response"].to_pylist() == [f"answer {i}" for i in data["id"].to_pylist()]
     assert [row["input"]["id"] for row in bad.to_pylist()] == [FAILS]
     assert verify(open_store(run.uri)).ok
+    assert open_run(run.uri).ray_dataset().count() == ROWS - 1
     assert not Path(run.uri, "_raybatch/pieces").exists()
 
 
@@ -181,7 +183,7 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
     progress = infer_run(job, run, engine=CrashingEngine)
     report = finalize_run(job, run, progress)
     assert (report.good, report.failed) == (5, 1)
-    (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    (row,) = pq.read_table(tmp_path / "out/key/_quarantine").to_pylist()
     assert (row["error"], row["stage"]) == ("EngineDied", "engine")
     assert row["input"]["id"] == row["_row"] == CrashingEngine.AT
     assert verify(open_store(run.uri)).ok
@@ -203,7 +205,7 @@ def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(loca
     progress = infer_run(job, run, engine=FineEngine)
     report = finalize_run(job, run, progress)
     assert (report.good, report.failed, progress.passes) == (21, 3, 2)
-    rows = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    rows = pq.read_table(tmp_path / "out/key/_quarantine").to_pylist()
     assert [(row["_row"], row["stage"], row["error"]) for row in rows] == [
         (5, "postprocess", "FunctionDied"),
         (13, "postprocess", "FunctionHung"),
@@ -322,7 +324,7 @@ def test_verify_proves_and_its_status_says_so(made, call):
     run = made.run
     code, out, _ = call("verify", run.uri)
     assert code == 0
-    assert "proved: 40 planned rows = 39 in data/ + 1 in quarantine/ + 0 left out" in out
+    assert "proved: 40 planned rows = 39 in data/ + 1 in quarantine + 0 left out" in out
     code, out, _ = call("verify", run.uri, "--json")
     assert code == 0 and json.loads(out)["ok"] is True
 
@@ -330,7 +332,7 @@ def test_verify_proves_and_its_status_says_so(made, call):
 def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(made.run.uri, copy)
-    (copy / "quarantine/part-00000.parquet").unlink()
+    (copy / "_quarantine/part-00000.parquet").unlink()
     code, out, _ = call("verify", copy)
     assert code == 1 and "not proved" in out and f"rows {FAILS} to {FAILS} are missing" in out
     code, out, _ = call("verify", copy, "--json")

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from typing import Any
 
 import numpy as np
@@ -240,3 +241,18 @@ def most(row: Row) -> Row:
 def seats(row):
     """Takes an answer that is an object."""
     return {"first": row["response"]["seats"][0]}
+
+
+def at_random(row: dict[str, Any]) -> str:
+    """A prompt that is another one each time."""
+    return f"Say {row['text']} {uuid.uuid4()}"
+
+
+def staff(row: dict[str, Any]) -> dict[str, Any]:
+    """Of each of several parsed answers, under the name of output.column."""
+    return {"staff": [float(one["staff"]) for one in row["found"]]}
+
+
+def least_sure(row: dict[str, Any]) -> dict[str, Any]:
+    """The least logarithm of an answer's tokens."""
+    return {"least": min(one["logprob"] for one in row["logprobs"])}

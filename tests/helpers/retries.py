@@ -106,5 +106,7 @@ def retried(
 
 def numbers(uri: str | Path, kind: str = "data") -> list[int]:
     """The row numbers in a run's result."""
-    files = sorted(Path(uri, kind).glob("*.parquet"))
+    plan = Ledger(open_store(str(uri))).load_plan()
+    assert plan is not None
+    files = sorted(Path(uri, plan.folders[kind]).glob("*.parquet"))
     return [n for file in files for n in pq.read_table(file)["_row"].to_pylist()]

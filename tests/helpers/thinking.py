@@ -54,3 +54,24 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+
+
+def save_model(folder: Path) -> str:
+    """The bundled model with that tokenizer: it never writes a mark unless told to."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base = Path(demo.demo_model_path())
+    save_tokenizer(folder)
+    weights = load_file(base / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    weights[name] = torch.cat([weights[name], torch.zeros(64, weights[name].shape[1]).bfloat16()])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config["vocab_size"] += 64
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    said = (base / "generation_config.json").read_text(encoding="utf-8")
+    (folder / "generation_config.json").write_text(said, encoding="utf-8")
+    return str(folder)

@@ -133,7 +133,6 @@ SCHEMA = thing(a={"type": "string"})
     [
         ({"sampling": {"choice": ["a"]}}, "sampling.choice: output.schema_model is the form"),
         ({"sampling": {"structured_outputs": {"regex": "a"}}}, "sampling.structured_outputs: "),
-        ({"sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: the columns"),
         ({"sampling": {"skip_special_tokens": False}}, "sampling.skip_special_tokens: "),
         ({"engine": {"stage": "ray.data.llm"}}, "output.schema_model: ray.data.llm"),
         ({"output": {"uri": "o", "schema_model": SCHEMA, "on_cut_off": "keep"}}, "on_cut_off: "),

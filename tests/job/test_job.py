@@ -137,7 +137,14 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.choice", ["b", "a", "b"], ["'b'", "twice", "remove one"]),
         ("sampling.temperature", -1, ["sampling.temperature", "greater than or equal to 0", "-1"]),
         ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "'0'"]),
-        ("sampling.logprobs", 3, ["logprobs is not supported"]),
+        ("sampling.logprobs", -1, ["sampling.logprobs: '-1' is no whole number from 0 on"]),
+        ("sampling.logprobs", "all", ["sampling.logprobs: 'all' is no whole number"]),
+        (
+            "sampling.logprobs",
+            21,
+            ["logprobs: 21 is over the engine's 20", "max_logprobs"],
+        ),
+        ("sampling.prompt_logprobs", 3, ["prompt_logprobs is not supported"]),
         ("sampling.output_kind", 2, ["output_kind is not supported"]),
         # figures
         ("source.limit", 0, ["source.limit", "greater than 0"]),
@@ -461,7 +468,7 @@ def test_the_json_schema_carries_title_description_and_position():
     """This schema is the form in the Prefect page."""
     schema = BatchJob.model_json_schema()
     objects = [schema, *schema["$defs"].values()]
-    assert len(objects) == 10
+    assert len(objects) == 12
     for item in objects:
         assert item["description"], item["title"]
         for name, field in item["properties"].items():

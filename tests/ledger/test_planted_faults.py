@@ -174,7 +174,7 @@ def test_the_success_of_another_plan_is_told_with_both(tmp_path, reader, begun):
     end(old)
     if not begun:
         run.commit_all()
-    for name in ("_SUCCESS", "data", "quarantine", "_raybatch/report.json", "_raybatch/row_sums"):
+    for name in ("_SUCCESS", "data", "_quarantine", "_raybatch/report.json", "_raybatch/row_sums"):
         copy = shutil.copytree if (old.root / name).is_dir() else shutil.copy
         copy(old.root / name, run.root / name)
     before = tree(run.root)
@@ -205,7 +205,7 @@ def gone(path: Path) -> None:
 @pytest.mark.parametrize("remover", ["finalize", "reap"])
 @pytest.mark.parametrize(
     ("damage", "name"),
-    [(gone, "data/part-00000.parquet"), (truncated, "quarantine/part-00000.parquet")],
+    [(gone, "data/part-00000.parquet"), (truncated, "_quarantine/part-00000.parquet")],
 )
 def test_pieces_stay_while_a_part_is_not_there(tmp_path, monkeypatch, remover, damage, name):
     run = cut_short(tmp_path, monkeypatch)
@@ -278,7 +278,7 @@ def test_a_store_that_keeps_no_piece_whole_loses_the_shard_for_this_pass(tmp_pat
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("fits", ["data/", "quarantine/", "row_sums/"])
+@pytest.mark.parametrize("fits", ["data/", "_quarantine/", "row_sums/"])
 def test_a_part_kept_badly_is_written_again(tmp_path, monkeypatch, damage, fits):
     run = committed(tmp_path)
     store = Spoils(tmp_path, fits, damage)
@@ -398,7 +398,7 @@ def written_anew(path: Path) -> None:
 def test_a_part_with_the_same_rows_is_adopted_and_not_written_again(tmp_path):
     run = committed(tmp_path)
     finalize(run.ledger, run.plan, run.shards, "_row", 1 << 20)
-    paths = [tmp_path / f"{kind}/part-00000.parquet" for kind in ("data", "quarantine")]
+    paths = [tmp_path / f"{kind}/part-00000.parquet" for kind in ("data", "_quarantine")]
     paths.append(tmp_path / "_raybatch/row_sums/data-part-00000.parquet")
     for path in paths:
         written_anew(path)
@@ -463,7 +463,7 @@ def test_a_finalizer_that_wakes_after_success_writes_nothing(tmp_path, monkeypat
                     )
                     patch.setattr(LocalStore, "delete", lambda self, paths: None)
                     end(run)
-                for name in ("data/part-00000.parquet", "quarantine/part-00000.parquet"):
+                for name in ("data/part-00000.parquet", "_quarantine/part-00000.parquet"):
                     (tmp_path / name).unlink()  # as if it were another's: must not come back
                 Late.asked = 2
             return super().read(path, max_bytes)
@@ -471,11 +471,11 @@ def test_a_finalizer_that_wakes_after_success_writes_nothing(tmp_path, monkeypat
     with pytest.raises(CorruptRun, match="part-00000"):
         end(run, monkeypatch, Late(str(tmp_path)))
     assert Late.asked == 2 and len(pieces_of(run)) == 6
-    assert not list(tmp_path.glob("data/*.parquet")) + list(tmp_path.glob("quarantine/*.parquet"))
+    assert not list(tmp_path.glob("data/*.parquet")) + list(tmp_path.glob("_quarantine/*.parquet"))
 
 
 @pytest.mark.parametrize(
-    "name", ["data/part-00007.parquet", "quarantine/x.csv", "data/more/part-00000.parquet"]
+    "name", ["data/part-00007.parquet", "_quarantine/x.csv", "data/more/part-00000.parquet"]
 )
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_stray_file_of_the_result_stops_before_success(tmp_path, name, compact):
@@ -524,7 +524,7 @@ def on_s3(run: SmallRun, server: S3Server, endpoint: str) -> Store:
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
 def test_on_s3_a_part_changed_on_the_way_is_written_again(tmp_path, s3, monkeypatch, how):
-    left = ["/data/part-", "/quarantine/part-", "/row_sums/"]
+    left = ["/data/part-", "/_quarantine/part-", "/row_sums/"]
 
     def decide(method: str, path: str, headers: Mapping[str, str]) -> str:
         fits = [name for name in left if method == "PUT" and name in path]

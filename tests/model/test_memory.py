@@ -169,3 +169,20 @@ def test_which_cards_have_no_nvlink():
     assert {name for name in CARDS if without_nvlink(name)} == {"L4", "L40S", "A10G", "A10", "T4"}
     assert without_nvlink("RTX-PRO-6000") and without_nvlink("NVIDIA GeForce RTX 4090")
     assert not without_nvlink("MI300X")
+
+
+def test_adapters_take_room_on_the_gpu():
+    """All linear layers and the embeddings, for each adapter that a step may hold, at one rank."""
+    asked = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
+    llama = describe(LLAMA_8B, asked)
+    layer = 3 * 4096 + 4096 + 2 * 4096 + 14336  # first matrices: qkv, o, gate and up, down
+    layer += 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert llama.adapters() == 4 * 16 * 2 * (32 * layer + 2 * (4096 + 128256))
+    assert describe(LLAMA_8B, {}).adapters() == 0
+    assert 0.5 * llama.adapters() < llama.adapters(tensor=4) < 0.6 * llama.adapters()
+    assert llama.adapters(pipeline=2) == llama.adapters() / 2
+    plain, room = (share(m, SIZES, H200, 2).kv_cache for m in (describe(LLAMA_8B, {}), llama))
+    assert plain - room == llama.adapters()
+    many = describe(LLAMA_8B, {**asked, "max_loras": 64, "max_lora_rank": 256})
+    with pytest.raises(ConfigError, match="GiB for adapters"):
+        share(many, SIZES, H200, 2)

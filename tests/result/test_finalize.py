@@ -28,13 +28,15 @@ def finish(run: SmallRun, file_bytes: int = 1 << 20, compact: bool = True) -> Re
 
 
 def rows_of(run: SmallRun, kind: str) -> pa.Table:
-    return pa.concat_tables(pq.read_table(path) for path in sorted((run.root / kind).iterdir()))
+    return pa.concat_tables(
+        pq.read_table(path) for path in sorted((run.root / run.plan.folders[kind]).iterdir())
+    )
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {
         str(p.relative_to(folder)): p.read_bytes()
-        for kind in ("data", "quarantine")
+        for kind in ("data", "_quarantine")
         for p in sorted((folder / kind).rglob("*"))
         if p.is_file()
     }
@@ -54,7 +56,7 @@ def test_the_result_is_in_input_order_whatever_order_things_came_in(tmp_path):
     assert table["tags"].to_pylist() == [[f"t{i}"] for i in range(17)]
     assert table.column_names == ["id", "Company", "tags", "response", "_row"]
     assert result.tally.good == 17 and [p.rows for p in result.parts] == [17]
-    assert not (tmp_path / "quarantine").exists()
+    assert not (tmp_path / "_quarantine").exists()
     assert run.ledger.finished() is None  # the caller says so, after its report
 
 
@@ -164,7 +166,7 @@ def test_any_run_comes_out_whole_and_in_order(
     finish(run, file_bytes)
     found = {}
     for kind in ("data", "quarantine"):
-        if (run.root / kind).exists():
+        if (run.root / run.plan.folders[kind]).exists():
             found[kind] = rows_of(run, kind)["_row"].to_pylist()
     assert found.get("quarantine", []) == sorted(failed)
     assert found.get("data", []) == [i for i in range(rows) if i not in failed]

@@ -75,7 +75,7 @@ def test_rows_left_out_on_purpose_are_proved(tmp_path):
     assert (found.data, found.quarantined, found.skipped) == (9, 2, 9)
 
 
-@pytest.mark.parametrize("name", [*PARTS, "quarantine/part-00000.parquet"])
+@pytest.mark.parametrize("name", [*PARTS, "_quarantine/part-00000.parquet"])
 def test_a_deleted_file(run, name):
     gone = pq.read_table(run.root / name)["_row"].to_pylist()
     (run.root / name).unlink()
@@ -228,7 +228,7 @@ def test_a_row_in_data_and_quarantine_is_named(run):
         numbers = pa.array([11, *table["_row"].to_pylist()[1:]], pa.int64())
         return table.set_column(table.column_names.index("_row"), "_row", numbers)
 
-    edit(run, "quarantine/part-00000.parquet", change, tell=True)  # was 4
+    edit(run, "_quarantine/part-00000.parquet", change, tell=True)  # was 4
     text = "\n".join(look(run).faults)
     assert "row 11" in text and "rows 4 to 4 are missing" in text
 
@@ -264,7 +264,7 @@ def test_rows_out_of_order_are_told(run):
     assert PARTS[0] in fault and "out of order" in fault
 
 
-@pytest.mark.parametrize("name", ["data/part-99999.parquet", "data/x.txt", "quarantine/more"])
+@pytest.mark.parametrize("name", ["data/part-99999.parquet", "data/x.txt", "_quarantine/more"])
 def test_a_file_nobody_wrote_is_told(run, name):
     (run.root / name).write_bytes(b"x")
     (fault,) = look(run).faults

@@ -12,7 +12,7 @@ from helpers.retries import numbers
 from helpers.small import read_json
 
 from prefect_raybatch.driver.heartbeat import Beat
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, digest
@@ -131,6 +131,20 @@ def test_a_finished_run_is_verified(kept, key):
     found = verify(open_store(str(kept / key)))
     assert found.ok, found
     assert verify_chain(open_store(str(kept)), "finished").ok
+
+
+def test_the_plan_says_which_folder_holds_the_failed_rows(kept):
+    """And not what happens to be there."""
+    (kept / "finished/quarantine").rename(kept / "finished/_quarantine")
+    faults = verify(open_store(str(kept / "finished"))).faults
+    assert faults[0].startswith("quarantine/part-00000.parquet: the file is missing")
+    path = kept / "finished/_SUCCESS"
+    path.write_text(path.read_text().replace('"quarantine/', '"_quarantine/'))
+    with pytest.raises(CorruptRun, match="the files of this plan are in data and quarantine"):
+        status(str(kept / "finished"))
+    data = PLANS[0].read_bytes().replace(b'"rows":', b'"quarantine":"failed","rows":', 1)
+    with pytest.raises(CorruptRun, match=r"plan\.json is malformed: quarantine is 'failed'"):
+        Plan.from_bytes(data)
 
 
 def test_an_unfinished_run_is_finished(kept):

@@ -198,7 +198,7 @@ def test_failed_again_are_retried_by_a_child_of_the_child(tmp_path):
     two = retried(one, failed={18: "PromptTooLong"})
     assert two.endswith("key.r2") and plan_of(two).parent == "key.r1"
     assert (numbers(two), numbers(two, "quarantine")) == ([7], [18])
-    bad = pq.read_table(Path(two, "quarantine")).to_pylist()
+    bad = pq.read_table(Path(two, "_quarantine")).to_pylist()
     assert bad[0]["_row"] == bad[0]["input"]["id"] == 18
     with pytest.raises(ConfigError, match=r"key\.r2   \(1 failed\)"):
         plan_retry(run.store.uri)  # of the first run, and the end of the chain is named
@@ -279,7 +279,7 @@ def test_the_job_can_be_changed_by_field_or_whole(tmp_path):
     two = planned(run.store.uri, None, None, other)
     assert two.job.prompt.template == "Say what {Company} does."
     assert two.job.output.uri == str(tmp_path) and two.run.uri.endswith("key.r2")
-    assert two.job.source.uri == f"{run.store.uri}/quarantine"
+    assert two.job.source.uri == f"{run.store.uri}/_quarantine"
 
 
 def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
@@ -413,7 +413,7 @@ def test_run_continues_a_child_by_its_key(tmp_path):
 
 def test_a_changed_quarantine_is_not_retried(tmp_path):
     run = first_run(tmp_path)
-    path = tmp_path / "key/quarantine/part-00000.parquet"
+    path = tmp_path / "key/_quarantine/part-00000.parquet"
     pq.write_table(pq.read_table(path).slice(1), path)
     with pytest.raises(CorruptRun, match=r"part-00000\.parquet is not what finalize wrote"):
         plan_retry(run.store.uri)
@@ -605,7 +605,7 @@ def test_the_whole_way_on_the_command_line(tmp_path, call):
     assert code == 2 and f"raybatch retry-failed {uri}.r1   (1 failed)" in err and out == ""
     code, out, _ = call("verify", uri, "--chain")
     assert code == 0
-    assert "proved: 20 rows of 3 runs = 19 in data/ + 1 in quarantine/ + 0 left out" in out
+    assert "proved: 20 rows of 3 runs = 19 in data/ + 1 in quarantine + 0 left out" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["key", "20", "16", "4", "0", "4"] in lines and [
         "key.r1",

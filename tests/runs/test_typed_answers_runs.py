@@ -140,3 +140,7 @@ def test_the_plan_shows_columns_and_types(tmp_path, capsys):
     }
     show.show_plan(found)
     assert "staff: int64 not null" in capsys.readouterr().out
+    several = {**value, "sampling": {"n": 2, "temperature": 1.0, "logprobs": 1}}
+    kinds = dict(dry_run(BatchJob.from_dict(several)).result)
+    assert kinds["response"].startswith("list<item: struct<zip: string not null, staff: int64")
+    assert kinds["logprobs"].startswith("list<item: list<item: struct<token: string, id: int32")

@@ -16,6 +16,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreU
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.source import detect_format, inventory
+from prefect_raybatch.source.places import OPENED
 from prefect_raybatch.storage import FileInfo, LocalStore
 
 
@@ -88,16 +89,23 @@ def test_a_table_is_refused_by_name_however_it_is_reached(tmp_path, kind):
     data = make(table)
     file = next(path for path in data.iterdir() if path.is_file())
     said = f"{kind.split()[0]} table"
-    for uri in (table, tmp_path / "lake", data, file):
-        refused(str(uri), f"{table} is ", said, "Parquet")
+    opened = OPENED.get(kind.split()[0])
+    remedy = "the table's own folder" if opened else "Parquet"
+    for uri in (tmp_path / "lake", data, file, table):
+        if uri != table or not opened:
+            refused(str(uri), f"{table} is ", said, remedy)
     for uri in (
         f"{data}/*{file.suffix}",
         f"{tmp_path}/**/*{file.suffix}",
         f"{tmp_path}/*/sales/**",
     ):
         refused(uri, f"{table} is ", said)
-    with pytest.raises(SourceError, match=said):
-        detect_format(Source(uri=str(table), format="auto"))
+    refused([str(table), parquet(tmp_path / "other.parquet")], f"{table} is ", said, remedy)
+    if opened:
+        assert detect_format(Source(uri=str(table), format="auto")) == opened
+    else:
+        with pytest.raises(SourceError, match=said):
+            detect_format(Source(uri=str(table), format="auto"))
     refused([parquet(tmp_path / "plain.parquet"), str(file)], said)
     refused(str(table), said, format="parquet")
 
@@ -131,17 +139,17 @@ def test_links_into_a_table_lead_into_a_table(tmp_path, kind):
 
 def test_a_table_without_files_of_its_own_is_named_too(tmp_path):
     touch(tmp_path / "t/_delta_log/00000000000000000000.json")
-    refused(str(tmp_path / "t"), "Delta table")
+    refused(str(tmp_path / "t"), "Delta table", format="parquet")
 
 
 # --- runs -------------------------------------------------------------------------------------
 
 
-def run_directory(root: Path, finished: bool = True) -> Path:
+def run_directory(root: Path, finished: bool = True, quarantine: str = "_quarantine") -> Path:
     touch(root / "_raybatch/plan.json")
     parquet(root / "_raybatch/pieces/s0.parquet")
     parquet(root / "data/part-00000.parquet")
-    parquet(root / "quarantine/part-00000.parquet")
+    parquet(root / f"{quarantine}/part-00000.parquet")
     if finished:
         touch(root / "_SUCCESS")
     return root
@@ -151,21 +159,29 @@ def test_the_result_of_a_run_is_read_once_it_is_finished(tmp_path):
     run = run_directory(tmp_path / "out/monday", finished=False)
     file = "part-00000.parquet"
     ways = [run / "data", run / f"data/{file}", f"{run}/data/*.parquet", f"{tmp_path}/out/*/data/*"]
-    ways += [run / "quarantine", run / "_raybatch/pieces/s0.parquet"]
+    ways += [run / "_quarantine", run / "_raybatch/pieces/s0.parquet"]
     for uri in ways:
         refused(str(uri), f"{run} ", "not finished", "_SUCCESS")
     touch(run / "_SUCCESS")
     for uri in ways:
         assert len(names(str(uri))) == 1
-    assert len(names([str(run / "data"), str(run / "quarantine")])) == 2
+    assert len(names([str(run / "data"), str(run / "_quarantine")])) == 2
 
 
 def test_a_whole_run_directory_mixes_answers_and_failures(tmp_path):
     run = run_directory(tmp_path / "out/monday")
-    for uri in (run, tmp_path / "out", f"{tmp_path}/out/**/*.parquet", f"{run}/*/*.parquet"):
+    for uri in (run, tmp_path / "out"):
         refused(str(uri), str(run), f"{run}/data", "quarantine")
     refused(str(run / "_raybatch"), "records", f"{run}/data")
     refused(str(run / "_raybatch/pieces"), "records", f"{run}/data")
+    assert len(names(f"{run}/*/*.parquet")) == 1  # the answers: a star does not stand for _
+
+
+def test_a_run_of_an_earlier_version_mixes_them_for_a_star_as_well(tmp_path):
+    run = run_directory(tmp_path / "out/monday", quarantine="quarantine")
+    for uri in (run, tmp_path / "out", f"{tmp_path}/out/**/*.parquet", f"{run}/*/*.parquet"):
+        refused(str(uri), str(run), f"{run}/data", "quarantine")
+    assert len(names(str(run / "quarantine"))) == 1
 
 
 # --- links ------------------------------------------------------------------------------------
@@ -254,7 +270,7 @@ def test_the_table_of_what_a_uri_means(tmp_path, monkeypatch):
     # Hidden ones only where the pattern's own part begins so.
     assert names("_*/*.parquet") == ["a.parquet"]
     assert names("2026-01/_*") == ["_x.parquet"]
-    for uri in ("http://h/x.csv", "gs://b/x.csv", "hf://d/x.csv", "s3://b*/x.csv"):
+    for uri in ("http://h/", "gs://b/x.csv", "hf://d/x.csv", "s3://b*/x.csv"):
         with pytest.raises(ConfigError):
             inventory(make_job(source={"uri": uri}).source)
 

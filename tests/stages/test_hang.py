@@ -313,7 +313,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
     assert len(kept) > 1 and not any(kept), kept
     report = finalize_run(job, run, progress)
     assert (report.good, report.failed) == (5, 1)
-    (row,) = pq.read_table(tmp_path / "out/key/quarantine").to_pylist()
+    (row,) = pq.read_table(tmp_path / "out/key/_quarantine").to_pylist()
     assert (row["stage"], row["error"], row["_row"]) == ("engine", "EngineDied", HangsInProcess.AT)
     assert verify(open_store(run.uri)).ok
 

@@ -10,14 +10,23 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from PIL import Image
+from s3server import S3Server, proxy
 
+from prefect_raybatch.job.images import Images
+from prefect_raybatch.stages.block import Failure, Messages
 from prefect_raybatch.stages.images import http
 from prefect_raybatch.stages.images.decode import BadImage
-from prefect_raybatch.stages.images.http import Http, ImageUnavailable, allowed
+from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
+from prefect_raybatch.stages.images.rows import RowImages, TooManyAway
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import s3 as s3_module
+from prefect_raybatch.storage.internet import allowed
 
 
 def png() -> bytes:
@@ -379,3 +388,70 @@ def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
     (root / "large.png").write_bytes(PNG + b"\0")
     with pytest.raises(BadImage, match="max_bytes"):
         places.fetch("large.png")
+
+
+# --- from a store -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where there is a red image `a.png`."""
+    monkeypatch.setattr(s3_module, "FIRST_PAUSE", 0.02)
+    s3.create_bucket("photos")
+    open_store("s3://photos/some", s3.options).put("a.png", PNG)
+    return "s3://photos/some"
+
+
+def in_store(server: S3Server, endpoint: str | None = None, **given: Any) -> ImagePlaces:
+    options = {**server.options, "endpoint_url": endpoint or server.endpoint}
+    return ImagePlaces(options=options, seconds=0.5, **given)
+
+
+def test_images_come_from_a_store_by_the_inputs_keys(s3: S3Server, bucket: str):
+    places = in_store(s3)
+    assert places.fetch(f"{bucket}/a.png") == PNG
+    assert places.fetch({"bytes": None, "path": f"{bucket}/a.png"}) == PNG
+    with pytest.raises(BadImage, match=r"there is no s3://photos/some/b\.png"):
+        places.fetch(f"{bucket}/b.png")
+    with pytest.raises(BadImage, match="no-such-bucket"):
+        places.fetch("s3://no-such-bucket/a.png")
+    with pytest.raises(BadImage, match="more bytes than"):
+        in_store(s3, max_bytes=len(PNG) - 1).fetch(f"{bucket}/a.png")
+
+
+@pytest.mark.parametrize("how", ["503", "500", "reset", "cut-down"])
+def test_a_store_that_stumbles_is_asked_again(s3: S3Server, bucket: str, how: str):
+    left = [how, how]
+    with proxy(s3, lambda method, path, headers: left.pop() if left else "pass") as between:
+        assert in_store(s3, between.endpoint).fetch(f"{bucket}/a.png") == PNG
+        assert [decision for _, _, decision in between.seen].count(how) == 2
+
+
+@pytest.mark.parametrize("how", ["503", "expired"])
+def test_what_a_store_may_give_another_time_is_no_bad_image(s3: S3Server, bucket: str, how: str):
+    with (
+        proxy(s3, lambda method, path, headers: how) as between,
+        pytest.raises(ImageUnavailable, match=how),
+    ):
+        in_store(s3, between.endpoint).fetch(f"{bucket}/a.png")
+
+
+@pytest.mark.parametrize(("away", "lost"), [(2, False), (3, True)])
+def test_a_store_that_is_away_for_over_a_fifth_loses_the_shard(
+    s3: S3Server, bucket: str, away: int, lost: bool
+):
+    store = open_store(bucket, s3.options)
+    names = [f"{'away' if n < away else 'here'}-{n}.png" for n in range(10)]
+    for name in names:
+        store.put(name, PNG)
+    table = pa.table({"image": [f"{bucket}/{name}" for name in names]})
+    asked: list[Messages | Failure] = [[{"role": "user", "content": "What?"}] for _ in names]
+    with proxy(s3, lambda method, path, headers: "503" if "away" in path else "pass") as between:
+        images = RowImages(Images(columns=["image"]), in_store(s3, between.endpoint))
+        if lost:
+            with pytest.raises(TooManyAway, match="503"):
+                images.put(table, asked)
+            return
+        rows = images.put(table, asked)
+    kinds = [row.kind if isinstance(row, Failure) else "" for row in rows]
+    assert kinds == ["ImageUnavailable"] * away + [""] * (10 - away)

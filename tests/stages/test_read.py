@@ -20,7 +20,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreU
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files
 from prefect_raybatch.ledger.records import InputFile, Unit
-from prefect_raybatch.source import inventory, parquet, snapshot, snapshot_dataset
+from prefect_raybatch.source import inventory, parquet, peek, snapshot, snapshot_dataset
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
 from prefect_raybatch.stages.read import ShardReader, Task
@@ -504,6 +504,26 @@ def test_s3_snapshot(s3, tmp_path):
     found = snapshot(Source(uri=uri, options=s3.options), run, "attempt")
     one = ShardReader(found.files, found.schema, run)
     check_rows(everything(one, one.tasks(shards(100, 30))), shards(100, 30))
+
+
+def test_other_formats_on_s3(s3, tmp_path):
+    store, run = open_store("s3://read", s3.options), open_store("s3://read/run", s3.options)
+    store.put("csv/a.csv", "i;s\n1;ü\n2;ß\n".encode("cp1252"))
+    store.put("json/a.json.gz", gzip.compress(b'[{"i": 1, "s": "u"},\n {"i": 2}]'))
+    table, sink = pa.table({"i": [1, 2]}), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    store.put("arrow/a.arrow", sink.getvalue().to_pybytes())
+    csv = {"delimiter": ";", "encoding": "cp1252"}
+    for kind in ("csv", "json", "arrow"):
+        given = Source(uri=f"s3://read/{kind}", options=s3.options, csv=csv)
+        found = snapshot(given, run, "attempt")
+        assert peek(given).schema == found.schema
+        one = ShardReader(found.files, found.schema, run)
+        rows = everything(one, one.tasks(shards(2, 2)))[0]
+        assert rows["i"].to_pylist() == [1, 2]
+        if kind == "csv":
+            assert rows["s"].to_pylist() == ["ü", "ß"]
 
 
 def test_a_dataset_is_copied_in_order(local_ray, tmp_path):

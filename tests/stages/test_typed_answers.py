@@ -14,7 +14,7 @@ from helpers.small import MODEL, input_rows, receipts
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.batch_job import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import FINISH, Failure, tag
+from prefect_raybatch.stages.block import FINISH, TEXTS, Failure, tag
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import open_store
@@ -133,6 +133,36 @@ def test_misfits_and_answers_that_were_cut_off_go_to_quarantine_with_their_text(
     assert bad[0]["message"].endswith("It was: no")
     assert bad[1]["message"].endswith('it was: {"name": "A", "st')
     assert "on_cut_off" not in bad[1]["message"]  # nothing to keep
+
+
+def several(root: Any, texts: list[list[str]], **output: Any) -> dict[str, pa.Table]:
+    """As `finish`, of rows with several answers."""
+    table = with_answers(
+        tag(input_rows(0, len(texts)), Unit(0, 0, len(texts))),
+        [None] * len(texts),
+        [""] * len(texts),
+    )
+    lists = pa.array(texts, pa.list_(pa.string()))
+    table = table.set_column(table.column_names.index(TEXTS), TEXTS, lists)
+    made = Output.model_validate({"uri": "out", "schema_model": SCHEMA, "columns": [], **output})
+    stage = Finish(made.resolved(), dict(MODEL), open_store(str(root)), "a", answers=2)
+    (receipt,) = receipts(stage(table))
+    assert receipt.lost is None, receipt.lost
+    return tables(root, receipt)
+
+
+def test_several_answers_are_a_list_of_records(tmp_path):
+    one, other = json.dumps(GOOD), json.dumps({**GOOD, "staff": 4.0, "by_year": {"1999": 5}})
+    made = several(tmp_path, [[one, other], [one, "no"], [other]], column="found")
+    data = made["data"]
+    assert data.column_names == ["__rb_pos", "found"]
+    record = reader_of(schema_text(SCHEMA)).schema
+    assert data.schema.field("found").type.value_type == pa.struct(list(record))
+    assert [[r["staff"] for r in row] for row in data["found"].to_pylist()] == [[3, 4], [4]]
+    assert data["found"].to_pylist()[1][0]["by_year"] == [("1999", 5)]
+    assert made["quarantine"]["message"].to_pylist()[0].endswith("It was: no")
+    post = several(tmp_path, [[one, other]], postprocess="helpers.functions:staff", column="found")
+    assert post["data"]["staff"].to_pylist() == [[3, 4.0]]
 
 
 def test_postprocess_gets_the_parsed_object(tmp_path):

@@ -32,6 +32,7 @@ from prefect_raybatch.errors import (
     BadUpload,
     ConfigError,
     CorruptRun,
+    CredentialsUnusable,
     SourceError,
     StoreError,
     StoreUnavailable,
@@ -525,7 +526,7 @@ def test_errors_that_stay_are_told(s3: S3Server) -> None:
         for what, kind, words in (
             ("503", StoreUnavailable, r"no good answer in \d+ tries, the last: 503 SlowDown"),
             ("reset", StoreUnavailable, r"no good answer in \d+ tries"),
-            ("expired", StoreError, r"credentials have expired.*store's options"),
+            ("expired", CredentialsUnusable, r"credentials have expired.*store's options"),
             ("507", StoreError, r"full or over its quota"),
             ("501", UnsafeStore, r"cannot write if absent"),
         ):
@@ -539,7 +540,7 @@ def test_errors_that_stay_are_told(s3: S3Server) -> None:
 def test_expired_credentials_are_told_where_the_answer_has_no_body(s3: S3Server) -> None:
     with proxy(s3, First("expired", 10**6, method="HEAD")) as between:
         store = behind(s3, between.endpoint, retry_seconds=0.2)
-        with pytest.raises(StoreError, match=r"the credentials have expired: renew"):
+        with pytest.raises(CredentialsUnusable, match=r"the credentials have expired: renew"):
             store.stat("commits/1")
 
 

@@ -1,51 +1,40 @@
-"""An image by http(s), from an address that a row may name.
-
-A row is data, and its URL may point at what only this machine can reach. So a name is resolved
-once, each address it has must be one of the open internet, and the connection is made to that very
-address: asked again, the name might answer otherwise. Redirects are no exception.
-"""
+"""An image by http(s), from an address that a row may name: see `storage.internet`."""
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, urljoin
 
-from prefect_raybatch.bounded import within
 from prefect_raybatch.stages.images.decode import BadImage, looks_like
+from prefect_raybatch.storage.internet import (
+    AGAIN,
+    MOVED,
+    HostAway,
+    UrlRefused,
+    checked_url,
+    connection,
+    cut_sockets,
+    resolved,
+    shown_url,
+    time_left,
+)
 
 REDIRECTS = 3
 TRIES = 3
+PRIVATE = "set prompt.images.allow_private if the rows may name hosts of this network"
 RETRY_PAUSE = 0.5  # seconds before the second try, twice that before the third
 _CHUNK = 64 << 10
-PORTS = {"http": 80, "https": 443}
-AGAIN = {408, 425, 429}  # and all from 500 on
-MOVED = {301, 302, 303, 307, 308}
 _HEADERS = {
     "User-Agent": "prefect_raybatch",
     "Accept": "image/*",
     "Accept-Encoding": "identity",  # a compressed answer may be a bomb
     "Connection": "close",
 }
-# What a machine of a cloud asks for its own keys; allowed to nobody.
-METADATA = {"fd00:ec2::254", "100.100.100.200", "192.0.0.192"}
-# IPv6 networks that carry an IPv4 address, and where in it: Python calls some of them global.
-CARRIERS = (
-    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
-    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
-    (ipaddress.IPv6Network("2002::/16"), 80),
-    (ipaddress.IPv6Network("::/96"), 0),
-)
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-T = TypeVar("T")
 
 
 class ImageUnavailable(Exception):
@@ -69,14 +58,16 @@ class Http:
                 time.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
             try:
                 return self._try(url)
-            except ImageUnavailable as error:
+            except UrlRefused as error:
+                raise BadImage(str(error)) from None
+            except (ImageUnavailable, HostAway) as error:
                 last = error
         raise ImageUnavailable(f"{last} ({TRIES} tries)")
 
     def _try(self, url: str) -> bytes:
         until = time.monotonic() + self.seconds
         for _ in range(REDIRECTS + 1):
-            parts = checked_url(url, self.allow_private)
+            parts = checked_url(url, self.allow_private, "prompt.images.allow_private")
             found = self._ask(parts, until)
             if isinstance(found, bytes):
                 return found
@@ -86,19 +77,19 @@ class Http:
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
         """The body of one answer, or where it points to."""
         where = shown_url(parts.geturl())
-        address = _resolved(parts, until, self.allow_private)
+        address = resolved(parts, until, self.allow_private, PRIVATE)
         handles: list[socket.socket] = []
-        connection = _connection(parts, address, _left(until, where), handles)
-        timer = threading.Timer(_left(until, where), _cut, [handles])
+        asked = connection(parts, address, time_left(until, where), handles)
+        timer = threading.Timer(time_left(until, where), cut_sockets, [handles])
         timer.daemon = True
         timer.start()  # a server that sends a byte a second keeps within each time limit
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers=_HEADERS)
-            found = self._answer(connection.getresponse(), where)
-            _left(until, where)  # cut off, an answer without a length looks whole
+            asked.request("GET", path, headers=_HEADERS)
+            found = self._answer(asked.getresponse(), where)
+            time_left(until, where)  # cut off, an answer without a length looks whole
             return found
-        except (BadImage, ImageUnavailable):
+        except (BadImage, ImageUnavailable, HostAway):
             raise
         except ssl.SSLCertVerificationError as error:
             raise BadImage(
@@ -113,7 +104,7 @@ class Http:
             raise ImageUnavailable(f"{where}: {said}") from None
         finally:
             timer.cancel()
-            connection.close()
+            asked.close()
             for handle in handles:
                 handle.close()
 
@@ -151,119 +142,3 @@ class Http:
 
     def _too_large(self, where: str, size: str) -> str:
         return f"{where}: {size}more than prompt.images.max_bytes {self.max_bytes}"
-
-
-def checked_url(url: str, allow_private: bool) -> SplitResult:
-    """A URL's parts; BadImage for one that is not asked, whatever its name stands for."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise BadImage(f"{shown_url(url)} is no URL: {error}") from None
-    if parts.scheme not in PORTS:
-        raise BadImage(
-            f"{shown_url(url)}: a redirect to {parts.scheme or 'no scheme'}, not http(s)"
-        )
-    if not parts.hostname or any(c <= " " or c == "\x7f" for c in url):
-        raise BadImage(f"{shown_url(url)!r} is no URL of a host")
-    if parts.username is not None or parts.password is not None:
-        raise BadImage(f"{parts.scheme}://...@{parts.hostname}: a URL with a user or a password")
-    if port not in (None, *PORTS.values()) and not allow_private:
-        raise BadImage(
-            f"{shown_url(url)}: port {port}; 80 and 443 are asked, others where "
-            "prompt.images.allow_private is true"
-        )
-    return parts
-
-
-def allowed(address: str, allow_private: bool) -> bool:
-    """Whether an address may be asked: one of the open internet, or a private one where these are
-    allowed; never one by which a machine is given its own keys."""
-    inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
-    if inner.is_link_local or inner.is_multicast or inner.is_unspecified or str(inner) in METADATA:
-        return False
-    return allow_private or inner.is_global
-
-
-def innermost(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one carries, else itself."""
-    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
-        for network, shift in CARRIERS:
-            if address in network and int(address) > 0:
-                return ipaddress.IPv4Address(int(address) >> shift & 0xFFFFFFFF)
-    return address
-
-
-def shown_url(url: str) -> str:
-    """A URL in a message: without its query, which often holds a signature."""
-    plain = url.partition("#")[0].partition("?")[0]
-    return plain[:200] + ("?..." if "?" in url else "")
-
-
-def _resolved(parts: SplitResult, until: float, allow_private: bool) -> str:
-    """The one address that is asked; BadImage unless every address of the name is allowed."""
-    host, where = parts.hostname or "", shown_url(parts.geturl())
-    port = parts.port or PORTS[parts.scheme]
-
-    def look_up() -> list[str]:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-    try:
-        addresses = _in_time(look_up, until, where)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:
-            raise BadImage(f"{where}: there is no host {host}") from None
-        raise ImageUnavailable(f"{where}: {host} cannot be looked up: {error.strerror}") from None
-    except UnicodeError:
-        raise BadImage(f"{where}: {host} is no name of a host") from None
-    for address in addresses:
-        if not allowed(address, allow_private):
-            raise BadImage(
-                f"{where}: {host} is {address}, which is not of the open internet; set "
-                "prompt.images.allow_private if the rows may name hosts of this network"
-            )
-    return addresses[0]
-
-
-def _in_time(work: Callable[[], T], until: float, where: str) -> T:
-    try:
-        return within(_left(until, where), work)
-    except TimeoutError:
-        raise ImageUnavailable(f"{where}: its name was not found in time") from None
-
-
-def _left(until: float, where: str) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise ImageUnavailable(f"{where}: the time for it is over")
-    return left
-
-
-def _connection(
-    parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
-) -> http.client.HTTPConnection:
-    """A connection to that address; the host's name stays in TLS and in the request. `handles`
-    gets one of its own on the socket, since TLS takes that over and an answer keeps it."""
-    host = parts.hostname or ""
-    port = parts.port or PORTS[parts.scheme]
-
-    def connect(_: object, timeout: object = None, source: object = None) -> socket.socket:
-        made = socket.create_connection((address, port), seconds)
-        handles.append(made.dup())
-        return made
-
-    made: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        made = http.client.HTTPSConnection(host, port, timeout=seconds, context=context)
-    else:
-        made = http.client.HTTPConnection(host, port, timeout=seconds)
-    made._create_connection = connect  # type: ignore[attr-defined]
-    return made
-
-
-def _cut(handles: list[socket.socket]) -> None:
-    for handle in handles:
-        with suppress(OSError):
-            handle.shutdown(socket.SHUT_RDWR)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from prefect_raybatch.errors import ConfigError, CorruptRun, StoreError, StoreUnavailable
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    CredentialsUnusable,
+    StoreError,
+    StoreUnavailable,
+)
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.storage import open_store
@@ -21,7 +27,8 @@ SHOWN = 200  # characters of a path or URL in a message
 @dataclass(frozen=True)
 class ImagePlaces:
     """What rows may refer to. `media_root` is the folder of local files, None for no such files;
-    `options` are the input store's; `seconds` and `allow_private` are of `Http`."""
+    `options` are the input store's; `seconds` bounds a fetch from a store, and one try of `Http`,
+    which `allow_private` is for."""
 
     media_root: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,12 +70,14 @@ class ImagePlaces:
         if not name or folder.count("/") < 2:
             raise BadImage(f"{uri[:SHOWN]} names no file in a bucket")
         try:
-            return open_store(folder, self.options).read(name, self.max_bytes)
+            store = open_store(folder, self.options)
+            store.retry_seconds = self.seconds
+            return store.read(name, self.max_bytes)
         except FileNotFoundError:
             raise BadImage(f"there is no {uri[:SHOWN]}") from None
         except CorruptRun:  # by which a store says that a file is larger
             raise BadImage(_too_large(uri, self.max_bytes)) from None
-        except StoreUnavailable as error:
+        except (StoreUnavailable, CredentialsUnusable) as error:  # no row is to blame for these
             raise ImageUnavailable(str(error)) from None
         except (ConfigError, StoreError) as error:
             raise BadImage(str(error)) from None

@@ -25,6 +25,7 @@ class Params(Protocol):
 
     n: int
     detokenize: bool
+    logprobs: int | None
     logprob_token_ids: list[int] | None
 
 
@@ -120,6 +121,15 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
     if not steps:
         return None
     return {int(token): float(found.logprob) for token, found in steps[0].items()}
+
+
+def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
+    """The logarithms of the probabilities that each step of an answer was asked for, that of its
+    token first."""
+    return [
+        {int(token): float(found.logprob) for token, found in step.items()}
+        for step in answer.logprobs or ()
+    ]
 
 
 def accept_always(params: Params) -> None:

@@ -78,6 +78,8 @@ class Completion:
     finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
         `stop`, so that a cut-off one shows. None with an error.
     logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
+    steps: where `logprobs` were asked for, those of each answer and each of its tokens.
+    later: those of the further requests that went with this one (`label_probabilities`).
     finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
     error: class name and message of what vLLM said when it refused the request or gave it up.
@@ -92,6 +94,8 @@ class Completion:
     error: tuple[str, str] | None = None
     finish_reasons: list[str | None] | None = None
     logprobs: dict[int, float] | None = None
+    later: list[dict[int, float]] = field(default_factory=list)
+    steps: list[list[dict[int, float]]] | None = None
     vector: np.ndarray | None = None
 
 
@@ -476,6 +480,8 @@ class SteppedEngine:
             completion = Completion(token_ids, texts, reason, prompt_tokens, cached)
             if getattr(params, "logprob_token_ids", None):
                 completion.logprobs = internals.first_logprobs(output)
+            elif getattr(params, "logprobs", None) is not None:
+                completion.steps = [internals.answer_logprobs(answer) for answer in answers]
             if len(answers) > 1:
                 completion.finish_reasons = [answer.finish_reason for answer in answers]
             self._stats["output_tokens"] += sum(map(len, token_ids))

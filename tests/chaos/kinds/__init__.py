@@ -8,7 +8,7 @@ from importlib import import_module
 
 from ..trial import Trial
 
-MODULES = ("kills", "engines", "zombies", "stores", "rows", "inputs", "nodes")
+MODULES = ("kills", "engines", "zombies", "stores", "rows", "inputs", "nodes", "nights")
 
 
 @dataclass(frozen=True)

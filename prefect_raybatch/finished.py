@@ -1,0 +1,112 @@
+"""The rows of a finished run for other libraries: pyarrow, pandas, Polars, Ray Data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
+from prefect_raybatch.ledger.layout import MANIFEST
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import QUARANTINE
+from prefect_raybatch.ledger.success import Success, check_parts
+from prefect_raybatch.storage import Store, arrow_filesystem, open_store
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow.dataset
+    import ray.data
+
+Options = Mapping[str, Any] | None
+
+
+class FinishedRows:
+    """The files of a run's result, exactly those that its `_SUCCESS` names, as a table.
+
+    `options` are s3fs's, as in `output.options`; without them keys come from the environment. Each
+    method raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is
+    missing or has another size, and `ConfigError` where the run was not compacted.
+    """
+
+    @abstractmethod
+    def _place(self) -> tuple[str, Options]:
+        """The run directory, and the options to open it with."""
+
+    def dataset(self, options: Options = None) -> pyarrow.dataset.Dataset:
+        """The answered rows, in input order, read when they are asked for."""
+        return _dataset(*self._opened(options), "data")
+
+    def quarantine(self, options: Options = None) -> pyarrow.dataset.Dataset:
+        """The failed rows: stage, error, message, attempts and the input row."""
+        return _dataset(*self._opened(options), "quarantine")
+
+    def to_pandas(self, options: Options = None) -> pandas.DataFrame:
+        """The answered rows as a pandas DataFrame, in memory."""
+        return self.dataset(options).to_table().to_pandas()
+
+    def to_polars(self, options: Options = None) -> polars.LazyFrame:
+        """The answered rows as a Polars LazyFrame; needs polars."""
+        try:
+            import polars
+        except ImportError:
+            raise ConfigError("to_polars() needs polars: pip install polars") from None
+        return polars.scan_pyarrow_dataset(self.dataset(options))
+
+    def ray_dataset(self, options: Options = None) -> ray.data.Dataset:
+        """The answered rows as a Ray data set, read by Ray's workers."""
+        import ray.data
+
+        store, success = self._opened(options)
+        names, filesystem = _files(store, success, "data")
+        if not names:
+            return ray.data.from_arrow(_empty(success, "data"))
+        return ray.data.read_parquet(names, filesystem=filesystem)
+
+    def _opened(self, options: Options) -> tuple[Store, Success]:
+        uri, known = self._place()
+        store = open_store(uri, options or known)
+        ledger = Ledger(store)
+        plan = need_plan(ledger)
+        success = ledger.finished(plan)
+        if success is None:
+            done = int(ledger.committed(plan).sum())
+            raise IncompleteRun(
+                f"{store.uri} is not finished ({done} of {plan.shards} shards are committed), so "
+                "not all of its rows are there: finish it with the command it was begun with "
+                f"(raybatch run JOB --run-key {plan.run_key}); raybatch status shows how far it is"
+            )
+        if not success.compact:
+            raise ConfigError(
+                f"{store.uri} was written with output.compact: false: its result are the files "
+                f"that {MANIFEST} names, with row numbers by shard and position (docs/job.md)"
+            )
+        return store, success
+
+
+def _files(store: Store, success: Success, kind: str) -> tuple[list[str], Any]:
+    check_parts(store, success.parts)
+    filesystem, root = arrow_filesystem(store)
+    return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
+
+
+def _dataset(store: Store, success: Success, kind: str) -> pyarrow.dataset.Dataset:
+    import pyarrow.dataset
+
+    names, filesystem = _files(store, success, kind)
+    if not names:
+        return pyarrow.dataset.dataset(_empty(success, kind))
+    try:
+        return pyarrow.dataset.dataset(names, filesystem=filesystem, format="parquet")
+    except (OSError, ValueError) as error:
+        raise CorruptRun(f"{store.uri}: its files cannot be read: {error}") from None
+
+
+def _empty(success: Success, kind: str) -> Any:
+    """No rows: a run in which none was answered has fixed no types."""
+    import pyarrow as pa
+
+    columns = {name: pa.array([], pa.string()) for name in QUARANTINE if kind == "quarantine"}
+    return pa.table({**columns, success.row_number: pa.array([], pa.int64())})

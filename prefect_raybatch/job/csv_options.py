@@ -1,0 +1,115 @@
+"""How the CSV files of a source are written."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+
+TAB = ("tab", "\\t")  # a form cannot send the character itself
+
+
+class Csv(Group):
+    """How the CSV files of a source are written."""
+
+    delimiter: str | None = field(
+        1,
+        None,
+        title="Delimiter",
+        text="One character between the values, such as ; or |, or tab. By default a comma, and a "
+        "tab where the file's name holds .tsv.",
+    )
+    encoding: str = field(
+        2,
+        "utf-8",
+        title="Encoding",
+        text="As Python names it, such as cp1252 (Excel in Western Europe), latin-1 or utf-16.",
+    )
+    quote: str = field(
+        3,
+        '"',
+        title="Quote",
+        text="The character around values that hold delimiters or line breaks; empty for none.",
+    )
+    escape: str | None = field(
+        4,
+        None,
+        title="Escape",
+        text="The character that takes a quote or delimiter after it as it is. By default none: a "
+        "quote inside of quotes is doubled.",
+    )
+    header: bool = field(
+        5,
+        True,
+        title="Header line",
+        text="The first line holds the names of the columns. Without it they are f0, f1 and so "
+        "on, or names.",
+    )
+    names: list[str] | None = field(
+        6,
+        None,
+        title="Names",
+        text="Of all columns, in their order, in place of the header's.",
+        min_length=1,
+    )
+    skip_rows: int = field(
+        7, 0, title="Lines to skip", text="Before the header.", ge=0, le=1_000_000
+    )
+    null_values: list[str] = field(
+        8,
+        [],
+        title="Null values",
+        text="Unquoted texts that are null, such as NULL or \\N. An empty unquoted cell is in any "
+        "case.",
+    )
+
+    @field_validator("delimiter", "quote", "escape", mode="before")
+    @classmethod
+    def _tab(cls, value: Any) -> Any:
+        return "\t" if value in TAB else value
+
+    @field_validator("delimiter", "quote", "escape")
+    @classmethod
+    def _one_character(cls, value: str | None) -> str | None:
+        if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
+            raise ValueError(f"{value!r} is not one ASCII character; write one, or tab")
+        return value
+
+    @field_validator("delimiter", "escape")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("is empty; name a character, or leave it out")
+        return value
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            found = codecs.lookup(value)
+            "a".encode(value)  # some of Python's codecs are not of text
+        except (LookupError, ValueError, UnicodeError):
+            raise ValueError(
+                f"{value!r} is no encoding that Python knows; write for example utf-8, cp1252, "
+                "latin-1 or utf-16"
+            ) from None
+        return "utf-8" if found.name == "utf-8-sig" else found.name
+
+    @field_validator("names")
+    @classmethod
+    def _distinct(cls, value: list[str] | None) -> list[str] | None:
+        repeated = sorted({name for name in value or () if (value or []).count(name) > 1})
+        if repeated:
+            raise ValueError(f"{repeated[0]!r} stands there twice; rename one")
+        return value
+
+    @model_validator(mode="after")
+    def _apart(self) -> Csv:
+        used = [one for one in (self.delimiter, self.quote, self.escape) if one]
+        if len(set(used)) < len(used):
+            raise ValueError("delimiter, quote and escape must be different characters")
+        return self

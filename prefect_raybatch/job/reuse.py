@@ -1,0 +1,40 @@
+"""Which jobs can reuse answers: those whose requests are known by what they say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.job import tasks
+
+if TYPE_CHECKING:
+    from prefect_raybatch.job.batch_job import BatchJob
+
+
+def check_reuse(job: BatchJob) -> None:
+    """Raises ValueError where `reuse` or `output.keep_answers` is set beside what has no keys."""
+    if not job.keeps_answers:
+        return
+    field = "reuse" if job.reuse is not None else "output.keep_answers"
+    if tasks.pools(job.engine.task):
+        raise ValueError(
+            f"{field}: engine.task {job.engine.task} keeps no raw answers yet; leave {field} out"
+        )
+    if job.prompt.images.used:
+        raise ValueError(
+            f"{field}: does not go with prompt.images yet, since what a URL shows may change; "
+            f"leave {field} out"
+        )
+    if job.engine.stage != "vllm":
+        raise ValueError(
+            f"{field}: ray.data.llm does not tell why answers ended; set engine.stage to vllm"
+        )
+    if job.cluster.job_server is not None:
+        raise ValueError(
+            f"{field}: does not go with cluster.job_server yet, whose progress is told by the "
+            "commits of one ledger; run the flow on the cluster with cluster.address auto"
+        )
+    if job.engine.max_model_len == "auto":
+        raise ValueError(
+            f"{field}: engine.max_model_len auto may come to another length each night, under "
+            "which no answer is taken over; set a number (raybatch plan --tokens shows what fits)"
+        )

@@ -1,0 +1,197 @@
+"""What plan.json says of a run that reuses answers, and what such a run says of its own answers.
+
+Such a run has two ledgers: `_raybatch/asks/` is an ordinary run over the distinct requests that
+nobody has answered, and the run itself looks its answers up. Its plan holds the plan of the asks,
+so whoever begins them begins the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
+from prefect_raybatch.ledger.ranges import Ranges
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import Plan, dump, load
+from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.storage import Store
+
+# Where a row's answer is: its row makes no request; among those taken over; among those asked for
+# this row; among those asked for another row with the same request.
+NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
+PLACES_ROWS = 1 << 22  # rows of a table of places
+OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of a run that reuses, by where their answers come from; `none` make no request."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    reused: Count = 0
+    merged: Count = 0
+    asked: Count = 0
+    none: Count = 0
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A file of raw answers: its path in the run directory, and what tells that it is whole.
+    `origin` is the run that asked, None where the file says it row by row."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    path: str
+    rows: Count
+    bytes: Count
+    sha256: str
+    origin: str | None = None
+
+
+@dataclass(frozen=True)
+class Increment:
+    """`Plan.increment`: `ledger` is `rows` in the run itself and `asks` in the run of its asks.
+
+    `context` is the hash of what all requests have in common, `parts` what went into it. `places`
+    names tables of a row (kind, at) for each row of the input; `reused` are the answers that were
+    taken over, and `asks` is the plan of the asks. `earlier` are the runs they are from, the
+    newest first; `differs` says which fields differ from its context, so that nothing was. Of the
+    asks, `weights` names the table with the rows that wait for each, of `rows` in all. `seconds`:
+    engine time that one of the earlier answers took, None where that is not known.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    ledger: str
+    context: str
+    merge: bool = True
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+    reused: tuple[AnswerPart, ...] = ()
+    asks: Mapping[str, Any] | None = None
+    earlier: tuple[str, ...] = ()
+    earlier_plan: str | None = None
+    differs: tuple[str, ...] = ()
+    counts: RowCounts = field(default_factory=RowCounts)
+    weights: str | None = None
+    rows: Count = 0
+    seconds: Number | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without what equals its default."""
+        value, usual = asdict(self), asdict(Increment(self.ledger, self.context))
+        needed = ("ledger", "context")
+        return {k: v for k, v in value.items() if k in needed or v != usual[k]}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables it names, beside the plan's."""
+        return (*self.places, *([self.weights] if self.weights else []))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The raw answers of a finished run: `files` in order. `until`: seconds since 1970, after
+    which they are neither taken over nor kept by `raybatch reap`; None: as long as the run.
+    `seconds`: engine time that an answer took, None where no run has measured it."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    run_key: str
+    plan: str
+    context: str
+    parts: Mapping[str, Any]
+    files: tuple[AnswerPart, ...]
+    until: Number | None = None
+    seconds: Number | None = None
+    format: int = 1
+
+    @property
+    def expired(self) -> bool:
+        return self.until is not None and time.time() >= self.until
+
+    def put(self, store: Store) -> None:
+        """Writes the record; whoever comes second finds the first one's, which says the same."""
+        put_record_if_absent(store, ANSWERS_RECORD, dump(asdict(self)))
+
+
+def increment_of(plan: Plan) -> Increment | None:
+    """What a plan says of reuse; None for a run that reuses nothing and keeps no answers."""
+    if plan.increment is None:
+        return None
+    found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
+    if found.ledger not in (OF_ROWS, OF_ASKS):
+        raise CorruptRun(f"plan.json: increment: {found.ledger!r} is no ledger of ours")
+    return found
+
+
+def read_answers(store: Store) -> Answers | None:
+    """What a run directory says of its raw answers; None where it keeps none."""
+    try:
+        data = read_record(store, ANSWERS_RECORD)
+    except FileNotFoundError:
+        return None
+    if load(data, ANSWERS_RECORD).get("format") != 1:
+        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is of a newer version; update this one")
+    return read_json(_ANSWERS, data, ANSWERS_RECORD)
+
+
+def asks_ledger(store: Store) -> Ledger:
+    """The ledger of the asks of the run at `store`."""
+    return Ledger(store.sub(ASKS))
+
+
+def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
+    """The asks of a run, whose plan is written unless it is there; None where there are none.
+
+    Whoever begins them writes the same bytes, those that the run's own plan holds.
+    """
+    if increment.asks is None:
+        return None
+    ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
+    there = ledger.load_plan() or ledger.create_plan(plan, {})
+    if there.hash != plan.hash:
+        raise CorruptRun(
+            f"{ledger.store.uri} is not the run that {store.uri}/_raybatch/plan.json names; move "
+            "it away and run the same command again"
+        )
+    return ledger, plan
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The rows of a run that wait for each of its asks: a failed ask fails all of them, so limits
+    on failed rows count them."""
+
+    rows: int
+    starts: np.ndarray
+    weights: np.ndarray
+
+    def count(self, shard: int, positions: Ranges) -> int:
+        """Rows that wait for the asks at these positions of a shard."""
+        start = int(self.starts[shard])
+        return sum(int(self.weights[start + a : start + b].sum()) for a, b in positions)
+
+
+def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waiting | None:
+    """What the asks at `ledger` stand for; None for any other run."""
+    if increment.weights is None:
+        return None
+    table = from_parquet(ledger.table(increment.weights), "table of weights", ["rows"])
+    weights = table["rows"].to_numpy()
+    if weights.dtype != np.int64 or len(weights) != shards.starts[-1]:
+        raise CorruptRun(f"{increment.weights} does not fit the plan")
+    return Waiting(increment.rows, shards.starts, weights)
+
+
+_INCREMENT, _ANSWERS = TypeAdapter(Increment), TypeAdapter(Answers)

@@ -1,0 +1,39 @@
+"""Whether a model takes the images of a job's rows, by its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.images import Images
+from prefect_raybatch.model.tasks import architectures, overridden
+
+
+def check_takes(engine: Engine, images: Images, source: str, config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a model that takes text alone, or fewer images a request than a row
+    may have. Silent about a model that the installed vLLM does not tell of."""
+    if not images.used:
+        return
+    names = architectures(overridden(engine, config))
+    shown = f"engine.model: {source} is {', '.join(names)}, which takes"
+    if any(name in (vllm_fields.text_models() or ()) for name in names):
+        raise ConfigError(
+            f"{shown} text alone, and prompt.images asks about images; name a model that takes "
+            "them, such as Qwen2.5-VL, or leave prompt.images out"
+        )
+    limits = vllm_fields.media_limits(names[0]) if names else None
+    if limits is None:
+        return
+    if "image" not in limits:
+        raise ConfigError(
+            f"{shown} {' and '.join(sorted(limits)) or 'no media'} and no images; name another"
+        )
+    most = limits["image"]
+    if most is not None and images.most > most:
+        raise ConfigError(
+            f"{shown} {most} image{'s' if most > 1 else ''} a request, and prompt.images.per_row "
+            f"is {images.most}; lower it, or name a model that takes several"
+        )

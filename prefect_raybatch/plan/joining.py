@@ -1,0 +1,198 @@
+"""Which row takes which answer: the keys of a run joined with those of earlier answers.
+
+Keys are written to buckets by their hash on the local disk (TMPDIR), and each bucket is sorted
+and joined by itself, so memory is that of a bucket, whatever the run's size. What comes of it is a
+number a row, in files that are mapped into memory.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from prefect_raybatch.ledger.increments import (
+    ASKED,
+    MERGED_ROW,
+    NO_REQUEST,
+    PLACES_ROWS,
+    REUSED,
+    RowCounts,
+)
+from prefect_raybatch.ledger.part_files import local_disk
+
+BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
+MOST_BUCKETS = 256
+STEP = 1 << 20  # rows of what is mapped that are looked at together
+# A key as two numbers, the row or answer it is of, whether all rows with it share one answer.
+RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact", "?")])
+
+
+class KeyBuckets:
+    """The keys of rows or of answers, in buckets; add them in the order of their numbers."""
+
+    def __init__(self, folder: Path, buckets: int) -> None:
+        folder.mkdir()
+        self.count = 0
+        self._paths = [folder / f"{number:03d}" for number in range(buckets)]
+        self._files: list[BinaryIO] = []
+        with local_disk(), ExitStack() as stack:
+            self._files = [stack.enter_context(path.open("wb")) for path in self._paths]
+            self._stack = stack.pop_all()
+
+    def add(self, keys: list[bytes], numbers: np.ndarray, exact: np.ndarray) -> None:
+        """Keys of 16 bytes, the numbers they are of, and whether equal ones share an answer."""
+        if not keys:
+            return
+        halves = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2)
+        rows = np.empty(len(keys), RECORD)
+        rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
+        rows["number"], rows["exact"] = numbers, exact
+        self.count += len(rows)
+        bucket = (rows["high"] % len(self._files)).astype(np.int64)
+        order = np.argsort(bucket, kind="stable")
+        edges = np.searchsorted(bucket[order], np.arange(len(self._files) + 1))
+        rows = rows[order]
+        with local_disk():
+            for number, file in enumerate(self._files):
+                file.write(rows[edges[number] : edges[number + 1]].tobytes())
+
+    def close(self) -> None:
+        with local_disk():
+            self._stack.close()
+
+    def bucket(self, number: int) -> np.ndarray:
+        return np.fromfile(self._paths[number], RECORD)
+
+
+@dataclass
+class Join:
+    """What a join came to, in files of a folder: use as a context manager, which removes them.
+
+    After `run`: `places` gives (kind, at) of the rows, `asks` the rows that are asked about,
+    `weights` how many rows wait for each, `needed` which of the earlier answers are taken over.
+    """
+
+    rows: int
+    earlier: int = 0
+
+    def __enter__(self) -> Join:
+        self._stack = ExitStack()
+        with local_disk():
+            folder = Path(
+                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raybatch-"))
+            )
+        most = math.ceil((self.rows + self.earlier) / BUCKET_ROWS)
+        self._buckets = min(MOST_BUCKETS, max(1, most))
+        self.ours = KeyBuckets(folder / "ours", self._buckets)
+        self.theirs = KeyBuckets(folder / "theirs", self._buckets)
+        self._folder = folder
+        self._kind = self._mapped("kind", np.int8, self.rows)
+        self._at = self._mapped("at", np.int64, self.rows)
+        self.needed = self._mapped("needed", np.bool_, self.earlier)
+        self.counts = RowCounts()
+        self.asked = 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _mapped(self, name: str, kind: type, rows: int) -> np.ndarray:
+        """Numbers in a file, all 0; a page of it is in memory only while it is looked at."""
+        with local_disk():
+            return np.memmap(self._folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
+
+    def run(self) -> None:
+        """Joins. All keys must have been added."""
+        self.ours.close()
+        self.theirs.close()
+        for number in range(self._buckets):
+            rows, kind, at = joined(self.ours.bucket(number), self.theirs.bucket(number))
+            self._kind[rows], self._at[rows] = kind, at
+            self.needed[at[kind == REUSED]] = True
+        self._number_asks()
+        kinds = sum(
+            (np.bincount(self._kind[a:b], minlength=4) for a, b in _steps(self.rows)),
+            start=np.zeros(4, np.int64),
+        )
+        self.counts = RowCounts(
+            reused=int(kinds[REUSED]),
+            merged=int(kinds[MERGED_ROW]),
+            asked=int(kinds[ASKED]),
+            none=int(kinds[NO_REQUEST]),
+        )
+        self.asked = self.counts.asked
+
+    def _number_asks(self) -> None:
+        """Replaces rows and earlier answers by their numbers among those asked and taken over."""
+        asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
+        taken = _numbers(self.needed, True, self._mapped("taken", np.int64, self.earlier))
+        for a, b in _steps(self.rows):
+            kind, at = self._kind[a:b], np.array(self._at[a:b])
+            waits = (kind == ASKED) | (kind == MERGED_ROW)
+            at[waits] = asks[at[waits]]
+            at[kind == REUSED] = taken[at[kind == REUSED]]
+            self._at[a:b] = at
+
+    def places(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(kind, at) of the rows in order, as many as a table of places holds."""
+        for a, b in _steps(self.rows, PLACES_ROWS):
+            yield np.array(self._kind[a:b]), np.array(self._at[a:b])
+
+    def leaders(self, start: int, stop: int) -> np.ndarray:
+        """Which of rows [start, stop) are asked about (bool)."""
+        return np.asarray(self._kind[start:stop] == ASKED)
+
+    def weights(self) -> np.ndarray:
+        """How many rows wait for each of the asks."""
+        made = np.zeros(self.asked, np.int64)
+        for a, b in _steps(self.rows):
+            waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)
+            made += np.bincount(self._at[a:b][waits], minlength=self.asked)
+        return made
+
+
+def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, kind, at) of the keys in `ours`: `at` is the number of the answer in `theirs` that it
+    takes, else the row that is asked for it.
+
+    Equal keys share one answer where they are exact; else the k-th row takes the k-th answer.
+    """
+    every = np.concatenate([theirs, ours])
+    is_ours = np.arange(len(every)) >= len(theirs)
+    order = np.lexsort((every["number"], is_ours, every["low"], every["high"]))
+    every, is_ours = every[order], is_ours[order]
+    new = np.ones(len(every), bool)
+    new[1:] = (every["high"][1:] != every["high"][:-1]) | (every["low"][1:] != every["low"][:-1])
+    group = np.cumsum(new) - 1
+    first = np.flatnonzero(new)  # of each group; its earlier answers stand in front
+    answers = np.bincount(group[~is_ours], minlength=len(first)).astype(np.int64)
+    mine = np.flatnonzero(is_ours)
+    groups, rows = group[mine], every["number"][mine]
+    leader = first[groups] + answers[groups]  # the group's first row of ours
+    turn = np.where(every["exact"][mine], 0, mine - leader)
+    taken = turn < answers[groups]
+    at = np.where(every["exact"][mine], every["number"][leader], rows)
+    at[taken] = every["number"][(first[groups] + turn)[taken]]
+    kind = np.where(taken, REUSED, np.where(at == rows, ASKED, MERGED_ROW)).astype(np.int8)
+    return rows, kind, at
+
+
+def _numbers(flags: np.ndarray, wanted: int, out: np.ndarray) -> np.ndarray:
+    """How many flags before each are as `wanted`: the number of each that is."""
+    before = 0
+    for a, b in _steps(len(flags)):
+        hits = flags[a:b] == wanted
+        out[a:b] = before + np.cumsum(hits) - hits
+        before += int(hits.sum())
+    return out
+
+
+def _steps(rows: int, step: int = STEP) -> Iterator[tuple[int, int]]:
+    return ((at, min(rows, at + step)) for at in range(0, rows, step))

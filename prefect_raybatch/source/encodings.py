@@ -1,0 +1,113 @@
+"""In what encoding a text file is written, as far as its bytes tell, and which byte is not."""
+
+from __future__ import annotations
+
+import codecs
+from contextlib import suppress
+
+from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.source import streams
+from prefect_raybatch.source.find import File
+from prefect_raybatch.source.streams import open_bytes
+
+MARKS = {  # the longer ones first: they begin like the shorter
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+UTF8_MARK = b"\xef\xbb\xbf"
+SAMPLE = 1 << 16
+CSV_ENCODING = (
+    "set source.csv.encoding to what the file is written in, such as cp1252 (Excel in Western "
+    "Europe) or latin-1"
+)
+UTF8_ONLY = "convert it, for example with iconv -f latin1 -t utf-8"
+
+
+def check_encoding(file: File) -> None:
+    """Raises SourceError for a file whose first bytes say that it is UTF-16 or UTF-32."""
+    with open_bytes(file) as stream:
+        encoding, said = _wide(stream.read(4))
+    if encoding is not None:
+        raise SourceError(
+            f"{file.uri}: is {encoding}, as {said}; only UTF-8 is read. Convert it, for example "
+            f"with iconv -f {encoding} -t UTF-8"
+        )
+
+
+def check_csv_encoding(file: File, encoding: str) -> None:
+    """Raises SourceError for a file whose first bytes say that it is not in `encoding`, a name of
+    Python's: decoded so, most encodings would give wrong text and no error."""
+    with open_bytes(file) as stream:
+        head = stream.read(SAMPLE)
+    found, said = _wide(head)
+    wide = encoding.startswith(("utf-16", "utf-32"))
+    if found is not None:
+        right = codecs.lookup(found).name
+        # Without a mark Python takes UTF-16 for little-endian.
+        if encoding != right and f"{encoding}-le" != right:
+            raise SourceError(
+                f"{file.uri}: is {found}, as {said}; set source.csv.encoding to {right}"
+            )
+    elif wide and b"\0" not in head:
+        raise SourceError(
+            f"{file.uri}: is not {encoding}, as there are no zeros between its first characters; "
+            "leave source.csv.encoding out for UTF-8, or name the right one"
+        )
+    elif encoding != "utf-8" and not wide and _is_utf8(head):
+        raise SourceError(
+            f"{file.uri}: is UTF-8, as the bytes of its first special characters say, and not "
+            f"{encoding}; leave source.csv.encoding out"
+        )
+
+
+def not_decoded(file: File, encoding: str, remedy: str) -> str:
+    """Names the first byte that is not of `encoding`; reads the file again, which only errors
+    pay for."""
+    place, said = "", ""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    before, line, data = 0, 1, b""
+    with suppress(OSError, ValueError, RayBatchError), open_bytes(file) as stream:
+        while True:
+            data = stream.read(streams.TEXT_CHUNK)
+            try:
+                line += decoder.decode(data, final=not data).count("\n")
+            except UnicodeDecodeError as error:
+                # The decoder puts what it held back from the chunk before in front of this one.
+                at = before + error.start - (len(error.object) - len(data))
+                line += error.object[: error.start].decode(encoding, "replace").count("\n")
+                byte = error.object[error.start]
+                place, said = f", line {line}", f" (byte 0x{byte:02x} at offset {at})"
+                break
+            before += len(data)
+            if not data:
+                break
+    name = "UTF-8" if encoding == "utf-8" else encoding
+    return f"{file.uri}{place}: is not {name}{said}; {remedy}"
+
+
+def _wide(head: bytes) -> tuple[str | None, str]:
+    """UTF-16 or UTF-32 where the first bytes say so, and what of them does."""
+    found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
+    if found is not None:
+        return found, "its first bytes, the byte order mark, say"
+    head = head[:4]
+    if b"\0" not in head or not head.strip(b"\0"):
+        return None, ""
+    found = "UTF-32" if head.count(0) == 3 else "UTF-16"
+    found += "BE" if head[:1] == b"\0" else "LE"
+    return found, "the zeros between its first characters say"
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Whether it holds characters that only UTF-8 writes so."""
+    if head.startswith(UTF8_MARK):
+        return True
+    if head.isascii():
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # may end within a character
+    except UnicodeDecodeError:
+        return False
+    return True

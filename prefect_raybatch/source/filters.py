@@ -1,0 +1,196 @@
+"""source.filter on rows: one meaning for all formats, and the same in SQL for readers that take it.
+
+As in SQL a row is kept where the whole is true: a comparison with a null is neither true nor false.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from functools import cached_property, reduce
+from operator import and_, or_
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.filter_text import (
+    AllOf,
+    AnyOf,
+    Condition,
+    IsNull,
+    Like,
+    Literal,
+    OneOf,
+    columns_in,
+    parse_filter,
+)
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+
+_WORDS = {bool: "TRUE and FALSE", str: "a text", int: "a number", Decimal: "a number"}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter by its text; `condition` is what it says."""
+
+    text: str
+
+    @cached_property
+    def condition(self) -> Condition:
+        try:
+            return parse_filter(self.text)
+        except ValueError as error:
+            raise ConfigError(f"source.filter: {error}") from None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return columns_in(self.condition)
+
+    def expression(self, schema: pa.Schema) -> pc.Expression:
+        """For rows of `schema`. ConfigError for columns it lacks and values of another type."""
+        return _expression(self.condition, schema)
+
+    def keep(self, table: pa.Table) -> pa.Table:
+        """The rows that fit."""
+        return table.filter(self.expression(table.schema))
+
+    def sql(self, schema: pa.Schema) -> str | None:
+        """As an SQL condition that keeps at least the rows that fit; None where all must be read.
+
+        Names are quoted as standard SQL does it, values are of the columns' types.
+        """
+        return _sql(self.condition, schema)
+
+
+def _field(name: str, schema: pa.Schema) -> pa.Field:
+    import difflib
+
+    if name in schema.names:
+        return schema.field(name)
+    near = difflib.get_close_matches(name, schema.names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"source.filter: the input has no column {name!r}{hint} "
+        f"(columns: {', '.join(schema.names)})"
+    )
+
+
+def typed(value: Literal, field: pa.Field) -> pa.Scalar:
+    """`value` as it is compared with a column. ConfigError where the two do not go together."""
+    types, kind = pa.types, field.type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    try:
+        if isinstance(value, bool):
+            if types.is_boolean(kind):
+                return pa.scalar(value)
+        elif isinstance(value, str):
+            if text:
+                return pa.scalar(value, pa.string() if types.is_string_view(kind) else kind)
+            if types.is_temporal(kind) and not types.is_duration(kind):
+                return _moment(value, kind)
+        elif types.is_decimal(kind):
+            return pa.scalar(Decimal(value))
+        elif types.is_integer(kind) or types.is_floating(kind):
+            return pa.scalar(value) if isinstance(value, int) else pa.scalar(float(value))
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"source.filter: {value!r} is no {kind}, which column {field.name!r} is ({error})"
+        ) from None
+    raise ConfigError(
+        f"source.filter: column {field.name!r} is {kind}, which {_WORDS[type(value)]} "
+        f"({str(value)!r}) cannot be compared with"
+    )
+
+
+def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
+    """A time without a zone is in UTC where the column has a zone, and an offset is refused where
+    it has none."""
+    if pa.types.is_timestamp(kind):
+        zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
+        if kind.tz is not None and not zoned:
+            value = (value if len(value) > 10 else f"{value} 00:00:00") + "Z"
+    if pa.types.is_time(kind):
+        return pa.scalar(time.fromisoformat(value), kind)
+    return pa.scalar(value, pa.string()).cast(kind)
+
+
+def _expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
+    import pyarrow.compute as pc
+
+    if isinstance(condition, AllOf | AnyOf):
+        join = and_ if isinstance(condition, AllOf) else or_
+        return reduce(join, (_expression(part, schema) for part in condition.parts))
+    field = _field(condition.column, schema)
+    column = pc.field(condition.column)
+    if isinstance(condition, IsNull):
+        return column.is_valid() if condition.negated else column.is_null()
+    if isinstance(condition, Like):
+        typed("", field)
+        found = pc.match_like(column, condition.pattern)
+        return ~found if condition.negated else found
+    if isinstance(condition, OneOf):
+        found = reduce(or_, (column == typed(value, field) for value in condition.values))
+        return ~found if condition.negated else found
+    value = typed(condition.value, field)
+    return {
+        "=": lambda: column == value,
+        "!=": lambda: column != value,
+        "<": lambda: column < value,
+        "<=": lambda: column <= value,
+        ">": lambda: column > value,
+        ">=": lambda: column >= value,
+    }[condition.op]()
+
+
+def _sql(condition: Condition, schema: pa.Schema) -> str | None:
+    if isinstance(condition, AllOf | AnyOf):
+        parts = [_sql(part, schema) for part in condition.parts]
+        known = [part for part in parts if part is not None]
+        if isinstance(condition, AllOf):  # what is left out lets more through
+            return f"({' AND '.join(known)})" if known else None
+        return f"({' OR '.join(known)})" if len(known) == len(parts) else None
+    field = _field(condition.column, schema)
+    name = '"' + field.name.replace('"', '""') + '"'
+    if isinstance(condition, IsNull):
+        return f"{name} IS {'NOT ' if condition.negated else ''}NULL"
+    if isinstance(condition, Like):
+        if "\\" in condition.pattern:  # escapes differ
+            return None
+        return f"{name} {'NOT ' if condition.negated else ''}LIKE {_quoted(condition.pattern)}"
+    if isinstance(condition, OneOf):
+        values = [_sql_value(value, field) for value in condition.values]
+        if None in values:
+            return None
+        return f"{name} {'NOT ' if condition.negated else ''}IN ({', '.join(map(str, values))})"
+    value = _sql_value(condition.value, field)
+    return None if value is None else f"{name} {condition.op} {value}"
+
+
+def _sql_value(value: Literal, field: pa.Field) -> str | None:
+    """Of the kinds of values that all engines write alike."""
+    scalar: Any = typed(value, field).as_py()
+    if isinstance(scalar, bool):
+        return "TRUE" if scalar else "FALSE"
+    if isinstance(scalar, str):
+        return _quoted(scalar)
+    if isinstance(scalar, datetime):
+        if scalar.tzinfo is not None:
+            scalar = scalar.astimezone(UTC)
+            return f"TIMESTAMP '{scalar:%Y-%m-%dT%H:%M:%S.%f}Z'"
+        return f"TIMESTAMP '{scalar:%Y-%m-%d %H:%M:%S.%f}'"
+    if isinstance(scalar, date):
+        return f"DATE '{scalar.isoformat()}'"
+    if isinstance(scalar, int):
+        return str(scalar)
+    return None  # floats and decimals are rounded here and there, times of day written otherwise
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

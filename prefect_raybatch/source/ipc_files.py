@@ -1,0 +1,93 @@
+"""Arrow IPC files and streams, Feather among them: their batches as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.find import File
+from prefect_raybatch.source.streams import one_line, open_bytes
+
+_FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
+
+
+def arrow_tables(
+    file: File, columns: Sequence[str] | None, known: dict[str, None]
+) -> Iterator[pa.Table]:
+    """The batches of an Arrow file or stream that hold rows, with `columns` where given; notes all
+    names."""
+    try:
+        with _opened(file, columns, known) as (reader, chosen):
+            for number, batch in enumerate(_batches(reader), 1):
+                try:
+                    batch.validate(full=True)  # a file may say one thing and hold another
+                except pa.ArrowInvalid as error:
+                    raise SourceError(
+                        f"{file.uri}, batch {number}: is damaged ({one_line(error)}); write the "
+                        "file again"
+                    ) from None
+                if batch.num_rows:
+                    yield pa.Table.from_batches([batch]).select(chosen)
+    except RayBatchError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise SourceError(
+            f"{file.uri}: is not a readable Arrow file or stream ({one_line(error)}); write it "
+            "again, remove it, or set source.format if it is of another kind"
+        ) from None
+
+
+def arrow_rows(file: File) -> int:
+    """About how many rows a file has, by the first batch and the last, or by its size."""
+    with _opened(file, None, {}) as (reader, _):
+        if hasattr(reader, "num_record_batches"):
+            count = int(reader.num_record_batches)
+            if not count:
+                return 0
+            first, last = (reader.get_batch(i).num_rows for i in (0, count - 1))
+            return int(first) * (count - 1) + int(last)
+        batch = next(_batches(reader), None)
+        if batch is None or not batch.num_rows:
+            return 0
+        return max(1, file.info.size * int(batch.num_rows) // max(1, int(batch.nbytes)))
+
+
+@contextmanager
+def _opened(
+    file: File, columns: Sequence[str] | None, known: dict[str, None]
+) -> Iterator[tuple[Any, list[str]]]:
+    """A reader of the chosen columns, and their names."""
+    with open_bytes(file) as stream:
+        head = stream.read(len(_FILE))
+    if head.startswith(_FEATHER_1):
+        raise SourceError(
+            f"{file.uri}: is of Feather's first version; read it with pyarrow.feather.read_table "
+            "and write it again"
+        )
+    with open_bytes(file) as stream:
+        opened = pa.ipc.open_file if head == _FILE else pa.ipc.open_stream
+        schema = opened(stream).schema
+    told = {name for name, _ in file.values} - {*schema.names}
+    wanted = None if columns is None else [name for name in columns if name not in told]
+    chosen = check_columns(wanted, schema.names, file.uri) if wanted != [] else []
+    check_types(pa.schema([schema.field(name) for name in chosen]), file.uri, SourceError)
+    known.update(dict.fromkeys(schema.names))
+    fields = sorted(schema.get_field_index(name) for name in chosen)
+    # Threads of pyarrow's own need Python to let go of the handle: see Store.open.
+    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields or None)
+    with open_bytes(file) as stream:
+        yield opened(stream, options=options), chosen
+
+
+def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    if hasattr(reader, "num_record_batches"):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from reader

@@ -1,0 +1,153 @@
+"""A JSON array of objects, cut into its items without holding more than a few of them.
+
+Python's own decoder says where an item ends; its text is handed on as it stands, so that arrays
+and lines are read by one parser and come out the same.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.source import streams
+from prefect_raybatch.source.encodings import UTF8_MARK, UTF8_ONLY, not_decoded
+from prefect_raybatch.source.find import File
+from prefect_raybatch.source.streams import one_line, open_bytes
+
+ITEM_CHARACTERS = 64 << 20  # a longer item is a file of another kind
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BREAKS = str.maketrans("\r\n", "  ")  # between tokens; within text they stand escaped
+_CUT = 16  # an error so near to the end may only mean that more is to come
+
+
+def is_array(file: File) -> bool:
+    """Whether the first character of the file begins a JSON array."""
+    with open_bytes(file) as stream:
+        while head := stream.read(streams.TEXT_CHUNK):
+            head = head.removeprefix(UTF8_MARK).lstrip(b" \t\r\n")
+            if head:
+                return bool(head.startswith(b"["))
+    return False
+
+
+def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
+    """(number of the first item, items one a line) of about streams.BLOCK_BYTES."""
+    first, held, size = 1, [], 0
+    for number, item in enumerate(_items(file), 1):
+        line = item.translate(_BREAKS).encode()
+        held.append(line)
+        size += len(line) + 1
+        if size >= streams.BLOCK_BYTES:
+            yield first, b"\n".join(held) + b"\n"
+            first, held, size = number + 1, [], 0
+    if held:
+        yield first, b"\n".join(held) + b"\n"
+
+
+def _items(file: File) -> Iterator[str]:
+    """The text of each item. Raises SourceError for what is no array of objects."""
+    text = _Text(file)
+    decoder = json.JSONDecoder()
+    text.take("[", "array")
+    if text.peek() == "]":
+        text.take("]", "array")
+        return text.end()
+    number = 1
+    while True:
+        if text.peek() != "{":
+            raise text.wrong(f"item {number}: is not an object; write an array of objects")
+        yield text.value(decoder, number)
+        if text.peek() == "]":
+            text.take("]", "array")
+            return text.end()
+        text.take(",", f"item {number}")
+        number += 1
+
+
+class _Text:
+    """The text of a file around the place where it is being read."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._at, self._text = file, 0, ""
+        self._chunks = _decoded(file)
+
+    def peek(self) -> str:
+        """The next character that is no space; "" at the end of the file."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def take(self, wanted: str, where: str) -> None:
+        found = self.peek()
+        if found != wanted:
+            after = f"after {where}" if where != "array" else "at the start"
+            what = f"{found!r}" if found else "the end of the file"
+            raise self.wrong(
+                f"{after} comes {what} where {wanted!r} {'or ]' if wanted == ',' else ''}".rstrip()
+                + " is expected; write it again"
+            )
+        self._at += 1
+
+    def value(self, decoder: json.JSONDecoder, number: int) -> str:
+        """The text of the value that begins here."""
+        while True:
+            try:
+                _, end = decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.pos >= len(self._text) - _CUT or "Unterminated" in error.msg
+                if cut and len(self._text) - self._at > ITEM_CHARACTERS:
+                    raise self.wrong(f"item {number}: is longer than 64 MiB") from None
+                # As much again as there is: an item of any size is decoded only a few times.
+                if not cut or not self._more(len(self._text) - self._at):
+                    raise self.wrong(f"item {number}: is not valid JSON ({error.msg})") from None
+            except RecursionError as error:
+                raise self.wrong(f"item {number}: is not valid JSON ({one_line(error)})") from None
+            else:
+                found = self._text[self._at : end]
+                self._at = end
+                return found
+
+    def end(self) -> None:
+        """Raises SourceError unless the file ends here."""
+        if self.peek():
+            raise self.wrong("something follows the end of the JSON array; write it again")
+
+    def wrong(self, said: str) -> SourceError:
+        return SourceError(f"{self._file.uri}, {said}")
+
+    def _more(self, least: int = 1) -> bool:
+        """Read on; False at the end of the file."""
+        parts = [self._text[self._at :]]
+        while least > 0:
+            chunk = next(self._chunks, "")
+            if not chunk:
+                break
+            parts.append(chunk)
+            least -= len(chunk)
+        self._text, self._at = "".join(parts), 0
+        return len(parts) > 1
+
+
+def _decoded(file: File) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    first = True
+    with open_bytes(file) as stream:
+        while True:
+            data = stream.read(streams.TEXT_CHUNK)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError:
+                raise SourceError(not_decoded(file, "utf-8", UTF8_ONLY)) from None
+            if first and text:
+                text, first = text.removeprefix("\ufeff"), False
+            if text:
+                yield text
+            if not data:
+                return

@@ -1,0 +1,1 @@
+"""Tables of other systems as input, each opened at one version and copied once: see `base`."""

@@ -1,0 +1,130 @@
+"""What a table format must give so that its rows can be a run's input: the seam for new formats.
+
+A *table source* is a table, data set or query opened at one version. It is always copied once to
+the Parquet snapshot in the run directory when the plan is made, and a resume reads that snapshot
+alone, so a version that vanishes later does no harm. Ranges of rows are never read in place:
+deletion vectors, partition values, column mapping and field ids are the format's own reader's.
+
+To add a format:
+
+1. a line in `TABLE_FORMATS` (`prefect_raybatch/job/table_formats.py`): name, import name, extra,
+   schemes of its URIs, what source.version may be; the name in the `Literal` of `source.format`
+   (`prefect_raybatch/job/batch_job.py`);
+2. a subclass of `TableSource` in a module of its own here, and the function that opens it in
+   `OPENERS` (`prefect_raybatch/source/tables/registry.py`). The library is imported in that
+   function, never at module level. What it raises is turned into our errors by `said_plainly`;
+3. where a folder shows by what lies in it that it is of the format: `mark` and `OPENED`
+   (`prefect_raybatch/source/places.py`).
+
+Everything else comes with it: `source.columns`, `source.limit`, `source.filter`, the check of types
+that a snapshot cannot keep, the estimate for `raybatch plan`, sampled prompts, the record in
+plan.json and the error for a missing extra.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import RayBatchError, SourceError, StoreUnavailable
+from prefect_raybatch.source.filters import Filter
+
+
+@dataclass(frozen=True)
+class TablePin:
+    """Which table at which version: what plan.json keeps of it, so nothing here holds a key.
+
+    `id` is what the format calls the table for good (a UUID where it has one, else the URI);
+    `version` tells its content for good (a version number, a snapshot id, a commit, the time of a
+    transaction); `made` when that version was written, in ISO 8601, where the format knows.
+    """
+
+    format: str
+    uri: str
+    id: str
+    version: str
+    made: str | None = None
+
+    def record(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class TableSource(ABC):
+    """A table opened at one version, by a function `open_...(source: Source) -> TableSource`.
+
+    That function is bounded in time and reads no rows, or few. `schema` are all columns, in the
+    table's order; dictionaries and view types may stand in it. `rows`: how many there are without
+    the filter, from metadata, None where only reading would tell.
+    """
+
+    pin: TablePin
+    schema: pa.Schema
+    rows: int | None = None
+
+    @abstractmethod
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        """All rows of the version, streamed, in the same order each time where the format has one.
+
+        `columns`: those to give (None: all), the filter's own among them; more are dropped later.
+        `filter` may be pushed down as far as the format can: it is applied to what comes back in
+        any case, so what is pushed may let too much through but never too little. May be called
+        several times; the iterator may be closed before its end.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Ends connections and transactions; nothing is read afterwards."""
+
+    def __enter__(self) -> TableSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_GONE = re.compile(r"not found|no such file|NoSuchKey|does not exist|404", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b403\b|\b401\b|access ?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
+    r"|permission denied|necessary privileges|expired ?token|no credentials|CredentialsNot",
+    re.IGNORECASE,
+)
+_AWAY = re.compile(
+    r"timed? ?out|connection|dns error|\b50[0234]\b|SlowDown|temporarily|error sending request",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
+    """Turns what a library raises while `what` is read into one line of ours. `scrub` takes keys
+    out of a text."""
+    try:
+        yield
+    except RayBatchError:
+        raise
+    except (MemoryError, NotImplementedError):
+        raise
+    except Exception as error:  # each library has a tree of its own, some only Exception
+        whole = scrub(_COLOURS.sub("", " ".join(str(error).split())))
+        text = whole[:300] or type(error).__name__
+        if _DENIED.search(whole):
+            raise SourceError(
+                f"{what}: access is denied ({text}); check the keys in source.options, the "
+                "credentials_block or the environment, and that they may read it"
+            ) from None
+        if _GONE.search(whole) or isinstance(error, FileNotFoundError):
+            raise SourceError(
+                f"{what}: a file of it is not there ({text}); was it removed by a cleanup "
+                "(vacuum, expired snapshots), or does the place not exist?"
+            ) from None
+        if _AWAY.search(whole):
+            raise StoreUnavailable(f"{what}: {text}") from None
+        raise SourceError(f"{what}: cannot be read ({type(error).__name__}: {text})") from None

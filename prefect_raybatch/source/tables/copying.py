@@ -1,0 +1,132 @@
+"""A table source to a snapshot, or to what a plan can tell of it beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.plan_tables import encode_schema
+from prefect_raybatch.ledger.records import InputFile
+from prefect_raybatch.source.arrow_types import plain_type, written
+from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.copies import Blocks, copy_tables
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.find import Inventory
+from prefect_raybatch.source.snapshot_writer import conform
+from prefect_raybatch.source.tables.base import TableSource
+from prefect_raybatch.source.tables.registry import open_table
+from prefect_raybatch.storage import Store
+
+GUESS_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
+
+
+def snapshot_of(format: str, source: Source, run_store: Store, attempt: str) -> Inventory:
+    """Copy the table to Parquet under `_raybatch/input/ATTEMPT-UUID/`. Raises as `snapshot`."""
+    with open_table(format, source) as table:
+        chosen = _Chosen(table, source)
+
+        def blocks() -> Blocks:
+            for rows in chosen.tables(pushed=True):
+                yield table.pin.uri, rows
+
+        made = copy_tables(blocks, Shape(), run_store, attempt, source.limit, format)
+        if not made.rows:
+            which = "no row fits source.filter" if source.filter else "it has no rows"
+            raise SourceError(f"{chosen.name}: {which}; there is nothing to do")
+        record = table.pin.record() | {"schema": encode_schema(plain(table.schema))}
+        if source.filter:
+            record["filter"] = source.filter
+        return Inventory(made.files, made.schema, made.row_bytes, format, record)
+
+
+def peek_at(format: str, source: Source) -> Inventory:
+    """What `snapshot_of` would give, guessed from metadata and the first rows. Writes nothing."""
+    with open_table(format, source) as table:
+        chosen = _Chosen(table, source)
+        looked, sample = chosen.sample()
+        rows = looked if table.rows is None else table.rows
+        if source.filter and looked:
+            rows = max(1, round(rows * sample.num_rows / looked))
+        rows = rows if source.limit is None else min(rows, source.limit)
+        if not looked:
+            raise SourceError(f"{chosen.name}: it has no rows; there is nothing to do")
+        file = InputFile(uri=table.pin.uri, size=0, etag=None, mtime_ns=None, rows=rows)
+        row_bytes = sample.nbytes / max(1, sample.num_rows)
+        return Inventory((file,), chosen.schema, row_bytes, format, table.pin.record())
+
+
+def head_of(format: str, source: Source) -> Iterator[tuple[str, pa.Table]]:
+    """(uri, first rows that fit the filter) of the table, if any. Writes nothing."""
+    with open_table(format, source) as table:
+        first = next(_Chosen(table, source).tables(pushed=True), None)
+        if first is not None:
+            yield table.pin.uri, first
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """`schema` without dictionaries, views and metadata: as its rows come to the snapshot."""
+    return pa.schema([(field.name, plain_type(field.type)) for field in schema])
+
+
+class _Chosen:
+    """The rows and columns of a table that a job reads, as they are written."""
+
+    def __init__(self, table: TableSource, source: Source) -> None:
+        self._table = table
+        self.name = f"source.uri: {table.pin.uri} at version {table.pin.version}"
+        self._names = check_columns(source.columns, table.schema.names, table.pin.uri)
+        self._all = written(plain(table.schema))
+        self.schema = pa.schema([self._all.field(name) for name in self._names])
+        _check_storable(self.name, pa.schema([table.schema.field(name) for name in self._names]))
+        self._filter = Filter(source.filter) if source.filter else None
+        if self._filter is not None:
+            self._filter.expression(self._all)  # faults of it before anything is read
+
+    def tables(self, pushed: bool) -> Iterator[pa.Table]:
+        """The rows that fit; `pushed`: the filter is handed to the format's reader as well."""
+        for table in self._read(self._filter if pushed else None):
+            kept = table if self._filter is None else self._filter.keep(table)
+            if kept.num_rows:
+                yield kept.select(self._names)
+
+    def sample(self) -> tuple[int, pa.Table]:
+        """(rows looked at, those of them that fit)."""
+        looked, found = 0, [self.schema.empty_table()]
+        for table in self._read(None):
+            looked += table.num_rows
+            kept = table if self._filter is None else self._filter.keep(table)
+            found.append(kept.select(self._names))
+            if looked >= GUESS_ROWS:
+                break
+        return looked, pa.concat_tables(found)
+
+    def _read(self, pushed: Filter | None) -> Iterator[pa.Table]:
+        needed = self._filter.columns if self._filter else ()
+        names = list(dict.fromkeys([*self._names, *needed]))
+        schema = pa.schema([self._all.field(name) for name in names])
+        batches = self._table.batches(names, pushed)
+        try:
+            for batch in batches:
+                if batch.num_rows:
+                    yield conform(pa.Table.from_batches([batch]), schema)
+        finally:
+            getattr(batches, "close", list)()
+
+
+def _check_storable(name: str, schema: pa.Schema) -> None:
+    """Raises SourceError for a column whose type a snapshot cannot keep."""
+    import pyarrow.parquet as pq
+
+    check_types(schema, name, SourceError)
+    for field in written(plain(schema)):
+        try:
+            pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
+        except (pa.ArrowException, NotImplementedError) as error:
+            raise SourceError(
+                f"{name}: column {field.name!r} is of type {field.type}, which Parquet cannot keep "
+                f"({error}); convert it in the table, or leave it out with source.columns"
+            ) from None

@@ -1,0 +1,146 @@
+"""Delta Lake by the `deltalake` library: its SQL engine applies deletion vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.storage import S3Settings, is_remote, join, s3_settings
+
+# One partition reads the files one after the other, so that the order is the same each time.
+HISTORY = 1000  # commits looked through for the time of a version
+_SESSION = {"datafusion.execution.target_partitions": "1"}
+
+
+def open_delta(source: Source) -> TableSource:
+    """A Delta table in a folder, local or on S3."""
+    from deltalake import DeltaTable
+    from deltalake.exceptions import TableNotFoundError
+
+    uri = join(source.uris[0])
+    keys = s3_settings(source.options) if is_remote(uri) else None
+    scrub = keys.scrub if keys else str
+    what = f"source.uri: the Delta table {uri}"
+    with said_plainly(what, scrub):
+        try:
+            newest = DeltaTable(uri, storage_options=delta_options(keys))
+        except TableNotFoundError:
+            raise SourceError(
+                f"source.uri: {uri} holds no Delta table (no _delta_log that can be read); name "
+                "the table's folder, and check the path and the bucket"
+            ) from None
+        if source.version is None:
+            return DeltaSource(newest, uri, _made(newest, newest.version()), scrub)
+        table = DeltaTable(uri, storage_options=delta_options(keys))
+    try:
+        with said_plainly(what, scrub):
+            _go_to(table, source.version)
+    except SourceError as error:
+        raise SourceError(
+            f"source.version: {uri} has no version {source.version} that can be read any more "
+            f"(the newest is {newest.version()}; log cleanup removes old ones): {error}"
+        ) from None
+    with said_plainly(what, scrub):
+        opened = DeltaSource(table, uri, _made(newest, table.version()), scrub)
+    asked, made = moment_of(source.version), opened.pin.made
+    if asked and made and datetime.fromisoformat(made) > asked:
+        raise SourceError(  # the library gives the oldest version that there is
+            f"source.version: {source.version} is older than the first version of {uri} that can "
+            f"be read, which is {opened.pin.version} of {made}"
+        )
+    return opened
+
+
+def _go_to(table: Any, version: str) -> None:
+    if version.isdecimal():
+        table.load_as_version(int(version))
+        return
+    when = moment_of(version)
+    if when is None:
+        raise ConfigError(
+            f"source.version: {version!r} is neither a version number of a Delta table nor a "
+            "timestamp such as 2026-07-01T00:00:00Z"
+        )
+    table.load_as_version(when)
+
+
+def delta_options(keys: S3Settings | None) -> dict[str, str] | None:
+    """`storage_options` of deltalake for a place on S3; None for a local one."""
+    if keys is None:
+        return None
+    given: Mapping[str, str | None] = {
+        "AWS_ENDPOINT_URL": keys.endpoint,
+        "AWS_REGION": keys.region,
+        "AWS_ACCESS_KEY_ID": keys.key,
+        "AWS_SECRET_ACCESS_KEY": keys.secret,
+        "AWS_SESSION_TOKEN": keys.token,
+        "AWS_SKIP_SIGNATURE": "true" if keys.anon else None,
+        "AWS_ALLOW_HTTP": "true" if (keys.endpoint or "").startswith("http://") else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class DeltaSource(TableSource):
+    """A Delta table at a version."""
+
+    def __init__(self, table: Any, uri: str, made: str | None, scrub: Any = str) -> None:
+        self._table, self._uri, self._scrub = table, uri, scrub
+        self.pin = TablePin(
+            format="delta",
+            uri=uri,
+            id=str(table.metadata().id),
+            version=str(table.version()),
+            made=made,
+        )
+        self.schema = pa.schema(table.schema().to_arrow())
+        self.rows = _rows(table)
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        from deltalake import QueryBuilder
+
+        names = ", ".join(_name(name) for name in columns or self.schema.names)
+        where = filter.sql(self.schema) if filter else None
+        query = f"SELECT {names} FROM input{f' WHERE {where}' if where else ''}"
+        with said_plainly(
+            f"source.uri: the Delta table {self._uri} at version {self.pin.version}", self._scrub
+        ):
+            session = QueryBuilder(_SESSION).register("input", self._table)
+            yield from pa.RecordBatchReader.from_stream(session.execute(query))
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+def _made(newest: Any, version: int) -> str | None:
+    """When a version was committed, by the log; None where that is cleaned up, or far back.
+
+    Asked of the newest version: of another the library counts the log's entries wrongly.
+    """
+    back = newest.version() - version + 1
+    if back <= HISTORY:
+        with suppress(Exception):  # it is only told
+            for entry in newest.history(back):
+                if int(entry.get("version", -1)) == version:
+                    return datetime.fromtimestamp(entry["timestamp"] / 1000, UTC).isoformat()
+    return None
+
+
+def _rows(table: Any) -> int | None:
+    """By the log's statistics, which writers may leave out; less what deletion vectors say."""
+    actions = pa.table(table.get_add_actions(flatten=True))
+    if "num_records" not in actions.column_names:
+        return None
+    counts = actions["num_records"].to_pylist()
+    return None if None in counts else sum(counts)

@@ -1,0 +1,37 @@
+"""Which function opens which table format, and what is said when its library is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.table_formats import TABLE_FORMATS
+from prefect_raybatch.source.tables.base import TableSource
+from prefect_raybatch.source.tables.delta import open_delta
+
+OPENERS: dict[str, Callable[[Source], TableSource]] = {
+    "delta": open_delta,
+}
+
+
+def open_table(format: str, source: Source) -> TableSource:
+    """The table that `source` names, of a format of `OPENERS`, at source.version or as it is now.
+
+    Raises ConfigError for a missing extra or a source.version of the wrong form, SourceError for
+    a table or version that is not there or may not be read, `StoreUnavailable` where the place
+    does not answer.
+    """
+    need_extra(format)
+    return OPENERS[format](source)
+
+
+def need_extra(format: str) -> None:
+    """Raises ConfigError unless the library of a table format is installed."""
+    known = TABLE_FORMATS[format]
+    if find_spec(known.module) is None:
+        raise ConfigError(
+            f"source.format: {known.title} needs {known.module}, which is not installed; "
+            f'pip install "prefect-raybatch[{known.extra}]"'
+        )

@@ -1,0 +1,29 @@
+"""Answer to raw answer: the finish stage of the asks, which leaves all else to the run itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.stages.block import ERROR, Failure
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.raw_answers import raw_columns
+
+
+class RawFinish(Finish):
+    """Writes raw answers in place of result columns. One that is cut off is an answer as well:
+    whether it fails its row is decided where it is finished."""
+
+    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
+        return [Failure(**error) if error else {} for error in table[ERROR].to_pylist()]
+
+    def _result(
+        self, table: pa.Table, outcome: list[Any], good: list[int]
+    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
+        rows = raw_columns(table.take(pa.array(good)))
+        made = [(field, rows[field.name].combine_chunks()) for field in rows.schema]
+        return made, {}
+
+    def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
+        return []

@@ -1,0 +1,187 @@
+"""Raw answers as files: what the engine said, before any parser or function of the user's.
+
+They are what a run takes over from an earlier one, so they hold all that finish asks of an
+engine's block and nothing of the row that was asked about but its request's key.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE
+from prefect_raybatch.stages.block import (
+    ANSWERS,
+    CHANCES,
+    ENDS,
+    FINISH,
+    FORMED,
+    PROBABILITIES_TYPE,
+    PROMPT_TOKENS,
+    REASONING_OPEN,
+    STEPS,
+    TEXTS,
+    TRUNCATED,
+)
+from prefect_raybatch.stages.request_key import KEY, KEY_TYPE
+from prefect_raybatch.storage import Store
+
+NUMBER = "_row"  # of the request among the asks
+KEY_COLUMN, ORIGIN = "key", "origin"
+# A column of a block, and what it is called in a file of raw answers.
+RAW_COLUMNS = {
+    KEY: (KEY_COLUMN, KEY_TYPE),
+    ANSWERS: ("token_ids", pa.list_(pa.list_(pa.int32()))),
+    TEXTS: ("texts", pa.list_(pa.string())),
+    FINISH: ("finish_reason", pa.string()),
+    ENDS: ("finish_reasons", pa.list_(pa.string())),
+    PROMPT_TOKENS: ("prompt_tokens", pa.int32()),
+    FORMED: ("formed", pa.bool_()),
+    REASONING_OPEN: ("reasoning_open", pa.bool_()),
+    TRUNCATED: ("truncated", pa.bool_()),
+    CHANCES: ("probabilities", PROBABILITIES_TYPE),
+    STEPS: ("logprobs", STEPS_TYPE),
+}
+RAW = pa.schema(list(RAW_COLUMNS.values()))
+KEPT_BYTES = 256 << 20  # of row groups that a worker keeps: rows far apart share answers
+
+_kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
+
+
+def raw_columns(table: pa.Table) -> pa.Table:
+    """The raw answers in an engine's block, a row each."""
+    columns = [
+        table[name].combine_chunks().cast(kind)
+        if name in table.column_names
+        else pa.nulls(table.num_rows, kind)
+        for name, (_, kind) in RAW_COLUMNS.items()
+    ]
+    return pa.Table.from_arrays(columns, schema=RAW)
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """A Parquet file whose rows have the numbers from `first` on: without gaps where `numbered` is
+    off, else as its column `_row` says. `path` is in the store that it is read from."""
+
+    path: str
+    first: int
+    numbered: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerFiles:
+    """Files of one kind in the order of their numbers."""
+
+    store: Store
+    files: tuple[AnswerFile, ...]
+    columns: tuple[str, ...]
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, pa.Table | None]:
+        """(which of `numbers` are there, their rows in that order; None for no row)."""
+        there = np.zeros(len(numbers), bool)
+        order = np.argsort(numbers, kind="stable")
+        wanted = numbers[order]
+        found: list[pa.Table] = []
+        starts = [file.first for file in self.files]
+        at = 0
+        while at < len(wanted):
+            number = bisect_right(starts, int(wanted[at])) - 1
+            stop = len(wanted)
+            if number + 1 < len(starts):
+                stop = int(np.searchsorted(wanted, starts[number + 1]))
+            if number >= 0:
+                rows, table = self._of_file(self.files[number], wanted[at:stop])
+                there[order[at:stop]] = rows
+                found += table
+            at = stop
+        if not found:
+            return there, None
+        rows = pa.concat_tables(found)
+        back = np.argsort(order[there[order]], kind="stable")
+        return there, rows.take(pa.array(back)).combine_chunks()
+
+    def _of_file(self, file: AnswerFile, wanted: np.ndarray) -> tuple[np.ndarray, list[pa.Table]]:
+        there, tables = np.zeros(len(wanted), bool), []
+        for group, low, high in _groups(self.store, file):
+            a, b = np.searchsorted(wanted, [low, high])
+            if a == b:
+                continue
+            table = self._group(file, group)
+            if file.numbered:
+                numbers = table[NUMBER].to_numpy()
+                places = np.searchsorted(numbers, wanted[a:b])
+                inside = np.minimum(places, len(numbers) - 1)
+                good = numbers[inside] == wanted[a:b]
+            else:
+                inside, good = wanted[a:b] - low, np.ones(b - a, bool)
+            there[a:b] = good
+            tables.append(table.select(self.columns).take(pa.array(inside[good])))
+        return there, tables
+
+    def _group(self, file: AnswerFile, group: int) -> pa.Table:
+        """A row group, of which the latest are kept: rows far apart may share an answer."""
+        key = (f"{self.store.uri}/{file.path}", ",".join(self.columns), group)
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+        names = [*self.columns, *([NUMBER] if file.numbered else [])]
+        with self.store.open(file.path) as stream:
+            parquet = pq.ParquetFile(stream, pre_buffer=False)
+            check_types(parquet.schema_arrow, file.path)
+            table = parquet.read_row_group(group, columns=names, use_threads=False)
+        _kept[key] = table
+        while sum(one.nbytes for one in _kept.values()) > KEPT_BYTES and len(_kept) > 1:
+            _kept.popitem(last=False)
+        return table
+
+
+_known: OrderedDict[str, list[tuple[int, int, int]]] = OrderedDict()
+
+
+def _groups(store: Store, file: AnswerFile) -> list[tuple[int, int, int]]:
+    """(row group, first number, behind the last) of a file; a file never changes."""
+    key = f"{store.uri}/{file.path}"
+    if key not in _known:
+        with store.open(file.path) as stream:
+            metadata = pq.ParquetFile(stream, pre_buffer=False).metadata
+        _known[key] = _spans(metadata, file)
+        while len(_known) > 4096:
+            _known.popitem(last=False)
+    return _known[key]
+
+
+def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
+    spans, at = [], file.first
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if not group.num_rows:
+            continue
+        low, high = at, at + group.num_rows
+        if file.numbered:
+            columns = (group.column(i) for i in range(group.num_columns))
+            named = [c.statistics for c in columns if c.path_in_schema == NUMBER]
+            if not named or named[0] is None or not named[0].has_min_max:
+                raise CorruptRun(f"{file.path} does not say which rows it holds")
+            low, high = int(named[0].min), int(named[0].max) + 1
+        spans.append((number, low, high))
+        at += group.num_rows
+    return spans
+
+
+def in_order(paths: Sequence[tuple[str, int]]) -> tuple[AnswerFile, ...]:
+    """Files (path, rows) whose rows have the numbers 0, 1, ... one after the other."""
+    made, first = [], 0
+    for path, rows in paths:
+        made.append(AnswerFile(path, first))
+        first += rows
+    return tuple(made)

@@ -1,0 +1,120 @@
+"""By what equal requests are known, over the rows of a run and from one run to the next.
+
+The key of a request is a hash of what the user's side makes of a row: messages before any chat
+template, the fields of sampling that are the row's own, the content of its adapter. What is the
+same for all rows (model, template, the job's sampling, ...) is the context, and keys the hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.order import is_exact
+
+KEY = "__rb_key"  # the column of the asks' input with each request's key
+KEY_BYTES = 16
+KEY_TYPE = pa.binary(KEY_BYTES)
+
+NOT_DETERMINISTIC = Failure(
+    "prepare",
+    "PromptNotDeterministic",
+    "the prompt came out otherwise than when the run was planned, so no answer can be told to be "
+    "its own: let prompt.function depend on the row alone (no time, random numbers or outside "
+    "state), or run without reuse",
+)
+
+
+@dataclass(frozen=True)
+class Keying:
+    """Makes keys under one context, whose hash is `context` (32 bytes in hex).
+
+    `adapters`: the identity of each by its name; `column` names each row's, None: one is for all.
+    `sampling` are the job's fields; with `merge` off no request counts as equal to another.
+    """
+
+    context: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    column: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    merge: bool = True
+
+    @classmethod
+    def under(
+        cls, context: str, pinned: Mapping[str, Mapping[str, Any]], column: str | None, **more: Any
+    ) -> Keying:
+        """With the adapters that a plan has `pinned`."""
+        named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
+        return cls(context, named, column, **more)
+
+    def keys(
+        self, requests: Sequence[ChatRequest | Failure], table: pa.Table
+    ) -> list[bytes | None]:
+        """The key of each row's request; None for a row that makes none."""
+        secret, names = bytes.fromhex(self.context), self._adapters(table)
+        return [
+            None if isinstance(request, Failure) else request_key(secret, request, adapter)
+            for request, adapter in zip(requests, names, strict=True)
+        ]
+
+    def exact(self, request: ChatRequest) -> bool:
+        """Whether all equal requests have one answer; else each has its own."""
+        return self.merge and is_exact({**self.sampling, **(request.sampling or {})})
+
+    def checked(
+        self, requests: Sequence[ChatRequest | Failure], table: pa.Table, planned: Sequence[Any]
+    ) -> list[ChatRequest | Failure]:
+        """The requests, those failed whose key is not the `planned` one (None: it made none)."""
+        return [
+            request if key == wanted or isinstance(request, Failure) else NOT_DETERMINISTIC
+            for request, key, wanted in zip(
+                requests, self.keys(requests, table), planned, strict=True
+            )
+        ]
+
+    def _adapters(self, table: pa.Table) -> list[str | None]:
+        if self.column is None:
+            return [self.adapters.get("")] * table.num_rows
+        # A name that no adapter has fails its row in the engine; it is a request of its own.
+        return [
+            None if name is None else self.adapters.get(str(name), f"unknown {name}")
+            for name in table[self.column].to_pylist()
+        ]
+
+
+def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
+    """The key of one request; `secret` is the hash of its context."""
+    parts: dict[str, Any] = {"messages": request.messages}
+    if request.sampling:
+        parts["sampling"] = request.sampling
+    if request.documents is not None:
+        parts["documents"] = request.documents
+    if adapter is not None:
+        parts["adapter"] = adapter
+    return hashlib.blake2b(canonical(parts), digest_size=KEY_BYTES, key=secret).digest()
+
+
+def context_of(parts: Mapping[str, Any]) -> str:
+    """The hash of a context, in hex: what `Keying.context` is."""
+    return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
+
+
+def canonical(value: Any) -> bytes:
+    """JSON by which equal values have equal bytes: in order of names, in ASCII, no spaces."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), default=_other, check_circular=False
+    ).encode()
+
+
+def _other(value: object) -> Any:
+    """What JSON has no form for: bytes (an image) by their content, all else as it shows itself."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"__sha256": hashlib.sha256(value).hexdigest()}
+    return {f"__{type(value).__name__}": str(value)}

@@ -1,0 +1,159 @@
+"""Addresses of the internet, asked by http(s) for somebody who may be nobody's friend.
+
+A URL that stands in data or in a job may point at what only this machine can reach. So a name is
+resolved once, each address it has must be one of the open internet, and the connection is made to
+that very address: asked again, the name might answer otherwise. Redirects are no exception.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+from prefect_raybatch.bounded import within
+
+PORTS = {"http": 80, "https": 443}
+AGAIN = {408, 425, 429}  # and all from 500 on
+MOVED = {301, 302, 303, 307, 308}
+# What a machine of a cloud asks for its own keys; allowed to nobody.
+METADATA = {"fd00:ec2::254", "100.100.100.200", "192.0.0.192"}
+# IPv6 networks that carry an IPv4 address, and where in it: Python calls some of them global.
+CARRIERS = (
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
+    (ipaddress.IPv6Network("2002::/16"), 80),
+    (ipaddress.IPv6Network("::/96"), 0),
+)
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+T = TypeVar("T")
+
+
+class UrlRefused(Exception):
+    """A URL that is not asked, now or later."""
+
+
+class HostAway(Exception):
+    """A host that does not answer for now."""
+
+
+def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
+    """A URL's parts; UrlRefused for one that is not asked, whatever its name stands for. `setting`
+    is the field that `allow_private` stands in."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UrlRefused(f"{shown_url(url)} is no URL: {error}") from None
+    if parts.scheme not in PORTS:
+        raise UrlRefused(
+            f"{shown_url(url)}: a redirect to {parts.scheme or 'no scheme'}, not http(s)"
+        )
+    if not parts.hostname or any(c <= " " or c == "\x7f" for c in url):
+        raise UrlRefused(f"{shown_url(url)!r} is no URL of a host")
+    if parts.username is not None or parts.password is not None:
+        raise UrlRefused(f"{parts.scheme}://...@{parts.hostname}: a URL with a user or a password")
+    if port not in (None, *PORTS.values()) and not allow_private:
+        raise UrlRefused(
+            f"{shown_url(url)}: port {port}; 80 and 443 are asked, others where {setting} is true"
+        )
+    return parts
+
+
+def allowed(address: str, allow_private: bool) -> bool:
+    """Whether an address may be asked: one of the open internet, or a private one where these are
+    allowed; never one by which a machine is given its own keys."""
+    inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
+    if inner.is_link_local or inner.is_multicast or inner.is_unspecified or str(inner) in METADATA:
+        return False
+    return allow_private or inner.is_global
+
+
+def innermost(address: Address) -> Address:
+    """The IPv4 address that an IPv6 one carries, else itself."""
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
+        for network, shift in CARRIERS:
+            if address in network and int(address) > 0:
+                return ipaddress.IPv4Address(int(address) >> shift & 0xFFFFFFFF)
+    return address
+
+
+def shown_url(url: str) -> str:
+    """A URL in a message: without its query, which often holds a signature."""
+    plain = url.partition("#")[0].partition("?")[0]
+    return plain[:200] + ("?..." if "?" in url else "")
+
+
+def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
+    """The one address that is asked; UrlRefused, with the remedy, unless every address of the name
+    is allowed."""
+    host, where = parts.hostname or "", shown_url(parts.geturl())
+    port = parts.port or PORTS[parts.scheme]
+
+    def look_up() -> list[str]:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    try:
+        addresses = _in_time(look_up, until, where)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise UrlRefused(f"{where}: there is no host {host}") from None
+        raise HostAway(f"{where}: {host} cannot be looked up: {error.strerror}") from None
+    except UnicodeError:
+        raise UrlRefused(f"{where}: {host} is no name of a host") from None
+    for address in addresses:
+        if not allowed(address, allow_private):
+            raise UrlRefused(
+                f"{where}: {host} is {address}, which is not of the open internet; {remedy}"
+            )
+    return addresses[0]
+
+
+def _in_time(work: Callable[[], T], until: float, where: str) -> T:
+    try:
+        return within(time_left(until, where), work)
+    except TimeoutError:
+        raise HostAway(f"{where}: its name was not found in time") from None
+
+
+def time_left(until: float, where: str) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise HostAway(f"{where}: the time for it is over")
+    return left
+
+
+def connection(
+    parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
+) -> http.client.HTTPConnection:
+    """A connection to that address; the host's name stays in TLS and in the request. `handles`
+    gets one of its own on the socket, since TLS takes that over and an answer keeps it."""
+    host = parts.hostname or ""
+    port = parts.port or PORTS[parts.scheme]
+
+    def connect(_: object, timeout: object = None, source: object = None) -> socket.socket:
+        made = socket.create_connection((address, port), seconds)
+        handles.append(made.dup())
+        return made
+
+    made: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        made = http.client.HTTPSConnection(host, port, timeout=seconds, context=context)
+    else:
+        made = http.client.HTTPConnection(host, port, timeout=seconds)
+    made._create_connection = connect  # type: ignore[attr-defined]
+    return made
+
+
+def cut_sockets(handles: list[socket.socket]) -> None:
+    for handle in handles:
+        with suppress(OSError):
+            handle.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,64 @@
+"""What store options and the environment come to, for libraries with an S3 client of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class S3Settings:
+    """Endpoint, region and keys. `key` is None where the client is to look them up itself: those
+    of a role are renewed only so. `anon`: requests are not signed."""
+
+    endpoint: str | None
+    region: str
+    key: str | None = None
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    anon: bool = False
+
+    def scrub(self, text: str) -> str:
+        """`text` without the keys."""
+        for secret in filter(None, (self.secret, self.token)):
+            text = text.replace(secret, "***")
+        return text
+
+
+def s3_settings(options: Mapping[str, Any]) -> S3Settings:
+    """Of s3fs's `options`; what they leave out is looked up as boto3 does it."""
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
+    client = dict(options.get("client_kwargs") or {})
+    try:
+        session = botocore.session.Session(profile=options.get("profile"))
+        region = options.get("region") or client.get("region_name")
+        region = region or session.get_config_variable("region")
+        endpoint = options.get("endpoint_url") or client.get("endpoint_url")
+        endpoint = endpoint or _configured_endpoint(session)
+        anon = bool(options.get("anon"))
+        key = options.get("key") or client.get("aws_access_key_id")
+        if anon or key:
+            secret = options.get("secret") or client.get("aws_secret_access_key")
+            token = options.get("token") or client.get("aws_session_token")
+            return S3Settings(endpoint, region or "us-east-1", key, secret, token, anon)
+        found = session.get_credentials()
+    except BotoCoreError as error:
+        raise ConfigError(f"source.options: {error}") from None
+    region = region or "us-east-1"
+    # Keys that do not expire by themselves: given in the environment or a file.
+    if found is None or found.method not in ("env", "shared-credentials-file", "config-file"):
+        return S3Settings(endpoint, region)
+    keys = found.get_frozen_credentials()
+    return S3Settings(endpoint, region, keys.access_key, keys.secret_key, keys.token)
+
+
+def _configured_endpoint(session: Any) -> str | None:
+    """AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or what the configuration files say."""
+    client = session.create_client("s3", region_name="us-east-1")
+    url = str(client.meta.endpoint_url)
+    return None if url.endswith("amazonaws.com") else url

@@ -1,0 +1,334 @@
+"""One file by http(s), as a store that is only read.
+
+It comes once: what was read of it stays in a temporary file, so that all that is made of it is of
+one version, and a reader may go back. A transfer that breaks off goes on where it was if the server
+says by an ETag that the file is still the same one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import re
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn, cast
+from urllib.parse import parse_qsl, unquote, urlencode, urljoin, urlsplit, urlunsplit
+
+from prefect_raybatch.errors import SourceError, StoreError, StoreUnavailable
+from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.internet import (
+    AGAIN,
+    MOVED,
+    HostAway,
+    UrlRefused,
+    checked_url,
+    connection,
+    resolved,
+    shown_url,
+)
+
+MOST_REDIRECTS = 5
+WEB_TRIES = 5
+WEB_PAUSE = 0.5  # seconds before the second try, twice that before each further one
+WEB_WAIT = 60.0  # seconds for a name, an answer, or the next bytes
+PART = 1 << 18
+_SIGNATURE = re.compile(
+    r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
+    r"|(access_?|auth_?|api_?|private_?)?(token|key)|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
+    re.IGNORECASE,
+)
+
+
+def unsigned(url: str) -> str:
+    """A URL as records and messages name it: without what signs it, which expires and is secret."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    kept = [(name, value) for name, value in query if not _SIGNATURE.fullmatch(name)]
+    return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, urlencode(kept), ""))
+
+
+@dataclass(frozen=True)
+class WebRules:
+    """What may be fetched: `max_bytes` a file; `allow_private` as for `internet.allowed`."""
+
+    max_bytes: int
+    allow_private: bool = False
+    setting: str = "source.web.allow_private"
+    limit: str = "source.web.max_mb"
+
+
+class WebStore(Store):
+    """The file at `url`; its one path is the name at the end of the URL. `headers` go with each
+    request to the URL's own host."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
+        self.uri = unsigned(url)
+        self.name = unquote(urlsplit(url).path.rpartition("/")[2])
+        self._url, self._headers, self._rules = url, dict(headers), rules
+        self._lock = threading.Lock()
+        self._begun: _Download | None = None
+
+    def _download(self) -> _Download:
+        with self._lock:
+            if self._begun is None:
+                self._begun = _Download(self._url, self._headers, self._rules, self.uri)
+            return self._begun
+
+    def stat(self, path: str) -> FileInfo:
+        """What it is at the time of the first look. Without a length, all of it is fetched."""
+        return self._download().info(path)
+
+    def open(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(_Handle(self._download()), PART))
+
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        with self.open(path) as handle:
+            return handle.read()
+
+    def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
+        yield self.stat(self.name)
+
+    def folders(self) -> Iterator[str]:
+        return iter(())
+
+    def _only_read(self) -> NoReturn:
+        raise StoreError(f"{self.uri}: http(s) is only read")
+
+    def put(self, path: str, data: bytes) -> FileInfo:
+        self._only_read()
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        self._only_read()
+
+    def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
+        self._only_read()
+
+    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
+        self._only_read()
+
+    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+        self._only_read()
+
+    def delete(self, paths: Iterable[str]) -> None:
+        self._only_read()
+
+    def now(self) -> float:
+        return time.time()
+
+    def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
+        return ()
+
+    def sub(self, prefix: str) -> Store:
+        self._only_read()
+
+    def above(self) -> Store | None:
+        return None
+
+
+class _Broken(Exception):
+    """A transfer that may be tried again."""
+
+
+class _Download:
+    """A file as far as it has come. Safe for threads."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules, shown: str) -> None:
+        self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
+        self._lock = threading.Lock()
+        # pyarrow may still read ahead in a thread of its own: closed when nobody refers to it.
+        self._file = tempfile.TemporaryFile(prefix="raybatch-")  # noqa: SIM115
+        self._have, self._whole = 0, False
+        self._size: int | None = None
+        self._etag: str | None = None
+        self._answer: http.client.HTTPResponse | None = None
+        self._connection: http.client.HTTPConnection | None = None
+        self._tries = 0
+        self.fetch(1)
+
+    def info(self, path: str) -> FileInfo:
+        if self._size is None:
+            self.fetch(None)
+        return FileInfo(path, self._size or 0, self._etag, None)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        self.fetch(offset + size)
+        return os.pread(self._file.fileno(), size, offset)
+
+    def fetch(self, upto: int | None) -> None:
+        """Have at least the first `upto` bytes, or all (None), as far as there are so many."""
+        with self._lock:
+            while not self._whole and (upto is None or self._have < upto):
+                try:
+                    self._step()
+                except (_Broken, HostAway) as error:
+                    self._end()
+                    self._tries += 1
+                    if self._tries >= WEB_TRIES:
+                        raise StoreUnavailable(f"{error} ({WEB_TRIES} tries)") from None
+                    time.sleep(WEB_PAUSE * 2 ** (self._tries - 1))
+                except BaseException:
+                    self._end()
+                    raise
+
+    def _step(self) -> None:
+        if self._answer is None:
+            self._answer = self._ask()
+        try:
+            data = self._answer.read1(PART)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Broken(f"{self._shown}: {str(error) or type(error).__name__}") from None
+        if data:
+            os.pwrite(self._file.fileno(), data, self._have)
+            self._have += len(data)
+            self._tries = 0
+            if self._have > self._rules.max_bytes:
+                raise SourceError(self._too_large())
+            return
+        if self._size is not None and self._have < self._size:
+            raise _Broken(f"{self._shown}: {self._have} of {self._size} bytes came")
+        self._whole, self._size = True, self._have
+        self._end()
+
+    def _ask(self) -> http.client.HTTPResponse:
+        """An answer whose next byte is the one that comes next."""
+        url, headers = self._url, self._headers
+        for _ in range(MOST_REDIRECTS + 1):
+            answer = self._get(url, headers)
+            if answer.status not in MOVED:
+                return self._accepted(answer)
+            target = answer.headers.get("Location")
+            self._end()
+            if not target:
+                raise SourceError(f"{self._shown}: HTTP {answer.status} without a Location")
+            moved = urljoin(url, target)
+            if urlsplit(moved)[:2] != urlsplit(url)[:2]:
+                headers = {}  # keys are for the host they were given for
+            url = moved
+        raise SourceError(f"{self._shown}: more than {MOST_REDIRECTS} redirects")
+
+    def _get(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+        where = shown_url(url)
+        remedy = f"set {self._rules.setting} to true if the job may read hosts of this network"
+        until = time.monotonic() + WEB_WAIT
+        try:
+            parts = checked_url(url, self._rules.allow_private, self._rules.setting)
+            address = resolved(parts, until, self._rules.allow_private, remedy)
+        except UrlRefused as error:
+            raise SourceError(f"source.uri: {error}") from None
+        given = {"User-Agent": "prefect_raybatch", "Accept-Encoding": "identity", **headers}
+        if self._have and self._etag is not None:  # else from the start, and compared
+            given |= {"Range": f"bytes={self._have}-", "If-Range": f'"{self._etag}"'}
+        self._connection = connection(parts, address, WEB_WAIT, [])
+        try:
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            self._connection.request("GET", path, headers=given)
+            return self._connection.getresponse()
+        except ssl.SSLCertVerificationError as error:
+            raise SourceError(
+                f"{where}: its certificate is not valid: {error.verify_message}"
+            ) from None
+        except (UnicodeError, http.client.InvalidURL) as error:
+            raise SourceError(f"{where} is no URL: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise _Broken(f"{where}: {str(error) or type(error).__name__}") from None
+
+    def _accepted(self, answer: http.client.HTTPResponse) -> http.client.HTTPResponse:
+        status, said = answer.status, f"{self._shown}: HTTP {answer.status} {answer.reason}"
+        if status in AGAIN or status >= 500:
+            raise _Broken(said)
+        if status in (401, 403):
+            raise SourceError(
+                f"{said}; give what it asks for in source.options.headers, or a URL that is signed "
+                "anew"
+            )
+        if status in (404, 410):
+            raise SourceError(f"source.uri: {said}; check the URL")
+        begins = f"bytes {self._have}-"
+        if status != 200 and not (
+            status == 206 and answer.headers.get("Content-Range", "").startswith(begins)
+        ):
+            raise SourceError(said)
+        if answer.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
+            raise SourceError(f"{self._shown}: sent with a Content-Encoding that was not asked for")
+        if answer.headers.get_content_type() == "text/html":
+            raise SourceError(
+                f"{self._shown}: the answer is a web page and no file of rows; a login page, most "
+                "likely. Check the URL, or give keys in source.options.headers"
+            )
+        tag = answer.headers.get("ETag", "")
+        etag = tag.strip('"') if tag.startswith('"') else None  # a weak one names no bytes
+        length = answer.headers.get("Content-Length", "")
+        size = int(length) if length.isdecimal() else None
+        if status == 200:
+            if self._have and (etag, size) != (self._etag, self._size):
+                raise SourceError(f"{self._shown}: changed while it was being read; start again")
+            if self._have:  # from its start, for a server that knows no ranges
+                self._skip(answer)
+            self._etag, self._size = etag, size
+        if (self._size or 0) > self._rules.max_bytes:
+            raise SourceError(self._too_large())
+        return answer
+
+    def _skip(self, answer: http.client.HTTPResponse) -> None:
+        """Past what is there already, which must be the same."""
+        at = 0
+        while at < self._have:
+            try:
+                data = answer.read1(min(PART, self._have - at))
+            except (OSError, http.client.HTTPException) as error:
+                raise _Broken(f"{self._shown}: {error}") from None
+            if not data:
+                raise _Broken(f"{self._shown}: {at} bytes came")
+            if data != os.pread(self._file.fileno(), len(data), at):
+                raise SourceError(f"{self._shown}: changed while it was being read; start again")
+            at += len(data)
+
+    def _too_large(self) -> str:
+        size = f"has {self._size:,} bytes" if self._size else "has more bytes"
+        return (
+            f"{self._shown}: {size}, over {self._rules.limit} {self._rules.max_bytes // 10**6}; "
+            "set it higher if the disk for temporary files has room"
+        )
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            if self._connection is not None:
+                self._connection.close()
+        self._connection = self._answer = None
+
+
+class _Handle(io.RawIOBase):
+    """Reads what has come, and lets more come."""
+
+    def __init__(self, download: _Download) -> None:
+        self._download, self._at = download, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            offset += self._download.info("").size
+        elif whence == os.SEEK_CUR:
+            offset += self._at
+        self._at = offset
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._download.read_at(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,285 @@
+"""Two nights: what was answered is taken over, what is new is asked once, each row comes out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.nights import Killed, Nights, words
+from helpers.small import make_job
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
+from prefect_raybatch.ledger.increments import read_answers
+from prefect_raybatch.result.reap import reap
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.retry import Retry, plan_retry
+from prefect_raybatch.runs.status import status
+from prefect_raybatch.storage import open_store
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> Nights:
+    return Nights(tmp_path)
+
+
+def answers(nights: Nights, key: str) -> list[tuple[str, str]]:
+    found = nights.result(key)
+    assert [row["_row"] for row in found] == sorted(row["_row"] for row in found)
+    return [(row["text"], row["response"]) for row in found]
+
+
+def right(*texts: str) -> list[tuple[str, str]]:
+    return [(text, f"answer to {text}") for text in texts]
+
+
+def asked(nights: Nights) -> list[str]:
+    """What the engine was asked since the last look."""
+    found = sorted(map(words, nights.asked))
+    nights.asked.clear()
+    return found
+
+
+def run_dir(nights: Nights, key: str) -> str:
+    return str(nights.folder / "out" / key)
+
+
+def test_moved_edited_deleted_and_doubled_rows_come_out_right(nights: Nights) -> None:
+    first = ["a", "b", "c", "d", "e", "f", "g", "b", "a"]
+    nights.write(*first)
+    report = nights.night("n1")
+    assert answers(nights, "n1") == right(*first)
+    assert asked(nights) == list("abcdefg")  # b and a once, though they are in several shards
+    assert (report.reuse["asked"], report.reuse["merged"], report.reuse["reused"]) == (7, 2, 0)
+    # a moved and doubled, b edited, c deleted, z new and doubled
+    second = ["g", "z", "a", "b2", "d", "e", "f", "a", "z", "a", "g"]
+    nights.write(*second)
+    told = dry_run(nights.job(), "n2")
+    assert told.reuse is not None
+    assert (told.reuse.counts.asked, told.reuse.counts.merged) == (2, 1)
+    assert told.reuse.earlier == (run_dir(nights, "n1"),)
+    assert not nights.asked and not (nights.folder / "out" / "n2").exists()
+    report = nights.night("n2")
+    assert answers(nights, "n2") == right(*second)
+    assert asked(nights) == ["b2", "z"]
+    assert (report.reuse["asked"], report.reuse["merged"], report.reuse["reused"]) == (2, 1, 8)
+    assert report.reuse["saved_tokens"] == 9 * 4 and "saved_seconds" in report.reuse
+    # The third night takes over what the second had taken over; nothing is asked at all.
+    shutil.rmtree(run_dir(nights, "n1"))
+    nights.write(*reversed(second))
+    nights.night("n3")
+    assert answers(nights, "n3") == right(*reversed(second)) and asked(nights) == []
+    for key in ("n2", "n3"):
+        assert verify(open_store(run_dir(nights, key))).ok
+    origins = {part.origin for part in read_answers(open_store(run_dir(nights, "n3"))).files}
+    assert origins == {None}  # told row by row
+
+
+def test_failed_rows_are_asked_again_and_a_failed_ask_fails_all_its_rows(nights: Nights) -> None:
+    nights.write("a", "bad", "b", None, "c", "bad")
+    nights.refuses = lambda prompt: words(prompt) == "bad"
+    nights.night("n1")
+    assert answers(nights, "n1") == right("a", "b", "c")
+    bad = nights.quarantined("n1")
+    assert [(row["_row"], row["error"]) for row in bad] == [
+        (1, "ValueError"),
+        (3, "ValueError"),
+        (5, "ValueError"),
+    ]
+    assert bad[0]["message"] == "refused" and "null" in bad[1]["message"]
+    assert asked(nights) == ["a", "b", "bad", "c"]
+    nights.refuses = lambda prompt: False
+    nights.night("n2")
+    assert asked(nights) == ["bad"]
+    assert answers(nights, "n2") == right("a", "bad", "b", "c", "bad")
+
+
+def test_the_budget_counts_all_rows_that_wait_for_a_failed_ask(nights: Nights) -> None:
+    nights.write("a", *["bad"] * 5, "b")
+    nights.refuses = lambda prompt: words(prompt) == "bad"
+    job = nights.job(limits={"max_failed_rows": 4})
+    with pytest.raises(ErrorBudgetExceeded, match="5 of 7 rows failed"):
+        nights.night("n1", job)
+    nights.night("n1", nights.job(limits={"max_failed_rows": 5}))
+    assert len(nights.quarantined("n1")) == 5
+
+
+def test_another_postprocess_asks_nothing(nights: Nights) -> None:
+    nights.write("a", "b")
+    nights.night("n1")
+    asked(nights)
+    output = {
+        "uri": str(nights.folder / "out"),
+        "columns": [],
+        "postprocess": "helpers.functions:shout",
+    }
+    nights.night("n2", nights.job(output=output))
+    assert asked(nights) == []
+    assert len(nights.result("n2")) == 2 and "response" not in nights.result("n2")[0]
+
+
+def test_another_context_takes_nothing_over_and_the_plan_names_the_field(nights: Nights) -> None:
+    nights.write("a")
+    nights.night("n1")
+    job = nights.job(sampling={"max_tokens": 5})
+    told = dry_run(job)
+    assert told.reuse is not None and told.reuse.counts.asked == 1
+    assert told.reuse.differs == ("sampling.max_tokens: 16 -> 5",)
+
+
+def test_sampled_rows_have_an_answer_each(nights: Nights) -> None:
+    hot = {"temperature": 0.9, "max_tokens": 4}
+    nights.write("a", "a", "b")
+    nights.night("n1", nights.job(sampling=hot))
+    assert asked(nights) == ["a", "a", "b"]
+    nights.write("a", "b", "a", "a", "a")
+    report = nights.night("n2", nights.job(sampling=hot))
+    assert asked(nights) == ["a", "a"] and report.reuse["reused"] == 3
+    assert answers(nights, "n2") == right("a", "b", "a", "a", "a")
+
+
+def test_a_retry_of_failed_rows_gives_its_answers_to_the_next_night(nights: Nights) -> None:
+    nights.write("a", "bad", "b", "bad")
+    nights.refuses = lambda prompt: words(prompt) == "bad"
+    nights.night("n1")
+    nights.refuses = lambda prompt: False
+    retry = plan_retry(run_dir(nights, "n1"))
+    assert isinstance(retry, Retry)
+    asked(nights)
+    nights.drive(retry.job, retry.run)
+    assert asked(nights) == ["bad"]
+    assert [row["_row"] for row in nights.result("n1.r1")] == [1, 3]
+    nights.write("bad", "c", "a")
+    nights.night("n2")
+    assert asked(nights) == ["c"]
+    assert answers(nights, "n2") == right("bad", "c", "a")
+
+
+@pytest.mark.parametrize("receipts", [0, 2, 4])
+def test_a_night_that_is_killed_goes_on_where_it_was(nights: Nights, receipts: int) -> None:
+    """In either ledger: three shards of asks come first, then three of the run itself."""
+    texts = [*"abcdefghij", "a"]
+    nights.write(*texts)
+    nights.stop_after = receipts
+    with pytest.raises(Killed):
+        nights.night("n1")
+    before = len(nights.asked)
+    said = status(run_dir(nights, "n1"))
+    assert said.asks is not None and (said.asks.state == "completed") == (receipts > 3)
+    nights.stop_after = None
+    nights.night("n1")
+    assert answers(nights, "n1") == right(*texts)
+    assert len(nights.asked) - before <= 4 + 10 - min(before, 10)
+
+
+def test_a_prompt_that_comes_out_otherwise_fails_its_row(nights: Nights) -> None:
+    nights.write("a", "b")
+    nights.night("n1", nights.job(prompt={"function": "helpers.functions:at_random"}))
+    assert {row["error"] for row in nights.quarantined("n1")} == {"PromptNotDeterministic"}
+    assert not nights.asked and not nights.result("n1")
+
+
+def test_a_named_run_must_be_there_finished_and_keep_answers(nights: Nights) -> None:
+    nights.write("a")
+    with pytest.raises(ConfigError, match=r"reuse: .*there is no run there"):
+        nights.night("n1", nights.job(reuse=run_dir(nights, "n0")))
+    plain = nights.job(reuse=None)
+    nights.night("plain", plain)
+    with pytest.raises(ConfigError, match="kept no answers"):
+        nights.night("n1", nights.job(reuse=run_dir(nights, "plain")))
+    nights.stop_after = 0
+    with pytest.raises(Killed):
+        nights.night("half")
+    nights.stop_after = None
+    with pytest.raises(ConfigError, match="not finished"):
+        nights.night("n1", nights.job(reuse=run_dir(nights, "half")))
+    nights.night("half")
+    asked(nights)
+    nights.night("n1", nights.job(reuse=run_dir(nights, "half")))
+    assert asked(nights) == []
+
+
+def test_changed_answers_are_not_taken_over(nights: Nights) -> None:
+    nights.write("a", "b")
+    nights.night("n1")
+    (path,) = (nights.folder / "out/n1/_raybatch/asks/data").glob("*.parquet")
+    data = path.read_bytes()
+    path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
+    with pytest.raises(CorruptRun, match=r"cannot be trusted|not readable"):
+        nights.night("n2")
+    path.unlink()
+    with pytest.raises(CorruptRun, match="is missing"):
+        nights.night("n3")
+
+
+def test_answers_that_are_kept_no_longer_are_asked_again_and_removed(nights: Nights) -> None:
+    nights.write("a", "b")
+    output = {"uri": str(nights.folder / "out"), "columns": ["text"]}
+    job = nights.job(output={**output, "keep_answers": 1e-9})
+    nights.night("n1", job)
+    asked(nights)
+    nights.night("n2", job)
+    assert asked(nights) == ["a", "b"]
+    store = open_store(run_dir(nights, "n1"))
+    assert reap(store, older_than=-1.0).files["answers"] == 2
+    assert read_answers(store) is None
+    assert verify(store).ok and answers(nights, "n1") == right("a", "b")
+
+
+def test_nothing_of_a_whole_run_is_reaped(nights: Nights) -> None:
+    nights.write("a", "b")
+    nights.night("n1")
+    nights.write("a", "c")
+    nights.night("n2")
+    (nights.folder / "out/n2/_raybatch/reused/x").mkdir()
+    (nights.folder / "out/n2/_raybatch/reused/x/part-00000.parquet").write_bytes(b"left over")
+    found = reap(open_store(run_dir(nights, "n2")), older_than=-1.0)
+    assert found.files == {"snapshots": 1}
+    nights.write("c", "a")
+    asked(nights)
+    nights.night("n3")
+    assert asked(nights) == []
+
+
+def test_a_csv_that_was_copied_can_be_told_and_run(nights: Nights) -> None:
+    path = nights.folder / "in.csv"
+    path.write_text("text,id\na,1\nb,2\na,3\n")
+    job = nights.job(source={"uri": str(path)})
+    told = dry_run(job).reuse
+    assert told is not None and (told.counts.asked, told.counts.merged) == (2, 1)
+    nights.night("n1", job)
+    assert answers(nights, "n1") == right("a", "b", "a")
+    path.write_text("id,text\n7,b\n8,c\n")
+    asked(nights)
+    nights.night("n2", job)
+    assert asked(nights) == ["c"]
+
+
+def test_a_job_that_reuses_nothing_writes_what_it_always_wrote(nights: Nights) -> None:
+    nights.write("a", "b")
+    nights.night("n1", nights.job(reuse=None))
+    plan = json.loads((nights.folder / "out/n1/_raybatch/plan.json").read_bytes())
+    assert "increment" not in plan
+    names = {path.name for path in (nights.folder / "out/n1/_raybatch").iterdir()}
+    assert not names & {"asks", "reused", "answers.json"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"engine": {"task": "embed"}}, "engine.task embed"),
+        ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
+        ({"engine": {"max_model_len": "auto"}}, "max_model_len"),
+        ({"cluster": {"job_server": "http://h:8265"}}, "job_server"),
+        ({"prompt": {"template": "x {a}", "images": {"columns": ["i"]}}}, "images"),
+    ],
+)
+def test_what_cannot_be_reused_yet_is_refused(groups: dict[str, Any], said: str) -> None:
+    make_job(**groups)
+    with pytest.raises(ConfigError, match=f"reuse.*{said}"):
+        make_job(**groups, reuse="latest")
+    with pytest.raises(ConfigError, match=f"keep_answers.*{said}"):
+        make_job(**groups, output={"uri": "out", "keep_answers": 9})

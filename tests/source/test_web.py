@@ -1,0 +1,209 @@
+"""A file by http(s) as input: fetched once, whole and unchanged, from where it may be fetched."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.small import make_job
+
+from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.source import needs_snapshot, peek, snapshot
+from prefect_raybatch.storage import open_store, web
+
+ROWS = [{"id": i, "text": f"x{i}" * 50} for i in range(3000)]
+CSV = ("id,text\n" + "".join(f"{r['id']},{r['text']}\n" for r in ROWS)).encode()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes] = {}
+    seen: list[dict[str, str]] = []
+    cuts = 0  # answers that break off in the middle
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        cls.seen.append({**self.headers, "path": self.path})
+        kind, _, name = self.path.partition("?")[0].lstrip("/").partition("/")
+        body = cls.files.get(name, CSV)
+        if kind == "moved":
+            self.answer(302, Location=f"/tagged/{name}")
+        elif kind == "status":
+            self.answer(int(name.partition(".")[0]))
+        elif kind == "page":
+            self.answer(200, b"<html>", Content_Type="text/html; charset=utf-8")
+        elif kind == "endless":
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+        elif kind == "login" and self.headers.get("Authorization") != "Bearer k":
+            self.answer(401)
+        else:
+            self.file(kind, body)
+
+    def file(self, kind: str, body: bytes) -> None:
+        cls = type(self)
+        headers = {"ETag": f'"{len(body)}"'} if kind in ("tagged", "login") else {}
+        begin = 0
+        if kind == "tagged" and (given := self.headers.get("Range")):
+            begin = int(given.removeprefix("bytes=").partition("-")[0])
+            headers["Content_Range"] = f"bytes {begin}-{len(body) - 1}/{len(body)}"
+        if kind == "changing":
+            body = body.replace(b"x1", b"y%d" % len(cls.seen))
+        if cls.cuts:
+            cls.cuts -= 1
+            self.send_response(206 if begin else 200)
+            self.send_header("Content-Length", str(len(body) - begin))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body[begin : begin + 200_000])
+            self.close_connection = True
+            return
+        self.answer(206 if begin else 200, body[begin:], **headers)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.daemon_threads = True
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}"
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "WEB_PAUSE", 0.01)
+    Handler.seen.clear()
+    Handler.cuts = 0
+
+
+def by_web(uri: Any, **fields: Any) -> Source:
+    return Source(uri=uri, **{"web": {"allow_private": True}, **fields})
+
+
+def copied(tmp_path: Any, source: Source) -> tuple[Any, list[dict[str, Any]]]:
+    made = snapshot(source, open_store(str(tmp_path / "run")), "attempt")
+    tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
+    return made, pa.concat_tables(tables).to_pylist()
+
+
+@pytest.mark.parametrize("kind", ["tagged", "plain", "moved", "endless"])
+def test_a_file_is_fetched_once_and_named_in_the_plan(server, tmp_path, kind):
+    source = by_web(f"{server}/{kind}/a.csv?v=2&X-Amz-Signature=s3cret")
+    assert needs_snapshot(source) and not Handler.seen
+    made, rows = copied(tmp_path, source)
+    assert rows == ROWS
+    assert len(Handler.seen) == (2 if kind == "moved" else 1)
+    assert made.table["uri"] == f"{server}/{kind}/a.csv?v=2"
+    tag = "no ETag" if kind in ("plain", "endless") else str(len(CSV))
+    assert made.table["version"] == f"{tag}, {len(CSV):,} bytes"
+    assert 2000 < peek(source).rows < 4000
+    assert peek(source).schema == made.schema
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.arrow"])
+def test_each_format_and_a_limit(server, tmp_path, name):
+    sink, table = pa.BufferOutputStream(), pa.Table.from_pylist(ROWS)
+    if name == "a.parquet":
+        pq.write_table(table, sink)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        sink.write(json.dumps(ROWS).encode())
+    Handler.files[name] = sink.getvalue().to_pybytes()
+    source = by_web(f"{server}/tagged/{name}", columns=["text"], limit=5)
+    assert needs_snapshot(source)
+    assert copied(tmp_path, source)[1] == [{"text": row["text"]} for row in ROWS[:5]]
+    assert peek(source).schema.names == ["text"]
+
+
+@pytest.mark.parametrize("kind", ["tagged", "plain"])
+def test_a_transfer_that_breaks_off_goes_on(server, tmp_path, kind):
+    Handler.cuts = 3
+    assert copied(tmp_path, by_web(f"{server}/{kind}/a.csv"))[1] == ROWS
+    ranges = [seen.get("Range") for seen in Handler.seen]
+    assert len(ranges) == 4 and (ranges[-1] is None) == (kind == "plain")
+
+
+def test_a_file_that_changes_meanwhile_is_not_patched_together(server, tmp_path):
+    Handler.cuts = 1
+    with pytest.raises(SourceError, match="changed while it was being read"):
+        copied(tmp_path, by_web(f"{server}/changing/a.csv"))
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("/status/404.csv", SourceError, "HTTP 404 Not Found; check the URL"),
+        ("/status/503.csv", StoreUnavailable, "HTTP 503 .*5 tries"),
+        ("/login/a.csv", SourceError, "HTTP 401 .*source.options.headers"),
+        ("/page/a.csv", SourceError, "a web page and no file of rows"),
+        ("/plain/a", SourceError, "the ending does not tell the format"),
+    ],
+)
+def test_what_does_not_come_is_said_with_the_remedy(server, tmp_path, path, error, words):
+    with pytest.raises(error, match=words):
+        copied(tmp_path, by_web(server + path))
+
+
+def test_keys_go_in_headers_and_not_to_other_hosts(server, tmp_path):
+    headers = {"headers": {"Authorization": "Bearer k"}}
+    assert copied(tmp_path, by_web(f"{server}/login/a.csv", options=headers))[1] == ROWS
+    assert "Bearer" not in repr(by_web(f"{server}/a.csv", options=headers))
+
+
+def test_where_from_and_how_much(server, tmp_path):
+    with pytest.raises(SourceError, match=r"source.uri: .*others where source.web.allow_private"):
+        copied(tmp_path, Source(uri=f"{server}/plain/a.csv"))
+    with pytest.raises(SourceError, match=r"127.0.0.1, which is not of the open internet; set"):
+        copied(tmp_path, Source(uri="http://127.0.0.1/a.csv"))
+    with pytest.raises(SourceError, match=r"not of the open internet"):
+        copied(tmp_path, by_web("http://169.254.169.254/latest/a.csv"))
+    Handler.files["big.csv"] = b"id\n" + b"1\n" * 600_000
+    with pytest.raises(SourceError, match=r"has 1,200,003 bytes, over source.web.max_mb 1;"):
+        small = {"max_mb": 1, "allow_private": True}
+        copied(tmp_path, by_web(f"{server}/plain/big.csv", web=small))
+    with pytest.raises(SourceError, match=r"over source.web.max_mb 1;"):
+        copied(tmp_path, by_web(f"{server}/endless/big.csv", web=small))
+
+
+def test_what_signs_a_url_is_no_part_of_the_job():
+    def told(uri: str) -> tuple[str, dict[str, Any]]:
+        job = make_job(source={"uri": uri})
+        return fingerprint(job)
+
+    one, two, other = (
+        told(f"https://host/a.csv?v={v}&X-Amz-Signature={s}&sig={s}&token={s}")
+        for v, s in ((1, "s3cret"), (1, "other"), (2, "s3cret"))
+    )
+    assert one == two and one[0] != other[0] and "s3cret" not in json.dumps(one[1])
+
+
+@pytest.mark.parametrize("uri", ["http://h/", "https:///a.csv", "http://u:p@h/a.csv"])
+def test_urls_that_name_no_file_are_no_jobs(uri):
+    with pytest.raises(ConfigError, match=r"names no file|holds a user"):
+        make_job(source={"uri": uri})
