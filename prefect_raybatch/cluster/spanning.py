@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class _Made(PlacementGroupSchedulingStrategy):
+    """A place in a group that is made when an actor is started there.
+
+    Ray Data asks for an actor's options also where it starts none (its watch for tasks that take
+    much memory): a group made then would keep the GPUs from the engine (tried: the run hung).
+    """
+
+    def __init__(self, make: Callable[[], PlacementGroup]):
+        self._make = make
+        self._group: PlacementGroup | None = None
+        self.placement_group_bundle_index = 0
+        self.placement_group_capture_child_tasks = True
+
+    @property
+    def placement_group(self) -> PlacementGroup:  # type: ignore[override]
+        if self._group is None:
+            self._group = self._make()
+        return self._group
 
 
 class SpanningGroups:
@@ -28,12 +49,11 @@ class SpanningGroups:
         self.groups: list[PlacementGroup] = []
 
     def __call__(self) -> dict[str, Any]:
-        group = placement_group(self.bundles, strategy="PACK")
-        self.groups.append(group)
-        strategy = PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-        )
-        return {"scheduling_strategy": strategy}
+        return {"scheduling_strategy": _Made(self._make)}
+
+    def _make(self) -> PlacementGroup:
+        self.groups.append(placement_group(self.bundles, strategy="PACK"))
+        return self.groups[-1]
 
     def remove(self) -> None:
         """Gives the GPUs back: Ray itself would keep them until the driver's end."""
