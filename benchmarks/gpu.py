@@ -24,7 +24,9 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   resume     `auto` stopped after 90 % of its rows and resumed
   stage      the same as `ours` with `engine.stage: ray.data.llm`
 
-`vllm@512` has another max_num_seqs than --seqs, `vllm@none` what vLLM takes when none is given.
+`vllm@512` has another max_num_seqs than --seqs, `vllm@none` what vLLM takes when none is given;
+`vllm+3` has max_tokens 3, as far as decides between the choices of the company work; `auto+off` and
+`auto+first_token` have that `engine.early_stop`.
 
 `gpu_page.py` makes the page of figures from what --out got.
 
@@ -229,7 +231,7 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
     rows = make_rows(args.work, args.rows)
     made: dict[int, Any] = {}
     for out in {row["out"] for row in rows}:
-        fields = sampling_of(out)
+        fields = sampling_of(out) | ({"max_tokens": int(args.more)} if args.more else {})
         if "structured_outputs" in fields:
             fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
         made[out] = SamplingParams(**fields)
@@ -311,6 +313,7 @@ def job_of(
                 "replicas": args.gpus // args.tensor_parallel,
                 "engines_per_gpu": engines,
                 "stage": stage,
+                **({"early_stop": args.more} if args.more else {}),
                 **arguments,
             },
             "output": {"uri": f"{folder}/out", "columns": []},
@@ -447,6 +450,7 @@ def main() -> int:
     parser.add_argument("--models", default="/tmp/raybatch-models")
     parser.add_argument("--out", default="gpu.jsonl")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--more", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         run, engines = PEERS[args.peer]
@@ -492,12 +496,14 @@ def device(gpus: int) -> str:
 
 
 def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
-    kind, _, own = peer.partition("@")
+    kind, _, more = peer.partition("+")
+    kind, _, own = kind.partition("@")
     seqs = 0 if own == "none" else int(own or args.seqs)
     given = [f"--{n}={getattr(args, n)}" for n in ("work", "rows", "gpus", "models")]
     given += [f"--batched-tokens={args.batched_tokens}", f"--seqs={seqs}"]
     given += [f"--sizes={size}", f"--peer={kind}", f"--tensor-parallel={args.tensor_parallel}"]
     given += [f"--quantization={args.quantization}"] if args.quantization else []
+    given += [f"--more={more}"] if more else []
     log = Path(args.out).with_name(f"{args.work}-{size}-{args.gpus}-{peer}.log")
     return run_apart([__file__, *given], log, args.limit)
 

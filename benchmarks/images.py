@@ -325,6 +325,7 @@ def main() -> int:
         return 0
     if why := trouble(args.family):
         parser.error(why)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the peer at work too
     found = [row for case in _cases(args) for row in _case(args, *case)]
     _table(found)
     return 1 if any("error" in row for row in found) else 0

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 SIDES = ((640, 480), (1024, 768))  # in turns
-FILE = 250  # rows a file
+FILE = 100  # rows a file
 GROUP = 50  # rows a row group
 SCHEMA = pa.schema(
     [("id", pa.int64()), ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))]

@@ -177,7 +177,7 @@ def make_rows(model: str, work: str, count: int) -> list[dict[str, str]]:
     from transformers import PreTrainedTokenizerFast
 
     known = PreTrainedTokenizerFast.from_pretrained(model).get_vocab()
-    words = sorted(w[1:] for w in known if w[0] == "Ġ" and w[1:].isalpha() and len(w) > 4)
+    words = sorted(w[1:] for w in known if w[0] == "Ġ" and w.isalpha() and w[1:].isascii())
     draw = random.Random(7)
     least, most = LENGTHS[work]
     return [
@@ -235,7 +235,13 @@ def peer_raydata(args: argparse.Namespace, model: str, own: str) -> dict[str, fl
     config = vLLMEngineProcessorConfig(
         model_source=model,
         task_type="embed",
-        engine_kwargs={"load_format": "dummy", **sizes, **on_cpu(args)},
+        engine_kwargs={
+            "load_format": "dummy",
+            "disable_log_stats": True,
+            **sizes,
+            **on_cpu(args),
+        },
+        log_engine_metrics=False,
         concurrency=max(1, args.gpus) * engines,
         chat_template_stage=False,
         detokenize_stage=False,

@@ -114,6 +114,12 @@ class JobStopped(RayBatchError):
     """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
 
 
+class PublishFailed(RayBatchError):
+    """A target of output.publish did not take the rows; the result in data/ is whole and stays."""
+
+    transient = True
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether a retry can help: our own errors say so, unknown ones (network, Ray) count as yes."""
     if isinstance(error, RayBatchError):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards
+from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards, publish_run
 
-__all__ = ["finalize_run", "infer_shards", "plan_shards"]
+__all__ = ["finalize_run", "infer_shards", "plan_shards", "publish_run"]

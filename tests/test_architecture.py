@@ -37,6 +37,7 @@ FLOORS = [
     "driver",
     "plan",
     "result",
+    "publish",
     "runs",
     "doctor",
     "remote",
@@ -225,7 +226,10 @@ def test_only_the_engine_stages_know_the_stepper():
         for module, path in MODULES.items()
         if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
-    assert users <= {*("stages.engine", "stages.pooling", "cluster.ray_llm", "stages.vllm.forward")}
+    assert users <= {
+        *("stages.engine", "stages.decided", "stages.pooling", "cluster.ray_llm"),
+        "stages.vllm.forward",
+    }
 
 
 def test_flows_and_deployments_use_only_the_public_names():
@@ -255,6 +259,8 @@ TWICE = {
     "finalize_run": "the task, and the verb",
     "plan_retry": "the task, and the verb",
     "reap": "the command, and the verb",
+    "publish": "the command, and the verb",
+    "publish_run": "the task, and the verb",
     "retry_failed": "the command, and the flow",
     "status": "the command, and the verb",
     "tune": "the command, and the verb",
@@ -369,6 +375,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "infer_shards",
         "open_run",
         "plan_shards",
+        "publish_run",
         "reconcile_jobs",
         "retry_failed",
         "tune_job",

@@ -56,6 +56,8 @@ def kind(annotation: Any) -> str:
         return " or ".join(kind(item) for item in kinds)
     if origin is list:
         return f"list of {kind(inside[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
     if origin is dict:
         return "mapping" if inside[1] is Any else f"mapping to {kind(inside[1])}"
     return NAMES[annotation]
@@ -82,6 +84,9 @@ def rows(model: type[BaseModel], prefix: str = "", given: BaseModel | None = Non
         told = f"{field.title}. {field.description}"
         cells = (f"`{path}`", kind(field.annotation), shown(default), told)
         found.append("| " + " | ".join(cells) + " |")
+        inside = get_args(field.annotation)
+        if inside and isinstance(inside[0], type) and issubclass(inside[0], BaseModel):
+            found += rows(inside[0], f"{path}.")  # of each in the list
     return found
 
 

@@ -36,6 +36,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.status import report_of
@@ -303,6 +304,30 @@ def verify(
         show_verdict(found, run_dir)
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def publish(
+    run_dir: RunDir,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", metavar="JOB", help="Job file whose targets and keys count."),
+    ] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Publish a finished run to the targets of its job (output.publish), each once."""
+    from prefect_raybatch.runs.publish_run import publish_run
+
+    if set_ and job is None:
+        raise ConfigError("--set changes a field of the job file: name one with --job")
+    loaded = with_keys(_job(job, set_)) if job else None
+    report = publish_run(loaded, run_dir)
+    if as_json:
+        print_json(report)
+        return
+    for one in report.published:
+        out.print(f"published: {one.target}: {published_text(one)}", markup=False)
 
 
 @app.command()

@@ -32,7 +32,7 @@ def run_job(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple
     store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
         done = plan_run(resolved, key)
-        return finalize_run(known, done), False
+        return _published(known, finalize_run(known, done)), False
     resolved = precheck(resolved, store)
     with _progress(quiet) as show:
         if prefect:
@@ -48,7 +48,16 @@ def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgre
     show.begin(planned.uri)
     progress = jobs.infer(job, known, planned, show)
     show.close()
-    return finalize_run(known, planned, progress)
+    return _published(known, finalize_run(known, planned, progress))
+
+
+def _published(known: BatchJob, report: RunReport) -> RunReport:
+    """The report once the run is published to all that its job names."""
+    if not known.output.publish:
+        return report
+    from prefect_raybatch.runs.publish_run import publish_run
+
+    return publish_run(known, report.run)
 
 
 def retry_rows(

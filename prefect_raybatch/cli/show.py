@@ -21,7 +21,7 @@ from rich.table import Table
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import duration, failure_table, stage_table
+from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def show_plan(found: DryRun) -> None:
     table.add_row("columns", escape(", ".join(found.columns)))
     for number, (name, kind) in enumerate(found.result):
         table.add_row("" if number else "result", escape(f"{name}: {kind}"))
+    for number, line in enumerate(found.publish):
+        table.add_row("" if number else "publish to", escape(line))
     model = f"{found.model['source']} {found.model.get('revision') or ''}"
     table.add_row("model", escape(model))
     table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
@@ -231,6 +233,8 @@ def show_report(report: RunReport, fresh: bool) -> None:
     table.add_row("result", escape(f"{report.run}/data/"))
     if failed := report.quarantine_folder:
         table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
+    for made in report.published:
+        table.add_row(escape(f"published: {made.target}"), escape(published_text(made)))
     table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
     out.print(table)
     show_rows(stage_table(report))

@@ -17,13 +17,14 @@ from prefect_raybatch.flow.tasks import (
     infer_shards,
     plan_retry,
     plan_shards,
+    publish_run,
     tune_engine,
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.retry import Nothing
-from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.run import Run, default_run_key
 
 
 def titled(title: str) -> Any:
@@ -68,7 +69,7 @@ def batch_inference(
     """
     run = plan_shards(job, key_of(job, run_key, scheduled_for))
     progress = infer_shards(job, run)
-    return finalize_run(job, run, progress)
+    return _published(job, run, finalize_run(job, run, progress))
 
 
 @flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
@@ -94,7 +95,12 @@ def retry_failed(
         state: Any = Completed(message=planned.message)
         return cast(None, state)
     progress = infer_shards(planned.job, planned.run)
-    return finalize_run(planned.job, planned.run, progress)
+    return _published(planned.job, planned.run, finalize_run(planned.job, planned.run, progress))
+
+
+def _published(job: BatchJob, run: Run, report: RunReport) -> RunReport:
+    """The flow is completed once the result is published to all that the job names."""
+    return publish_run(job, run) if job.output.publish else report
 
 
 @flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)

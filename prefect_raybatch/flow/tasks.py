@@ -29,13 +29,17 @@ from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
 from prefect_raybatch.runs.finalize_run import finalize_run as finalize
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.publish_run import publish_run as publish
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
-__all__ = ["finalize_run", "infer_shards", "plan_shards", "with_blocks"]
+__all__ = ["finalize_run", "infer_shards", "plan_shards", "publish_run", "with_blocks"]
 
 OUR_LOGGER = logging.getLogger("prefect_raybatch")
 
@@ -164,6 +168,30 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             )
             materialize_result(report)
             events.completed(report)
+        return report
+
+
+@task(name="publish_run", task_run_name="publish-run-{run.run_key}", **RETRY)
+def publish_run(job: BatchJob, run: Run) -> RunReport:
+    """Publishes a finished run to what `output.publish` names, each target once; without targets it
+    gives the report alone.
+
+    Raises `ConfigError` for what cannot be published (never retried), `PublishFailed` or
+    `StoreUnavailable` (retried; what is published stays).
+    """
+    events = RunEvents(run.run_key, job.name)
+    with logs_in_page(), events.failures(RETRY["retries"]):
+        loaded = with_blocks(job)
+        if not loaded.output.publish:
+            return load_report(open_store(run.uri, loaded.output.options or None))
+        report = publish(loaded, run.uri)
+        for one in report.published:
+            get_run_logger().info("run %s: published to %s", run.run_key, published_text(one))
+        page = MarkdownArtifact(
+            markdown=reports.markdown(report, plots.image_lines(report)),
+            description=f"Report of the run {run.run_key}.",
+        )
+        put(page, f"{artifact_key(report.run_key)}-report")
         return report
 
 

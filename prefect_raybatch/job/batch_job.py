@@ -40,13 +40,24 @@ from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.images import DIGESTS_COLUMN, Images
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.secrets import CLEAR
-from prefect_raybatch.job.table_formats import TABLE_FORMATS, format_of_scheme, scheme_of
+from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
 from prefect_raybatch.job.web_options import Web
+
+SourceFormat = Literal[
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+]
 
 
 class Source(Group):
@@ -59,11 +70,11 @@ class Source(Group):
         "folder is read recursively. Files are taken in the order of their names. Or the folder of "
         "a table.",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl", "arrow", "delta"] = field(
+    format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or what lies in the folder of a table.",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
     )
     limit: int | None = field(
         3, None, title="First rows only", text="Read only the first N rows.", gt=0
@@ -115,8 +126,35 @@ class Source(Group):
         title="Filter",
         text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
     )
-
     web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+    catalog: dict[str, Any] = field(
+        13,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+    query: str | None = field(
+        14,
+        None,
+        title="Query",
+        text="SELECT of a database, which source.uri names as SQLAlchemy does: "
+        "postgresql://host/database. It may end in ORDER BY, so that rows keep their numbers.",
+        min_length=1,
+    )
+    types: dict[str, str] = field(
+        15,
+        {},
+        title="Types of columns",
+        text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
+        "names, such as int64, double, string or timestamp[us, UTC].",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
 
     @field_validator("version", mode="before")
     @classmethod
@@ -151,7 +189,29 @@ class Source(Group):
                 check_web(uri)
             elif format_of_scheme(scheme_of(uri)) is None:
                 check_uri(uri)
+            else:
+                without_user(uri)
         return value
+
+    @field_validator("types")
+    @classmethod
+    def _types(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, kind in value.items():
+            try:
+                arrow_type(kind)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _one_query(self) -> Source:
+        if self.table_format == "sql" and self.query is None:
+            raise ValueError("query: is required for a database; write the SELECT to read")
+        for name in ("query", "types"):
+            other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
+            if other and self.table_format != "sql" and getattr(self, name):
+                raise ValueError(f"{name}: is of databases, and uri names none; remove it")
+        return self
 
     @model_validator(mode="after")
     def _one_table(self) -> Source:
@@ -164,6 +224,8 @@ class Source(Group):
             )
         if name is not None and len(self.uris) > 1:
             raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
         return self
@@ -178,14 +240,17 @@ class Source(Group):
         may be a table as well, which only looking into it tells."""
         if self.format in TABLE_FORMATS:
             return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
         if self.format == "auto" and len(self.uris) == 1:
             return format_of_scheme(scheme_of(self.uris[0]))
         return None
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders."""
-        return all(scheme_of(uri) in (*SCHEMES, *WEB_SCHEMES) for uri in self.uris)
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
@@ -574,6 +639,14 @@ class Engine(Group):
         title="LoRA adapters",
         text="By name, for prompt.adapter_column; each as adapter.",
     )
+    early_stop: Literal["decided", "first_token", "off"] = field(
+        23,
+        "decided",
+        title="Early stop",
+        text="Of an answer to sampling.choice. decided: no more tokens are asked for than tell the "
+        "labels apart. first_token: one, and the rows that it leaves open are asked again. off: "
+        "each label is written out. The labels are the same.",
+    )
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
@@ -713,12 +786,15 @@ class Output(Group):
         "(package.module:Class). Its properties become typed columns in place of the answer "
         "column; with postprocess that gets the parsed object there.",
     )
-    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens"]] = field(
-        13,
-        [],
-        title="About the answers",
-        text="Columns of these names: why an answer ended (stop or length), and the tokens of the "
-        "prompt and of the answer. With several answers a row, lists but for prompt_tokens.",
+    extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
+        field(
+            13,
+            [],
+            title="About the answers",
+            text="Columns of these names: why an answer ended (stop or length), the tokens of the "
+            "prompt and of the answer, and SHA-256 and bytes of each image as it was fetched. With "
+            "several answers a row, the first and the third are lists.",
+        )
     )
     probabilities: bool = field(
         14,
@@ -768,6 +844,13 @@ class Output(Group):
         title="Numbers of a vector",
         text="With engine.task embed: float16 takes half the room.",
     )
+    publish: list[PublishTarget] = field(
+        22,
+        [],
+        title="Publish to",
+        text="Tables and folders of other systems that get the answered rows once the result is "
+        "proved, each once.",
+    )
     keep_answers: float | None = field(
         21,
         None,
@@ -799,6 +882,11 @@ class Output(Group):
         if len(set(value)) < len(value):
             raise ValueError("a name stands there twice; remove one")
         return value
+
+    @field_validator("publish")
+    @classmethod
+    def _publish(cls, value: list[PublishTarget]) -> list[PublishTarget]:
+        return check_targets(value)
 
     @field_validator("schema_model")
     @classmethod
@@ -841,6 +929,8 @@ class Output(Group):
                     f"column {name!r} would be written twice; name column, reasoning_column and "
                     "tool_calls_column apart"
                 )
+        if self.publish and not self.compact:
+            raise ValueError("publish needs the files of data/; leave compact on")
         if self.output_schema is not None and self.postprocess is None:
             raise ValueError("schema describes what postprocess returns; set postprocess as well")
         if self.probabilities and self.reasoning_parser is not None:
@@ -1007,6 +1097,11 @@ class BatchJob(Group):
         if not self.prompt.images.used:
             if self.source.media_root is not None:
                 raise ValueError("source.media_root: no images are asked for (prompt.images)")
+            if DIGESTS_COLUMN in self.output.extras:
+                raise ValueError(
+                    f"output.extras: {DIGESTS_COLUMN} are of images, and none are asked for "
+                    "(prompt.images); leave it out"
+                )
             return self
         if tasks.pools(self.engine.task):
             raise ValueError(

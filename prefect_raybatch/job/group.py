@@ -19,7 +19,13 @@ from pydantic_core import CoreSchema
 
 from prefect_raybatch.job.checks import not_finite
 from prefect_raybatch.job.form import show_plainly
-from prefect_raybatch.job.secrets import hide_argument, hide_env, hide_options, is_masked
+from prefect_raybatch.job.secrets import (
+    hide_argument,
+    hide_catalog,
+    hide_env,
+    hide_options,
+    is_masked,
+)
 
 
 def _is_group(annotation: object) -> bool:
@@ -77,11 +83,12 @@ class Group(BaseModel):
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
         """Mappings whose names anybody may choose."""
-        return name in ("options", "env")
+        return name in ("options", "env", "catalog")
 
     def _shown(self, name: str, value: Any) -> Any:
         if not value or not self._may_hold_keys(name):
             return value
-        if name in ("options", "env"):
-            return hide_options(value) if name == "options" else hide_env(value)
+        if name in ("options", "env", "catalog"):
+            hide = {"options": hide_options, "env": hide_env, "catalog": hide_catalog}[name]
+            return hide(value)
         return hide_argument(value, name)

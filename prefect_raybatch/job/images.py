@@ -11,8 +11,8 @@ from prefect_raybatch.job.group import Group
 
 MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
 ASPECT = 200  # of one side to the other, from which on models refuse an image
-BYTES = 12  # a pixel of what is prepared
 UNKNOWN = (512, 512)  # the size that an image is taken for where none is set
+DIGESTS_COLUMN = "image_digests"  # of output.extras
 MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
 
 
@@ -106,15 +106,14 @@ class Images(Group):
         """Images a row may have."""
         return self.per_row or 1
 
-    def prepared_bytes(self) -> int:
-        """About what a row's images come to once a model's processor is done with them, as
-        Qwen2.5-VL's does in 16 bits: 12 bytes a pixel."""
-        if isinstance(self.resize, int):
-            pixels = self.resize**2
-        else:
-            width, height = self.resize or UNKNOWN
-            pixels = width * height
-        return BYTES * pixels * self.most
+    def pixels(self, size: tuple[int, int]) -> int:
+        """Those of an image of that width and height when a model is given it."""
+        if isinstance(self.resize, list):
+            size = (self.resize[0], self.resize[1])
+        elif self.resize is not None and max(size) > self.resize:
+            width, height = (max(1, side * self.resize // max(size)) for side in size)
+            size = (width, height)
+        return size[0] * size[1]
 
     def limits(self) -> dict[str, int]:
         """vLLM's limit_mm_per_prompt."""

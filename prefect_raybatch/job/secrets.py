@@ -27,8 +27,11 @@ OPTIONS = frozenset(
         *("region", "region_name", "request_checksum_calculation", "requester_pays"),
         *("response_checksum_validation", "signature_version", "tcp_keepalive"),
         *("total_max_attempts", "use_ssl", "user_agent_extra", "verify", "version_aware"),
+        *("username_env", "password_env"),  # names of variables
     )
 )
+# Properties of a catalog that hold no secret, beside those.
+CATALOG = frozenset(("type", "name", "uri", "warehouse", "prefix", "s3.endpoint", "s3.region"))
 # Variables of what an engine is made of; those of them with a word of SECRET_WORD are keys.
 VARIABLES = re.compile(
     r"(VLLM|NCCL|CUDA|RAY|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|MKL|KMP|OPENBLAS|GLOO|UCX|FI|HSA"
@@ -56,6 +59,20 @@ def hide_options(value: object, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [hide_options(inner, name) for inner in value]
     return hide_users(value) if _is_open(value) or safe_option(name) else MASK
+
+
+def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS` names."""
+    return {
+        name: hide_users(inner) if name in CATALOG else hide_options(inner, str(name))
+        for name, inner in value.items()
+    }
+
+
+def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of a catalog that say which one it is; no key is among them."""
+    named = ("type", "name", "uri", "warehouse", "prefix")
+    return {name: hide_users(value[name]) for name in named if name in value} or {"name": "default"}
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,12 @@ How they are opened is in `prefect_raybatch.source.tables`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prefect_raybatch.job.checks import SCHEMES
+from prefect_raybatch.job.secrets import USERINFO
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,43 @@ class TableFormat:
         return tuple(scheme for scheme in self.schemes if scheme not in SCHEMES)
 
 
+# Dialects of SQLAlchemy; postgresql+psycopg:// and the like name the driver as well.
+SQL_SCHEMES = (
+    *("postgresql", "sqlite", "mysql", "mariadb", "oracle", "mssql", "snowflake", "redshift"),
+    *("bigquery", "duckdb", "trino", "clickhouse", "clickhousedb", "databricks", "cockroachdb"),
+    *("awsathena", "hana", "teradatasql", "vertica", "db2"),
+)
+
 TABLE_FORMATS: dict[str, TableFormat] = {
     "delta": TableFormat("Delta", "deltalake", "delta", "a version number or a timestamp"),
+    "iceberg": TableFormat(
+        "Iceberg", "pyiceberg", "iceberg", "a snapshot id, a branch or tag, or a timestamp"
+    ),
+    "lance": TableFormat("Lance", "lance", "lance", "a version number, a tag or a timestamp"),
+    "sql": TableFormat("SQL", "sqlalchemy", "postgresql", None, SQL_SCHEMES),
 }
 
 
 def scheme_of(uri: str) -> str:
-    """The scheme of a URI in lower case; "" for a path."""
-    return uri.split("://", 1)[0].lower() if "://" in uri else ""
+    """The scheme of a URI in lower case, without a driver after a +; "" for a path."""
+    return uri.split("://", 1)[0].lower().partition("+")[0] if "://" in uri else ""
 
 
 def format_of_scheme(scheme: str) -> str | None:
     """The table format that a scheme tells, where it is no store's."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
+
+
+def check_catalog(properties: Mapping[str, Any]) -> None:
+    """ValueError for properties of a catalog that name Python to import, and for a password."""
+    for name, value in properties.items():
+        if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
+            raise ValueError(
+                f"{name} names Python code to load, which a job cannot do; put such a catalog into "
+                ".pyiceberg.yaml where the flow runs, and give its {name: ...}"
+            )
+        if isinstance(value, str) and USERINFO.search(value):
+            raise ValueError(
+                f"{name} holds a user or a key before an @; put it into .pyiceberg.yaml or the "
+                "environment (PYICEBERG_CATALOG__NAME__URI) where the flow runs"
+            )

@@ -30,6 +30,7 @@ HEARTBEATS = f"{RECORDS}/heartbeats"
 JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
 MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result
 ROW_SUMS = f"{RECORDS}/row_sums"
+PUBLISHED = f"{RECORDS}/published"  # a record a target
 ASKS = f"{RECORDS}/asks"  # of a run that reuses: a run of its own over what nobody has answered
 REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder for each try to plan
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
@@ -43,6 +44,7 @@ COMMIT_NAME = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
 PIECE_NAME = re.compile(rf"{PIECES}/(\d{{8,10}})-[0-9a-f]{{32}}\.parquet\Z")
 CHECKPOINT_NAME = re.compile(rf"{CHECKPOINTS}/[0-9a-f]{{32}}\.gz\Z")
 ATTEMPT_NAME = re.compile(rf"{ATTEMPTS}/([0-9A-Za-z]+)\.json\Z")
+PUBLISHED_NAME = re.compile(rf"{PUBLISHED}/([A-Za-z0-9][A-Za-z0-9._-]*)\.json\Z")
 JOB_NAME = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
 
 
@@ -76,6 +78,11 @@ def job_path(number: int) -> str:
 def job_end_path(number: int) -> str:
     """Of what that Ray job said when it ended."""
     return f"{JOBS}/{number:04d}.end.json"
+
+
+def published_path(target: str) -> str:
+    """Of the record that a target has a run's rows."""
+    return f"{PUBLISHED}/{target}.json"
 
 
 def row_sums_path(part: str) -> str:

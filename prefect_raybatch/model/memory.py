@@ -215,7 +215,8 @@ def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[in
     whole = 3 * hidden + hidden + experts * (2 * hidden + hidden)
     split = queries + 2 * keys + queries + experts * 3 * inner
     layers, ends = text["num_hidden_layers"], 2 * (hidden + text["vocab_size"])
-    one = 2 * int(arguments.get("max_loras") or 1) * int(arguments.get("max_lora_rank") or 16)
+    kept = _loaded_bytes(text, Precision.of(arguments))
+    one = kept * int(arguments.get("max_loras") or 1) * int(arguments.get("max_lora_rank") or 16)
     return one * (layers * whole + ends), one * layers * split
 
 

@@ -44,8 +44,14 @@ def asked(engine: Engine, config: Mapping[str, Any]) -> PoolingTask:
 
 def labels(engine: Engine, config: Mapping[str, Any]) -> list[str]:
     """The names of the model's labels, in the order of their numbers; as transformers has it,
-    LABEL_0 and on where they have none, and two of them where nothing is said."""
+    LABEL_0 and on where they have none, and two of them where nothing is said. Those of a model
+    that generates, made a classifier by `classifier_from_token`, are these tokens; of two of them
+    vLLM makes one score."""
     config = overridden(engine, config)
+    tokens, method = config.get("classifier_from_token"), config.get("method")
+    if isinstance(tokens, list) and (config.get("is_original_qwen3_reranker") or method):
+        two_way = method in (None, "from_2_way_softmax")
+        return ["LABEL_0"] if two_way else [str(token) for token in tokens]
     named = config.get("id2label")
     if isinstance(named, Mapping) and named:
         try:

@@ -9,7 +9,7 @@ from prefect_raybatch.job.batch_job import BatchJob, Prompt
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
-from prefect_raybatch.job.secrets import hide_argument
+from prefect_raybatch.job.secrets import catalog_place, hide_argument
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
 from prefect_raybatch.storage.web import unsigned
@@ -24,6 +24,9 @@ FINGERPRINTED = {
     "source.columns": "other columns in the result",
     "source.version": "other rows; counts where it is set",
     "source.filter": "other rows; counts where it is set",
+    "source.catalog": "another table; which catalog it is counts, its keys do not",
+    "source.query": "other rows",
+    "source.types": "other values; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -85,6 +88,7 @@ FREE = {
     "engine.engines_per_gpu": "how many work on a GPU",
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
+    "engine.early_stop": "speed: an answer is completed when it is certain",
     "engine.stage": "speed: the same model, tokens and sampling",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
@@ -96,6 +100,7 @@ FREE = {
     "output.uri": "where the run directory is",
     "output.compact": "layout of the result, not its rows",
     "output.file_mb": "layout of the result, not its rows",
+    "output.publish": "where else the rows go, once they are there",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",
     "output.keep_answers": "how long raw answers stay, beside the result",
@@ -163,6 +168,12 @@ def fingerprint(
     # What came after the first runs counts where it is used: the others keep their fingerprint.
     if job.source.version is not None:
         parts["source.version"] = job.source.version
+    if job.source.catalog:
+        parts["source.catalog"] = catalog_place(job.source.catalog)
+    if job.source.query is not None:
+        parts["source.query"] = job.source.query
+    if job.source.types:
+        parts["source.types"] = job.source.types
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":

@@ -10,7 +10,6 @@ from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model import adapters
 from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.stages.request_key import Keying, context_of
-from prefect_raybatch.stages.row_sampling import has_form
 
 KEY_VERSION = 1  # of what a key is made of
 
@@ -48,8 +47,8 @@ def _context(job: BatchJob, model: Mapping[str, Any]) -> dict[str, Any]:
             parts[f"prompt.{name}"] = getattr(prompt, name)
     if output.probabilities:  # asked for with the answer
         parts["output.probabilities"] = True
-    if output.reasoning_parser and (has_form(sampling) or prompt.function):
-        parts["output.reasoning_parser"] = output.reasoning_parser  # where the form begins
+    if output.reasoning_parser:  # tells where a form begins, and whether a prompt left it open
+        parts["output.reasoning_parser"] = output.reasoning_parser
     if output.parsed_columns and (sampling.get("stop") or prompt.function):
         parts["special_tokens"] = True  # vLLM made the texts, with the marks that parsers look for
     if adapters.named(job.engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,14 +13,21 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, UNWRITTEN, BatchJob, Prompt
+from prefect_raybatch.job.batch_job import (
+    LOGPROBS,
+    PROBABILITIES,
+    UNWRITTEN,
+    BatchJob,
+    Output,
+    Prompt,
+)
 from prefect_raybatch.job.checks import RESERVED
-from prefect_raybatch.job.secrets import hide_argument, is_masked
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
-from prefect_raybatch.sizing.shards import choose_rows_per_shard
+from prefect_raybatch.sizing.shards import bytes_a_shard, choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
 
 if TYPE_CHECKING:
@@ -36,10 +44,45 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
     return job.model_copy(update={"engine": engine})
 
 
+# Columns whose names give way, where they are left as they are by default, to the input's: the
+# result of one job is the input of the next, and has both.
+GIVE_WAY = ("row_number", "column")
+
+
+def with_free_names(job: BatchJob, names: Sequence[str]) -> BatchJob:
+    """The job with `_row_2` (or `_row_3`, ...) in place of `_row` where the input has a column of
+    that name, and likewise for `response`. A name that was chosen is left, and refused by
+    `check_against_schema`."""
+    update: dict[str, str] = {}
+    # A function gets the answer under output.column, whatever the input has under that name.
+    for field in GIVE_WAY if job.output.postprocess is None else GIVE_WAY[:1]:
+        usual = Output.model_fields[field].default
+        if getattr(job.output, field) == usual and usual in job.kept(names):
+            free = (f"{usual}_{number}" for number in count(2))
+            update[field] = next(name for name in free if name not in names)
+    if not update:
+        return job
+    return job.model_copy(update={"output": job.output.model_copy(update=update)})
+
+
+def _as_named(job: BatchJob, plan: Plan) -> BatchJob:
+    """The job with the columns' names that its plan settled (`with_free_names`)."""
+    kept = plan.job.get("output", {})
+    update = {
+        field: kept[field]
+        for field in GIVE_WAY
+        if getattr(job.output, field) == Output.model_fields[field].default
+        and isinstance(kept.get(field), str)
+    }
+    if not update:
+        return job
+    return job.model_copy(update={"output": job.output.model_copy(update=update)})
+
+
 def as_planned(job: BatchJob, plan: Plan) -> BatchJob:
-    """The job with what its plan settled: the context length, and the schema of the answers and
-    the chat template, whose file or class may have changed since, or not be here."""
-    job = settled(job, plan.context)
+    """The job with what its plan settled: the context length, names of columns, the schema of the
+    answers and the chat template, whose file or class may have changed since, or not be here."""
+    job = _as_named(settled(job, plan.context), plan)
     output = job.output.with_form(plan.parts.get("output.schema_model"))
     job = job if output is job.output else job.model_copy(update={"output": output})
     if job.prompt.chat_template is None:
@@ -61,6 +104,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
     import difflib
 
+    job = with_free_names(job, schema.names)
     for name in UNWRITTEN:
         if (job.sampling.model_extra or {}).get(name):
             raise ConfigError(
@@ -191,6 +235,10 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
+    if job.output.publish:
+        value["output"]["publish"] = [target.public() for target in job.output.publish]
+    if job.source.catalog:
+        value["source"]["catalog"] = catalog_place(job.source.catalog)
     engine = value.get("engine", {})
     engine.pop("env", None)
     for name in job.engine.model_extra or {}:
@@ -216,16 +264,19 @@ def make_plan(
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`), `increment` what is reused,
-    `table` which table at which version was copied.
+    max_model_len: auto came to (`Plan.context`), `row_bytes` what a row is in memory, with its
+    images prepared, `increment` what is reused, `table` which table at which version was copied.
     """
-    job, retry = resolved.job, resolved.retry
+    job, retry = with_free_names(resolved.job, schema.names), resolved.retry
     rows = sum(file.rows for file in files)
     engines = engines or expected_engines(job, None)
-    if job.prompt.images.used:  # what a block comes to once its images are prepared
-        row_bytes = max(row_bytes, job.prompt.images.prepared_bytes())
     size = choose_rows_per_shard(
-        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+        job.source,
+        job.engine.batch_size,
+        rows=rows,
+        row_bytes=row_bytes,
+        engines=engines,
+        most_bytes=bytes_a_shard(job.prompt),
     )[0]
     starts = shard_starts(rows, size)
     shards, listing = shards_table(starts), files_table(files)

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter
 from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
 
@@ -133,6 +134,8 @@ class RunReport(FinishedRows):
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
+    # Told by records of their own, since the report is written before a run is published.
+    published: tuple[Published, ...] = ()
     # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
     reuse: Mapping[str, Number] = field(default_factory=dict)
 
@@ -153,6 +156,8 @@ class RunReport(FinishedRows):
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
+        if not self.published:
+            del value["published"]
         if not self.reuse:  # reports of other runs keep their bytes
             del value["reuse"]
         return dump(value)

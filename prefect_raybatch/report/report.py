@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prefect_raybatch.ledger.failures import FailureKey, failure_texts
+from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.words import counted
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
@@ -127,9 +129,16 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
     ]
+    rows += [(f"Published: {one.target}", published_text(one)) for one in report.published]
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def published_text(one: Published) -> str:
+    """`delta s3://lake/answers, 9,998 rows, version 12`."""
+    version = f", version {one.version}" if one.version else ""
+    return f"{one.format} {one.place}, {counted(one.rows, 'row')}{version}"
 
 
 def _cut_off(tokens: Mapping[str, float]) -> str:

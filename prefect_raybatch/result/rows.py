@@ -83,6 +83,26 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
         yield pieces[0].path, numbers.of(at), table.select(columns)
 
 
+def data_schema(member: Member) -> pa.Schema:
+    """The columns of the answered rows of a finished run; the row number's where there are none."""
+    for part in _parts(member, "data"):
+        with _opened(member, part, check=False) as (parquet, _):
+            return parquet.schema_arrow.remove_metadata()
+    name = member.summary.row_number if member.summary else "_row"
+    return pa.schema([(name, pa.int64())])
+
+
+def data_of(member: Member) -> Iterator[pa.RecordBatch]:
+    """The answered rows of a finished run, in order of number, out of files that have the checksum
+    that finalize recorded. Memory: one batch; the local disk holds one file."""
+    schema = None
+    for part in _parts(member, "data"):
+        with _opened(member, part, check=True) as (parquet, _):
+            schema = schema or parquet.schema_arrow.remove_metadata()
+            for batch in parquet.iter_batches(_batch_rows(parquet), use_threads=False):
+                yield from pa.Table.from_batches([batch]).cast(schema).to_batches()
+
+
 def _committed(commit: Commit, numbers: RowNumbers, start: int) -> Iterator[Rows]:
     for kind, ranges in (("data", commit.good), ("quarantine", commit.failed)):
         where = next((p.path for p in commit.pieces if p.kind == kind), "no piece")

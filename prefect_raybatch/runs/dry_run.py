@@ -12,10 +12,12 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -48,6 +50,7 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
 
 
@@ -80,6 +83,8 @@ def dry_run(
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    job = planning.with_free_names(job, found.schema.names)
+    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
     resolved = resolved.pinned()
     model = resolved.model
     model_check.check(
@@ -102,14 +107,15 @@ def dry_run(
         )
         job = planning.settled(job, tokens.context())
     rows = sum(file.rows for file in found.files)
+    row_bytes = image_bytes.row_bytes(job, model, found, read=not snapshot)
     have, wrong = (what_if, []) if what_if else sized.ask(job)
     known, unknown = sized.model_sizes(job.engine, model, have)
     expected = sizes.expected_engines(job, what_if) if what_if else sized.engines_to_plan_for(job)
     try:
-        size = sizes.sizes_of(job, rows, found.row_bytes, have, known, unknown, expected=expected)
+        size = sizes.sizes_of(job, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
-        size = sizes.sizes_of(job, rows, found.row_bytes, have, expected=expected)
+        size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
     wrong += size.problems
     needs = sized.checked_needs(job, have, size, wrong)
     return DryRun(
@@ -127,6 +133,7 @@ def dry_run(
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
+        publish=publish,
         reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
     )
 

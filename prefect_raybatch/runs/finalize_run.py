@@ -20,6 +20,7 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
@@ -189,9 +190,10 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 def load_report(store: Store) -> RunReport:
     """The report of a finished run; raises `CorruptRun` when it is gone."""
     try:
-        return RunReport.from_bytes(read_record(store, REPORT))
+        found = RunReport.from_bytes(read_record(store, REPORT))
     except FileNotFoundError:
         raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
+    return replace(found, published=all_published(store))
 
 
 def html_page(report: RunReport) -> str:

@@ -317,7 +317,8 @@ def job_of_asks(job: BatchJob) -> BatchJob:
     output = job.output.model_copy(
         update={
             **dict.fromkeys(("postprocess", "output_schema", "keep_answers")),
-            **{"columns": [], "extras": [], "row_number": NUMBER, "compact": True},
+            **{"columns": [], "extras": [], "publish": []},
+            **{"row_number": NUMBER, "compact": True},
         }
     )
     return job.model_copy(update={"output": output, "reuse": None})

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.driver.driver import Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
+    from prefect_raybatch.sizing.sizes import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -55,38 +56,32 @@ def infer_run(
     if increment is None or ledger.finished(plan) is not None:
         return _attempt(job, run, observe, engine)
     begun = begin_asks(store, increment)
-    with ExitStack() as stack:
-        if begun is not None and begun[0].finished(begun[1]) is None:
-            from prefect_raybatch.cluster import connect as cluster
-
-            # Held over both parts, so that a cluster that is started here is started once.
-            stack.enter_context(cluster.connected(job))
-            _ask(job, run, *begun, observe, engine)
+    if begun is None or begun[0].finished(begun[1]) is not None:
         return _attempt(job, run, observe, engine)
-
-
-def _ask(
-    job: BatchJob,
-    run: Run,
-    ledger: Ledger,
-    plan: Plan,
-    observe: Callable[[Progress], None],
-    engine: type | None,
-) -> None:
-    """Asks what nobody has answered: a run of its own, of which only this one knows."""
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.runs.finalize_run import finalize_run
     from prefect_raybatch.runs.increment import job_of_asks
 
-    job = job_of_asks(job)
-    asks = replace(run_of(ledger.store, plan, ledger), probed=run.probed)
-    log.info("asking %d requests first, in %s", plan.rows, asks.uri)
-    finalize_run(job, asks, _attempt(job, asks, observe, engine))
+    # Asked first: a run of its own, of which only this one knows. The cluster is held over both,
+    # so that one that is started here is started once.
+    user, part = User(job.name), job_of_asks(job)
+    with cluster.connected(job, user) as capacity:
+        asks = replace(run_of(begun[0].store, begun[1], begun[0]), probed=run.probed)
+        log.info("asking %d requests first, in %s", asks.rows, asks.uri)
+        finalize_run(part, asks, _attempt(part, asks, observe, engine, (user, capacity)))
+        return _attempt(job, run, observe, engine, (user, capacity))
 
 
 def _attempt(
-    job: BatchJob, run: Run, observe: Callable[[Progress], None], engine: type | None
+    job: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None],
+    engine: type | None,
+    held: tuple[User, Capacity] | None = None,
 ) -> Progress:
-    """One attempt at the pending shards of one ledger."""
+    """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
+    by this user of it."""
     from prefect_raybatch.driver.driver import Driver
     from prefect_raybatch.driver.monitor import Monitor
 
@@ -112,19 +107,20 @@ def _attempt(
     from prefect_raybatch.cluster.sharing import User
 
     ledger.note_attempt(attempt, whoami)
-    user = User(job.name, monitor.held)
+    user, capacity = held or (User(job.name), None)
+    user.waits = monitor.held
     with ExitStack() as stack:
         stack.enter_context(monitor)
-        capacity = stack.enter_context(cluster.connected(job, user))
+        capacity = capacity or stack.enter_context(cluster.connected(job, user))
         monitor.dashboard = cluster.dashboard_url()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
-        size = sized.for_attempt(without_engine(job) if looks_up else job, plan, ledger, capacity)
-        if not looks_up:
-            cluster.check_fit(job, capacity, size.pool)
-            for warning in size.warnings:
-                log.warning(warning)
-            stack.enter_context(cluster.admitted(job, capacity, size.pool, user))
+        needed = without_engine(job) if looks_up else job
+        size = sized.for_attempt(needed, plan, ledger, capacity)
+        cluster.check_fit(needed, capacity, size.pool)
+        for warning in () if looks_up else size.warnings:
+            log.warning(warning)
+        stack.enter_context(cluster.admitted(needed, capacity, size.pool, user))
         if increment is not None and not looks_up:  # what a report reckons savings by
             whoami["gpus"] = size.pool.gpus[1]
             ledger.note_attempt(attempt, whoami)
@@ -150,7 +146,7 @@ def _attempt(
 def without_engine(job: BatchJob) -> BatchJob:
     """The job as sizes are resolved for a run that asks nothing: no GPU is needed for it."""
     update: dict[str, Any] = {"device": "cpu", "replicas": 1, "engines_per_gpu": 1}
-    update |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    update |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "num_cpus": 0.1}
     return job.model_copy(update={"engine": job.engine.model_copy(update=update)})
 
 

@@ -17,9 +17,11 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.run import Run, run_of, run_store
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
@@ -77,10 +79,12 @@ def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
     if resolved.known is not None:
         resolved = _checked(resolved)
     if source.needs_snapshot(job.source):
-        planning.check_against_schema(job, source.peek(job.source).schema)
+        schema = source.peek(job.source).schema
     else:  # the first file with rows is enough here; the plan reads every footer
         first = job.source.model_copy(update={"limit": 1})
-        planning.check_against_schema(job, source.inventory(first).schema)
+        schema = source.inventory(first).schema
+    planning.check_against_schema(job, schema)
+    check_targets_of(job, schema)
     return resolved
 
 
@@ -107,10 +111,10 @@ def check_places(source: Source, output: Output) -> None:
 def check_schema_names(output: Output) -> None:
     """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
     if output.output_schema:
-        from prefect_raybatch.stages.finish import declared
+        from prefect_raybatch.stages.result_columns import declared_schema
 
         try:
-            declared(output.output_schema)
+            declared_schema(output.output_schema)
         except ValueError as error:
             raise ConfigError(f"output.schema: {error}") from None
 
@@ -157,6 +161,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    for line in check_targets_of(job, found.schema, run_key):
+        log.info("to publish: %s", line)
     context = None
     if job.engine.max_model_len == "auto":
         store = ledger.store if copied else None
@@ -170,7 +176,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         run_key,
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store if copied else None),
         snapshot=copied,
         engines=sized.engines_to_plan_for(job),
         context=context,

@@ -22,14 +22,17 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
 from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
 from prefect_raybatch.runs.run import Run, run_of
@@ -130,6 +133,11 @@ def retry_request(
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
     where = parent.ledger.store.uri
+    increment = increment_of(parent.plan)
+    if increment is not None and increment.ledger == OF_ASKS:
+        raise ConfigError(
+            f"{where} holds what a run asked, not its rows; retry the failed rows of the run itself"
+        )
     if parent.summary is None:
         raise ConfigError(
             f"{where} is not finished: finish it first, with the command it was begun with; "
@@ -150,7 +158,9 @@ def retry_request(
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
     check_schema_names(known.job.output)
-    planning.check_against_schema(known.job, decode_schema(parent.plan.input_schema))
+    schema = decode_schema(parent.plan.input_schema)
+    planning.check_against_schema(known.job, schema)
+    check_targets_of(known.job, schema, family.next_key)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
@@ -238,7 +248,7 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         family.next_key,
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
         snapshot=True,
         numbers=numbers_table(numbers),
         engines=sized.engines_to_plan_for(job),

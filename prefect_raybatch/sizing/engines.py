@@ -26,6 +26,9 @@ SHORT = 32  # tokens out: at 128 and more packing loses, and between 6 and 128 n
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
 CHARACTERS = 4  # a token, roughly
+# Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
+# Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
+IMAGE_TOKEN_BYTES = 28 * 28 * 2 * 3 * 2
 MARKUP = 8  # tokens that a chat template adds to a row
 
 
@@ -45,10 +48,11 @@ class Tokens:
 
 
 def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float) -> Tokens:
-    """Of a row of `row_bytes` bytes of input columns."""
+    """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared."""
     first, _, rest = (prompt.template or "").partition("{")
     shared = (len(prompt.system or "") + len(first)) / CHARACTERS
-    own = (row_bytes + len(rest)) / CHARACTERS + MARKUP
+    own = row_bytes / (IMAGE_TOKEN_BYTES if prompt.images.used else CHARACTERS)
+    own += len(rest) / CHARACTERS + MARKUP
     return Tokens(round(shared), round(own), *_most_out(prompt, sampling))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from prefect_raybatch.job.batch_job import Engine, Source
+from prefect_raybatch.job.batch_job import Engine, Prompt, Source
 from prefect_raybatch.words import counted
 
 SHARDS = 8  # shards for an engine alone: progress and resume are that fine
@@ -16,25 +16,39 @@ SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of the
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
 
 
+IMAGE_BYTES = 256 << 20  # the same of rows whose images are prepared: mostly these
+
+
+def bytes_a_shard(prompt: Prompt) -> int:
+    """The most bytes that a shard is planned to have in memory."""
+    return IMAGE_BYTES if prompt.images.used else MOST_BYTES
+
+
 def choose_rows_per_shard(
-    source: Source, batch_size: int, *, rows: int, row_bytes: float, engines: int
+    source: Source,
+    batch_size: int,
+    *,
+    rows: int,
+    row_bytes: float,
+    engines: int,
+    most_bytes: int = MOST_BYTES,
 ) -> tuple[int, str]:
     """(rows a shard, why).
 
     rows / (engines * 16), or rows / 8 for an engine alone, not under `batch_size` (smaller blocks
-    starve the engine) nor over 4,000 rows or 128 MiB. Source of the formula: Ray Data LLM's sizing
-    guide asks for at least 2 to 4 partitions a worker and blocks no smaller than the batch; with
-    more, engines wait less for each other at the end.
+    starve the engine) nor over 4,000 rows or `most_bytes`. Source of the formula: Ray Data LLM's
+    sizing guide asks for at least 2 to 4 partitions a worker and blocks no smaller than the batch;
+    with more, engines wait less for each other at the end.
     """
     if source.rows_per_shard:
         return min(source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
     each = SHARDS_A_WORKER if engines > 1 else SHARDS
     wanted = math.ceil(rows / (engines * each))
-    by_bytes = max(1, int(MOST_BYTES / max(row_bytes, 1.0)))
+    by_bytes = max(1, int(most_bytes / max(row_bytes, 1.0)))
     chosen = min(max(wanted, batch_size), MOST_ROWS, by_bytes, max(rows, 1))
     why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
     if chosen == by_bytes:
-        why = f"{MOST_BYTES >> 20} MiB / {row_bytes:,.0f} bytes a row"
+        why = f"{most_bytes >> 20} MiB / {row_bytes:,.0f} bytes a row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
     elif chosen == rows < batch_size:

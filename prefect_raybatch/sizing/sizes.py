@@ -25,6 +25,7 @@ from prefect_raybatch.sizing.fit import (
 )
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
+    bytes_a_shard,
     choose_rows_per_shard,
     concurrent_batches,
     problems,
@@ -350,6 +351,7 @@ def sizes_of(
         rows=rows,
         row_bytes=row_bytes,
         engines=expected or pool.engines,
+        most_bytes=bytes_a_shard(job.prompt),
     )
     if planned:
         chosen, why = planned, "the run's plan"

@@ -1,4 +1,4 @@
-"""Parquet that is not read in place, since the place may change or go: its rows, to be copied."""
+"""Parquet that is not read in place, since the place may go or not all rows are: to be copied."""
 
 from __future__ import annotations
 
@@ -8,27 +8,60 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File
+from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.source.streams import one_line
-
-FETCHED_ROWS = 16_384  # decoded at a time
 
 
 def parquet_tables(
-    file: File, columns: Sequence[str] | None, known: dict[str, None]
+    file: File,
+    columns: Sequence[str] | None,
+    known: dict[str, None],
+    filter: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """The rows of a Parquet file, with `columns` where given; notes all names."""
+    """The rows of a Parquet file, with `columns` where given; notes all names. Row groups whose
+    statistics show that no row of them fits `filter` are left out."""
     with _opened(file) as parquet:
         schema = parquet.schema_arrow
-        chosen = check_columns(columns, schema.names, file.uri)
+        told = {name for name, _ in file.values} - {*schema.names}
+        wanted = None if columns is None else [name for name in columns if name not in told]
+        chosen = check_columns(wanted, schema.names, file.uri) if wanted != [] else schema.names[:1]
         check_types(pa.schema([schema.field(name) for name in chosen]), file.uri, SourceError)
         known.update(dict.fromkeys(schema.names))
-        batches = parquet.iter_batches(batch_size=FETCHED_ROWS, columns=chosen, use_threads=False)
-        for batch in batches:
+        for batch in parquet.iter_batches(
+            batch_size=_at_once(parquet.metadata),
+            row_groups=_groups(parquet, filter),
+            columns=chosen,
+            use_threads=False,
+        ):
             yield pa.Table.from_batches([batch]).select(chosen)
+
+
+def _at_once(metadata: Any) -> int:
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    return batch_rows(sum(group.total_byte_size for group in groups) / max(1, metadata.num_rows))
+
+
+def _groups(parquet: Any, filter: Filter | None) -> list[int]:
+    """The row groups in which a row may fit. Told by the footer alone: of a whole file pyarrow
+    would read ahead in threads of its own, see `Store.open`."""
+    import pyarrow.dataset as ds
+
+    every = list(range(parquet.num_row_groups))
+    if filter is None or not filter.skips(parquet.schema_arrow):
+        return every
+    footer = pa.BufferOutputStream()
+    parquet.metadata.write_metadata_file(footer)
+    fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
+    try:
+        found = fragment.subset(filter=filter.expression(parquet.schema_arrow)).row_groups
+    except (ConfigError, pa.ArrowException):  # columns of the path, for one
+        return every
+    return [group.id for group in found]
 
 
 def parquet_rows(file: File) -> int:

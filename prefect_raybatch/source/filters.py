@@ -19,6 +19,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.filter_text import (
     AllOf,
     AnyOf,
+    Compare,
     Condition,
     IsNull,
     Like,
@@ -55,16 +56,30 @@ class Filter:
         """For rows of `schema`. ConfigError for columns it lacks and values of another type."""
         return _expression(self.condition, schema)
 
+    def skips(self, schema: pa.Schema) -> bool:
+        """Whether statistics of files may tell that no row fits. Those of floats leave NaN out,
+        which is unequal to all."""
+        return not _unequal_floats(self.condition, schema)
+
     def keep(self, table: pa.Table) -> pa.Table:
         """The rows that fit."""
         return table.filter(self.expression(table.schema))
 
-    def sql(self, schema: pa.Schema) -> str | None:
+    def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
         """As an SQL condition that keeps at least the rows that fit; None where all must be read.
 
-        Names are quoted as standard SQL does it, values are of the columns' types.
+        `quote` stands around names; values are of the columns' types.
         """
-        return _sql(self.condition, schema)
+        return _sql(self.condition, schema, quote)
+
+
+def _unequal_floats(condition: Condition, schema: pa.Schema) -> bool:
+    if isinstance(condition, AllOf | AnyOf):
+        return any(_unequal_floats(part, schema) for part in condition.parts)
+    unequal = isinstance(condition, Compare) and condition.op == "!="
+    unequal = unequal or (isinstance(condition, OneOf) and condition.negated)
+    named = condition.column in schema.names
+    return unequal and named and pa.types.is_floating(schema.field(condition.column).type)
 
 
 def _field(name: str, schema: pa.Schema) -> pa.Field:
@@ -149,15 +164,19 @@ def _expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
     }[condition.op]()
 
 
-def _sql(condition: Condition, schema: pa.Schema) -> str | None:
+def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
     if isinstance(condition, AllOf | AnyOf):
-        parts = [_sql(part, schema) for part in condition.parts]
+        parts = [_sql(part, schema, quote) for part in condition.parts]
         known = [part for part in parts if part is not None]
         if isinstance(condition, AllOf):  # what is left out lets more through
             return f"({' AND '.join(known)})" if known else None
         return f"({' OR '.join(known)})" if len(known) == len(parts) else None
+    if _unequal_floats(condition, schema):
+        return None
     field = _field(condition.column, schema)
-    name = '"' + field.name.replace('"', '""') + '"'
+    if quote in field.name and quote != '"':  # only standard SQL says how to write that
+        return None
+    name = quote + field.name.replace('"', '""' if quote == '"' else '"') + quote
     if isinstance(condition, IsNull):
         return f"{name} IS {'NOT ' if condition.negated else ''}NULL"
     if isinstance(condition, Like):

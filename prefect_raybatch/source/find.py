@@ -113,17 +113,17 @@ def detect_format(source: Source) -> str:
 
 def needs_snapshot(source: Source) -> bool:
     """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
-    return any(map(is_web, source.uris)) or detect_format(source) != "parquet"
+    in_place = source.filter is None and not any(map(is_web, source.uris))
+    return not in_place or detect_format(source) != "parquet"
 
 
 def table_format(source: Source) -> str | None:
     """The table format of `source`: as it is named, or of a table's folder by what lies in it;
-    None where files are to be read. Raises the store's errors, and ConfigError where fields for
-    tables are set of files."""
+    None where files are to be read. Raises the store's errors, and ConfigError where files
+    are to have a version."""
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
-    for name in ("version", "filter"):
-        if found is None and getattr(source, name) is not None:
-            raise ConfigError(f"source.{name}: is of tables ({', '.join(OPENED)}), not of files")
+    if found is None and source.version is not None:
+        raise ConfigError(f"source.version: is of tables ({', '.join(OPENED)}), not of files")
     return found
 
 

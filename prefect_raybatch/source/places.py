@@ -30,12 +30,7 @@ RUN = "run"
 QUARANTINES = {QUARANTINE_FOLDER, EARLIER_QUARANTINE}  # one of them, as the plan says
 FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
-OPENED = {"Delta": "delta"}  # source.format that opens a kind of table
-RIGHTS = {  # what gives the rows of the others, for the message
-    "Iceberg": "pyiceberg's table.scan().to_arrow()",
-    "Hudi": "Spark",
-    "Lance": "lance.dataset(...).to_table()",
-}
+OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as which source.format
 
 
 def mark(path: str) -> tuple[str, str] | None:
@@ -207,6 +202,4 @@ def _table(place: str, kind: str) -> str:
             f"{said}. Name the table's own folder, and it alone, with source.format auto or "
             f"{OPENED[kind]}; parts of it are chosen with source.filter"
         )
-    return (
-        f"{said}. Export its rows to Parquet (for example with {RIGHTS[kind]}) and name that folder"
-    )
+    return f"{said}. Export its rows to Parquet (for example with Spark) and name that folder"

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
-from prefect_raybatch.source.copies import Blocks, copy_tables
+from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
 from prefect_raybatch.source.csv_text import csv_tables
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
+from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
 from prefect_raybatch.source.hive import add_columns, path_types
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
@@ -51,16 +52,20 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
             raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
     hive = path_types(file.values for file in files)
     known: dict[str, None] = {}
+    reads, chosen = _reads(source)
+    pushed = None if chosen is None else chosen.filter
 
     def blocks() -> Blocks:
         for file in files:
-            for table in _tables(kind, file, source, known, hive):
+            for table in _tables(kind, file, reads, known, hive, pushed):
                 yield file.uri, table
 
-    shape = _shape(kind, source.columns, hive)
-    made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind)
+    shape = _shape(kind, reads.columns, hive)
+    made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
+    elif source.filter:
+        raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
     else:
         what = "has a header but no rows" if kind == "csv" else "has no rows"
         raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
@@ -78,14 +83,16 @@ def peek(source: Source) -> Inventory:
         return copying.peek_at(table, source)
     kind, files = find(source)
     hive = path_types(file.values for file in files)
-    shape = _shape(kind, source.columns, hive)
+    reads, wanted = _reads(source)
+    shape = _shape(kind, reads.columns, hive)
     known: dict[str, None] = {}
-    table = next(_tables(kind, files[0], source, known, hive), None)
+    table = next(_tables(kind, files[0], reads, known, hive), None)
     if table is None or not table.num_rows:
         raise SourceError(f"{files[0].uri}: has no rows to look at")
     shape.see(files[0].uri, table)
     check_columns(source.columns, list(known), files[0].uri)
     schema = written(shape.schema)
+    fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
     stored = _stored_row_bytes(kind, files[0])
     chosen, left = [], source.limit
     for file in files:
@@ -97,11 +104,13 @@ def peek(source: Source) -> Inventory:
             and not ending(file.info.path)[1]
         ):
             rows = table.num_rows  # the block is the file
+        rows = max(1, round(rows * fits))
         rows = rows if left is None else min(rows, left)
         chosen.append(file.input(rows))
         left = None if left is None else left - rows
         if left == 0:
             break
+    schema = schema if wanted is None else wanted.schema(schema)
     row_bytes = conform(table, schema).nbytes / table.num_rows
     return Inventory(tuple(chosen), schema, row_bytes, kind)
 
@@ -115,14 +124,43 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
         return
     kind, files = find(source)
     hive = path_types(file.values for file in files)
+    reads, wanted = _reads(source)
     chosen = {i * (len(files) - 1) // max(1, most - 1) for i in range(most)}
     for number in sorted(chosen) if len(files) > most else range(len(files)):
         file = files[number]
-        shape = _shape(kind, source.columns, hive)
-        table = next(_tables(kind, file, source, {}, hive), None)
+        shape = _shape(kind, reads.columns, hive)
+        table = next(_tables(kind, file, reads, {}, hive), None)
         if table is not None and table.num_rows:
             shape.see(file.uri, table)
-            yield file.uri, conform(table, written(shape.schema))
+            schema = written(shape.schema)
+            table = _fitting(kind, wanted, table, schema)
+            yield file.uri, conform(table, schema if wanted is None else wanted.schema(schema))
+
+
+def _reads(source: Source) -> tuple[Source, Chosen | None]:
+    """The source with the columns of its filter beside those that are written, and what of that
+    is written."""
+    if source.filter is None:
+        return source, None
+    filter = Filter(source.filter)
+    if source.columns is None:
+        return source, Chosen(filter)
+    more = list(dict.fromkeys([*source.columns, *filter.columns]))
+    return source.model_copy(update={"columns": more}), Chosen(filter, source.columns)
+
+
+def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The rows of a first block that fit the filter. ConfigError where it does not go with the
+    types, which text alone leaves open: there all rows are taken for the guess."""
+    if wanted is None:
+        return table
+    try:
+        return wanted.rows(table, schema)
+    except ConfigError:
+        absent = kind == "csv" and not set(wanted.filter.columns) <= {*schema.names}
+        if absent or kind not in ("csv", "jsonl"):
+            raise
+        return table
 
 
 def _stored_row_bytes(kind: str, file: File) -> float:
@@ -152,19 +190,29 @@ def _tables(
     source: Source,
     known: dict[str, None],
     hive: Mapping[str, pa.DataType],
+    pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Blocks of a file with the columns of its path, whose types are `hive`; notes all names."""
+    """Blocks of a file with the columns of its path, whose types are `hive`; notes all names.
+    Rows that do not fit `pushed` may be left out."""
     columns = source.columns
     told = [name for name, _ in file.values]
     check_columns(None, [name for name in told if name in (columns or told)], file.uri)
     if kind == "csv":
         tables = csv_tables(file, columns, known, source.csv)
+    elif kind == "parquet":
+        tables = parquet_tables(file, columns, known, pushed)
     else:
-        readers = {"jsonl": json_tables, "arrow": arrow_tables, "parquet": parquet_tables}
-        tables = readers[kind](file, columns, known)
-    for table in tables:
-        known.update(dict.fromkeys(told))
-        yield add_columns(table, file.uri, file.values, hive, columns) if told else table
+        tables = (json_tables if kind == "jsonl" else arrow_tables)(file, columns, known)
+    try:
+        for table in tables:
+            known.update(dict.fromkeys(told))
+            yield add_columns(table, file.uri, file.values, hive, columns) if told else table
+    except ConfigError as error:
+        for name in Filter(source.filter).columns if source.filter else ():
+            if f"no column {name!r}" in str(error):  # read for the filter
+                text = str(error).replace("source.columns", "source.filter", 1)
+                raise ConfigError(text) from None
+        raise
 
 
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:

@@ -38,6 +38,7 @@ STEPS = "__rb_steps"  # what was told of each token of an answer; not in every b
 CHANCES = "__rb_chances"  # map<string, double>: each label's probability; not in every block
 PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
 MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
+DIGESTS = "__rb_digests"  # DIGESTS_TYPE: of a row's images as they were fetched; where asked for
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 REUSE = "__rb_reuse"  # int8: where the answer is from (ledger/increments.py); not in every block
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
@@ -52,6 +53,7 @@ LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal"
 MM_TYPE = pa.struct(  # vLLM's version, whose objects these are; what stands for the images; them
     [("vllm", pa.string()), ("key", pa.binary()), ("features", pa.large_binary())]
 )
+DIGESTS_TYPE = pa.list_(pa.struct([("sha256", pa.string()), ("bytes", pa.int64())]))
 PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 

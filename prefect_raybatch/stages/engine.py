@@ -57,6 +57,7 @@ from prefect_raybatch.stages.block import (
     timed,
     units_of,
 )
+from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes, may_stop_early
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
@@ -96,8 +97,8 @@ class EngineSpec:
     says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
     in the order that suits the engine, `merge` asks once about equal requests of a block;
     `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
-    written; by `attempt` an actor finds what one of
-    the same driver left that died on its node."""
+    written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
+    actor finds what one of the same driver left that died on its node."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -113,6 +114,7 @@ class EngineSpec:
     attempt: str = ""
     adapted: Adapted = field(default_factory=lambda: Adapted(None))
     labels: tuple[str, ...] = ()
+    early_stop: EarlyStop = "off"
 
 
 def engine_spec(
@@ -145,7 +147,7 @@ def engine_spec(
         arguments.setdefault("distributed_executor_backend", "mp")
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
     return EngineSpec(
-        model=models.with_tokenizer(model, job.engine) if job.output.probabilities else model,
+        model=models.with_tokenizer(model, job.engine),
         sampling=sampling,
         arguments=arguments,
         env={**ours, **job.engine.env},
@@ -165,6 +167,7 @@ def engine_spec(
             alone=not cpu,
         ),
         labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
+        early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
     )
 
 
@@ -177,6 +180,7 @@ class EngineStage:
 
     sampler: Sampler | None = None
     _note = note.Note("")
+    _early = EarlyStopping("off", lambda: None)
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
@@ -188,6 +192,7 @@ class EngineStage:
         self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
         self._left = self._note.left()
+        self._early = EarlyStopping(spec.early_stop, self._token_bytes)
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
@@ -220,6 +225,8 @@ class EngineStage:
             starts += left.times if left.doing == note.START else 0
             prompts += left.times if left.doing == note.PROMPT else 0
         self._note.write(note.START, starts, self._suspect or "")
+        if has_form(self.spec.sampling):  # before rows wait for it
+            self._early.ready()
         self.start()
         if self._suspect is not None:
             self._prove(self._suspect, prompts)
@@ -360,9 +367,9 @@ class EngineStage:
         probable there."""
         labels = self._labels
         if labels is None or not labels.later:
-            return engine.run(requests)
+            return self._early.run(engine.run, requests)
         each = [[one, *_further(one, labels)] for one in requests]
-        done = iter(engine.run([one for some in each for one in some]))
+        done = iter(self._early.run(engine.run, [one for some in each for one in some]))
         made = []
         for some in each:
             answer, *later = [next(done) for _ in some]
@@ -370,6 +377,9 @@ class EngineStage:
             told = [one.logprobs or {} for one in later]
             made.append(replace(answer, later=told, error=answer.error or error))
         return made
+
+    def _token_bytes(self) -> Sequence[bytes] | None:
+        return grammar_bytes(load_tokenizer(*models.tokenizer_place(self.spec.model)))
 
     def _load(self) -> dict[str, float]:
         engine = self.engine

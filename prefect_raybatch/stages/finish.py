@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, Output
+from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
@@ -37,6 +38,7 @@ from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
     CHANCES,
+    DIGESTS,
     ENDS,
     ERROR,
     FINISH,
@@ -64,7 +66,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.parsing import Parsers, Parsing
-from prefect_raybatch.stages.result_columns import extra_type
+from prefect_raybatch.stages.result_columns import declared_schema, extra_type
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
 from prefect_raybatch.words import counted
@@ -306,6 +308,8 @@ class Finish:
                 if self.answers > 1:  # a row that asked for one has no list
                     several = table[ENDS].to_pylist()
                     values = [s or [v] for s, v in zip(several, values, strict=True)]
+            elif name == DIGESTS_COLUMN:
+                values = table[DIGESTS].to_pylist()
             elif name == "prompt_tokens":
                 values = table[PROMPT_TOKENS].to_pylist()
             else:
@@ -332,7 +336,7 @@ class Finish:
             alone = reader_of(form).schema if form is not None and not several else ()
             return pa.schema([*alone, *beside])
         if self.output.output_schema is not None:
-            return declared(self.output.output_schema)
+            return declared_schema(self.output.output_schema)
         try:
             return _read_schema(self.store)
         except FileNotFoundError:
@@ -432,17 +436,6 @@ def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa
     if nested is not None:
         columns["input"] = nested
     return pa.table(columns)
-
-
-def declared(schema: dict[str, str]) -> pa.Schema:
-    """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
-    fields = []
-    for name, kind in schema.items():
-        if kind.startswith("list<") and kind.endswith(">"):
-            fields.append((name, pa.list_(pa.type_for_alias(kind[5:-1]))))
-        else:
-            fields.append((name, pa.type_for_alias(kind)))
-    return pa.schema(fields)
 
 
 def _read_schema(store: Store) -> pa.Schema:

@@ -17,6 +17,8 @@ from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
+    DIGESTS,
+    DIGESTS_TYPE,
     ERROR,
     ERROR_TYPE,
     FORMED,
@@ -38,7 +40,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.conversations import Conversation, documents_of
-from prefect_raybatch.stages.images.rows import RowImages
+from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.request_key import KEY, Keying
@@ -89,7 +91,7 @@ class Prepare:
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
         limit = self.max_model_len or models.context_length(models.local_path(self.model))
-        requests, whole, features = self._rendered(table)
+        requests, whole, features, digests = self._rendered(table)
         tokens = [self._fitted(r, t, limit) for r, t in zip(requests, whole, strict=True)]
         if self.prompt.on_too_long != "quarantine":
             cut = [
@@ -112,6 +114,8 @@ class Prepare:
                 None if isinstance(t, Failure) else f for t, f in zip(tokens, features, strict=True)
             ]
             table = table.append_column(MM, pa.array(sent, MM_TYPE))
+            if self.images.digests:
+                table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
         if self.prompt.function or has_form(self.sampling):
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling, given) for given in own]
@@ -134,23 +138,28 @@ class Prepare:
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
         """Request and prompt tokens of each row of a block of input rows, of any length; a
         `Failure` in either place for a row that has none."""
-        requests, tokens, _ = self._rendered(table)
+        requests, tokens, *_ = self._rendered(table)
         return requests, tokens
 
     def _rendered(
         self, table: pa.Table
-    ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure], list[dict[str, Any] | None]]:
-        """As `prompts`, and what the engine gets of each row's images (of `MM_TYPE`)."""
+    ) -> tuple[
+        list[ChatRequest | Failure],
+        list[TokenIds | Failure],
+        list[dict[str, Any] | None],
+        list[Digests],
+    ]:
+        """As `prompts`, what the engine gets of each row's images (of `MM_TYPE`), and their
+        digests."""
         requests = self._requests(table)
         if self.keying is not None:
             requests = self.keying.checked(requests, table, table[KEY].to_pylist())
         if self.images is not None:
             given = [_messages_for_images(r) for r in requests]
-            tokens, features = self.images.rendered(table, given, self.model)
-            return requests, tokens, features
+            return (requests, *self.images.rendered(table, given, self.model))
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
         tokens = tokenize(tokenizer, render(tokenizer, requests, chat), chat)
-        return requests, tokens, [None] * table.num_rows
+        return requests, tokens, [None] * table.num_rows, []
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))

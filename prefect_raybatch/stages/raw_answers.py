@@ -52,7 +52,7 @@ RAW_COLUMNS = {
     STEPS: ("logprobs", STEPS_TYPE),
 }
 RAW = pa.schema(list(RAW_COLUMNS.values()))
-KEPT_BYTES = 256 << 20  # of row groups that a worker keeps: rows far apart share answers
+KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
 
 _kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
 

@@ -7,8 +7,9 @@ import pyarrow as pa
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, BatchJob, Sampling
+from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.stages.answer_logprobs import logprobs_type, most_told
-from prefect_raybatch.stages.block import PROBABILITIES_TYPE
+from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
@@ -47,6 +48,45 @@ def result_columns(job: BatchJob) -> tuple[tuple[str, str], ...]:
     return (*made, (output.row_number, "int64"))
 
 
+def result_types(job: BatchJob, given: pa.Schema) -> tuple[pa.Schema, bool]:
+    """(the result's columns whose types are known before a run, whether these are all); `given` are
+    the input's."""
+    output, answers, known = job.output, answers_of(job.sampling), True
+    fields = [given.field(name) for name in job.kept(given.names) if name in given.names]
+    text = pa.list_(pa.string()) if answers > 1 else pa.string()
+    if output.postprocess is not None:
+        fields += list(declared_schema(output.output_schema or {}))
+        known = output.output_schema is not None
+    elif (form := output.answer_form) is not None:
+        fields += [shape.field(name) for name, shape in columns_of(form).items()]
+    elif job.engine.task == "embed":
+        number = pa.float16() if output.vector_type == "float16" else pa.float32()
+        fields.append(pa.field(output.column, pa.list_(number)))
+    elif job.engine.task == "generate":
+        fields.append(pa.field(output.column, text))
+    else:
+        known = False
+    if (output.postprocess is None and output.parsed_columns) or most_told(
+        job.sampling
+    ) is not None:
+        known = False
+    fields += [pa.field(name, extra_type(name, answers)) for name in output.extras]
+    if output.probabilities:
+        fields.append(pa.field(PROBABILITIES, PROBABILITIES_TYPE))
+    return pa.schema([*fields, (output.row_number, pa.int64())]), known
+
+
+def declared_schema(schema: dict[str, str]) -> pa.Schema:
+    """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
+    fields = []
+    for name, kind in schema.items():
+        if kind.startswith("list<") and kind.endswith(">"):
+            fields.append((name, pa.list_(pa.type_for_alias(kind[5:-1]))))
+        else:
+            fields.append((name, pa.type_for_alias(kind)))
+    return pa.schema(fields)
+
+
 def _typed(form: str) -> list[tuple[str, str]]:
     """Of the properties of a JSON Schema."""
     made = []
@@ -69,5 +109,7 @@ def _pooled(job: BatchJob) -> list[tuple[str, str]]:
 
 def extra_type(name: str, answers: int) -> pa.DataType:
     """The type of a column that tells about the answers."""
+    if name == DIGESTS_COLUMN:
+        return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()
     return pa.list_(kind) if answers > 1 and name != "prompt_tokens" else kind

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import (
@@ -110,6 +111,23 @@ class Factory:
             raise step
         self.made.append(Stepped(step))
         return self.made[-1]
+
+
+class VectorEngine(EngineStage):
+    """The engine stage of a task that pools: a prompt's vector is its length and its adapter's
+    number."""
+
+    def __init__(self, spec: EngineSpec):
+        self.spec, self._adapters = spec, spec.adapted.here()
+
+    def ready(self) -> Any:
+        return Stepped(lambda requests: [vector_of(request) for request in requests])
+
+
+def vector_of(request: Request) -> Completion:
+    numbers = [len(request.prompt_token_ids), request.adapter[1] if request.adapter else 0]
+    length = len(request.prompt_token_ids)
+    return Completion([], prompt_tokens=length, vector=np.array(numbers, np.float32))
 
 
 class FineEngine(FakeEngine):

@@ -3,32 +3,30 @@ Ray, and an engine whose answer follows from the prompt's text alone."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.cluster.pipeline import Pipeline
-from prefect_raybatch.driver.driver import Driver, Progress
+from prefect_raybatch.cluster import connect, pipeline
+from prefect_raybatch.cluster.sharing import Shared
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.ledger.increments import begin_asks, increment_of, waiting_rows
-from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.increment import job_of_asks
+from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.run import Run, load_run, run_of
-from prefect_raybatch.sizing import sizes
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import ERROR, TOKENS, Failure, load_tokenizer, passes_by
-from prefect_raybatch.storage import open_store
 
 from .engines import with_answers
 from .small import receipts
@@ -48,7 +46,6 @@ class Nights:
     refuses: Callable[[str], bool] = lambda prompt: False
     asked: list[str] = field(default_factory=list)
     stop_after: int | None = None
-    drawn: int = 0
 
     def write(self, *texts: str | None, **columns: list[Any]) -> None:
         """The table as it is tonight."""
@@ -72,63 +69,28 @@ class Nights:
 
     def drive(self, job: BatchJob, run: Run) -> RunReport:
         """What `infer_run` and `finalize_run` do."""
-        store = open_store(run.uri)
-        plan, _ = load_run(Ledger(store), run)
-        increment = increment_of(plan)
-        begun = None if increment is None else begin_asks(store, increment)
-        if begun is not None and begun[0].finished(begun[1]) is None:
-            ledger, asks = begun
-            part = job_of_asks(job)
-            of_asks = run_of(ledger.store, asks, ledger)
-            finalize_run(part, of_asks, self.attempt(part, of_asks))
-        return finalize_run(job, run, self.attempt(job, run))
+        return finalize_run(job, run, self.infer(job, run))
 
-    def attempt(self, job: BatchJob, run: Run) -> Progress:
-        store = open_store(run.uri)
-        ledger = Ledger(store)
-        plan, shards = load_run(ledger, run)
-        job = planning.as_planned(job, plan)
-        size = sizes.sizes_of(job, plan.rows, 100.0, CPU, None, "")
-        pipeline = Pipeline(job, plan, shards, store, "c" * 32, size, {})
-        first, spec, finish = pipeline.stages(False)
-        tokenizer = load_tokenizer(*models.tokenizer_place(plan.model))
+    def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
+        """`infer_run` with Ray taken out: the door to the cluster is the real one."""
+        shared = Shared(_NoRay())
+        told = observe or (lambda progress: None)
+        with (
+            mock.patch.object(connect, "SHARED", shared),
+            mock.patch.object(connect, "capacity", lambda: CPU),
+            mock.patch.object(connect, "dashboard_url", lambda: ""),
+            mock.patch.object(pipeline, "Pipeline", partial(InThisProcess, nights=self)),
+        ):
+            return infer_run(job, run, told)
 
-        def engine(table: pa.Table) -> pa.Table:
-            if passes_by(table):
-                return table
-            errors = table[ERROR].to_pylist()
-            prompts = tokenizer.batch_decode(table[TOKENS].to_pylist(), skip_special_tokens=True)
-            answers = []
-            for i, prompt in enumerate(prompts):
-                if errors[i] is None:
-                    self.asked.append(prompt)
-                    if self.refuses(prompt):
-                        errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-                self.drawn += 1
-                answers.append(self.answer(prompt))
-            return with_answers(table, errors, answers)
-
-        def run_pass(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
-            for task in pipeline.reader.tasks(
-                [(u, shards[u.shard].start + u.offset) for u in units]
-            ):
-                for table in pipeline.reader.read(task):
-                    table = first(table)
-                    for receipt in receipts(finish(table if spec is None else engine(table))):
-                        if self.stop_after is not None:
-                            self.stop_after -= 1
-                            if self.stop_after < 0:
-                                raise Killed
-                        yield receipt
-
-        def quarantine(unit: Unit, why: Loss) -> Receipt:
-            raise AssertionError(f"no engine dies here: {unit} {why}")
-
-        increment = increment_of(plan)
-        waiting = None if increment is None else waiting_rows(ledger, increment, shards)
-        driver = Driver(plan, shards, ledger, job.limits, waiting=waiting)
-        driver.resume()
-        return driver.run(run_pass, quarantine)
+    def heard(self, table: pa.Table) -> Iterator[Receipt]:
+        """The receipts, until the night is killed."""
+        for receipt in receipts(table):
+            if self.stop_after is not None:
+                self.stop_after -= 1
+                if self.stop_after < 0:
+                    raise Killed
+            yield receipt
 
     def answer(self, prompt: str) -> str:
         return f"answer to {words(prompt)}"
@@ -138,6 +100,57 @@ class Nights:
 
     def quarantined(self, key: str) -> list[dict[str, Any]]:
         return rows_in(self.folder / "out" / key / "_quarantine")
+
+
+class _NoRay:
+    """Ray as the door asks for it."""
+
+    def __init__(self) -> None:
+        self.inside = False
+
+    def joined(self) -> bool:
+        return self.inside
+
+    def start(self, address: str | None, cpus: int) -> None:
+        self.inside = True
+
+    def end(self) -> None:
+        self.inside = False
+
+    def free(self) -> dict[str, float]:
+        return {"CPU": CPU.cpus}
+
+
+class InThisProcess(pipeline.Pipeline):
+    """The pipeline with its stages called one after the other."""
+
+    def __init__(self, *args: Any, nights: Nights, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.nights = nights
+
+    def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
+        # As they travel to Ray's workers.
+        first, spec, finish = pickle.loads(pickle.dumps(self.stages(isolated)))
+        for task in self.read_tasks(units, isolated):
+            for table in self.reader.read(task):
+                table = first(table)
+                yield from self.nights.heard(finish(table if spec is None else self.asked(table)))
+
+    def engines(self) -> dict[str, int]:
+        return {}
+
+    def asked(self, table: pa.Table) -> pa.Table:
+        if passes_by(table):
+            return table
+        tokenizer = load_tokenizer(*models.tokenizer_place(self.plan.model))
+        errors = table[ERROR].to_pylist()
+        prompts = tokenizer.batch_decode(table[TOKENS].to_pylist(), skip_special_tokens=True)
+        for i, prompt in enumerate(prompts):
+            if errors[i] is None:
+                self.nights.asked.append(prompt)
+                if self.nights.refuses(prompt):
+                    errors[i] = Failure("engine", "ValueError", "refused").to_dict()
+        return with_answers(table, errors, list(map(self.nights.answer, prompts)))
 
 
 class Killed(Exception):

@@ -35,14 +35,19 @@ def first_run(
     failed: Mapping[int, str] = FAILED,
     key: str = "key",
     finish: bool = True,
+    text: str = "answer",
+    same: bool = False,
     **groups: Any,
 ) -> SmallRun:
-    """A finished run of 20 rows in 4 shards at ROOT/KEY, in which rows fail with these classes."""
+    """A finished run of 20 rows in 4 shards at ROOT/KEY, in which rows fail with these classes; the
+    answers are `text` and a number. `same`: all rows have the same Company."""
     groups["output"] = {"uri": str(root), **groups.get("output", {})}
     run = small_run(Path(root, key), key=key, **groups)
     for shard in range(run.plan.shards):
         rows = run.block(run.whole(shard)).select(["id", "Company", "tags"])
-        commit(run.ledger, run.job, shard, rows, failed)
+        if same:
+            rows = rows.set_column(1, "Company", pa.array(["the same"] * len(rows)))
+        commit(run.ledger, run.job, shard, rows, failed, text)
     if finish:
         end(run.job, run.store.uri)
     return run
@@ -57,14 +62,19 @@ def end(job: BatchJob, uri: str) -> RunReport:
 
 
 def commit(
-    ledger: Ledger, job: BatchJob, shard: int, rows: pa.Table, failed: Mapping[int, str]
+    ledger: Ledger,
+    job: BatchJob,
+    shard: int,
+    rows: pa.Table,
+    failed: Mapping[int, str],
+    text: str = "answer",
 ) -> None:
     """Commits a shard holding `rows`; those whose id is in `failed` failed in the engine."""
     ids = rows["id"].to_pylist()
     errors = [
         Failure("engine", failed[i], "refused").to_dict() if i in failed else None for i in ids
     ]
-    block = with_answers(tag(rows, Unit(shard, 0, len(ids))), errors, [f"answer {i}" for i in ids])
+    block = with_answers(tag(rows, Unit(shard, 0, len(ids))), errors, [f"{text} {i}" for i in ids])
     (receipt,) = receipts(Finish(job.output, dict(MODEL), ledger.store, "a")(block))
     plan = ledger.load_plan()
     assert plan is not None

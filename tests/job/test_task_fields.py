@@ -33,6 +33,10 @@ EMBED: dict[str, Any] = {"engine": {"task": "embed"}}
             {**EMBED, "output": {"uri": "o", "tool_parser": "hermes"}},
             "output.tool_parser: engine.t",
         ),
+        (
+            {**EMBED, "output": {"uri": "o", "extras": ["prompt_tokens", "finish_reason"]}},
+            "output.extras: finish_reason: engine.task embed answers in no text",
+        ),
         ({"output": {"uri": "o", "normalize": False}}, "output.normalize: is for engine.task emb"),
         ({"output": {"uri": "o", "vector_type": "float16"}}, "output.vector_type: is for engine."),
         ({"engine": {"task": "score", "stage": "ray.data.llm"}}, "set engine.stage to vllm"),

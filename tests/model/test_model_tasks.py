@@ -78,3 +78,25 @@ def test_labels_are_in_the_order_of_their_numbers():
     assert tasks.labels(engine("classify"), ten) == [f"l{i}" for i in range(11)]
     assert tasks.labels(engine("classify"), {"num_labels": 3}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert tasks.labels(engine("classify"), {}) == ["LABEL_0", "LABEL_1"]
+
+
+RERANKER = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
+
+
+def test_a_model_that_generates_scores_by_the_tokens_that_it_would_answer():
+    own = {"architectures": ["Qwen3ForCausalLM"]}
+    tasks.check_can(engine("score", hf_overrides=RERANKER), "m", own, paired=False)
+    assert tasks.labels(engine("score", hf_overrides=RERANKER), own) == ["LABEL_0"]
+    three = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "classifier_from_token": ["bad", "fine", "good"],
+        "method": "no_post_processing",
+    }
+    tasks.check_can(engine("classify", hf_overrides=three), "m", own)
+    assert tasks.labels(engine("classify", hf_overrides=three), own) == ["bad", "fine", "good"]
+    with pytest.raises(ConfigError, match="has 3 labels, and a score is of one"):
+        tasks.check_can(engine("score", hf_overrides=three), "m", own)

@@ -25,6 +25,7 @@ def context(job: BatchJob, **model: Any) -> str:
         {"engine": {"quantization": "fp8"}},
         {"prompt": {"template": "What is {Company}?", "on_too_long": "truncate_left"}},
         {"prompt": {"template": "What is {Company}?", "prefill": "It is"}},
+        {"output": {"uri": "out", "reasoning_parser": "qwen3"}},
         {"prompt": {"template": "What is {Company}?", "chat_template_kwargs": {"x": 1}}},
         {"output": {"uri": "out", "schema_model": {"type": "object", "properties": {}}}},
     ],
@@ -44,7 +45,7 @@ def test_what_changes_an_answer_is_in_it(groups: dict[str, Any]) -> None:
         {"engine": {"order": "input", "device": "cpu", "replicas": 2}},
         {"output": {"uri": "out", "column": "said", "extras": ["prompt_tokens"]}},
         {"output": {"uri": "out", "on_cut_off": "fail", "columns": []}},
-        {"output": {"uri": "out", "reasoning_parser": "qwen3"}},
+        {"output": {"uri": "out", "tool_parser": "hermes"}},
         {"limits": {"max_failed_rows": 7}},
     ],
 )

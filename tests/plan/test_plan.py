@@ -7,7 +7,7 @@ import io
 import json
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +132,8 @@ def leaves(model: type[BaseModel], path: str = "") -> list[str]:
             for kind in (field.annotation, *get_args(field.annotation))
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
+        if get_origin(field.annotation) is list:  # of groups: changed as one
+            inner = []
         found += leaves(inner[0], f"{path}{name}.") if inner else [f"{path}{name}"]
     return found
 
@@ -192,6 +194,7 @@ CHANGED: dict[str, Any] = {
     "engine.engines_per_gpu": 2,
     "engine.order": "input",
     "engine.deduplicate": False,
+    "engine.early_stop": "off",
     "engine.stage": "ray.data.llm",
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
@@ -218,11 +221,15 @@ CHANGED: dict[str, Any] = {
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
+    "output.publish": [{"format": "delta", "uri": "table"}],
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
     "source.media_root": "/media",
     "source.version": "7",
     "source.filter": "id > 5",
+    "source.catalog": {"name": "lake"},
+    "source.query": "SELECT 2",
+    "source.types": {"id": "int32"},
     "source.web.max_mb": 7,
     "source.web.allow_private": True,
     "source.csv.delimiter": ";",
@@ -265,6 +272,8 @@ CHANGED: dict[str, Any] = {
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.media_root": WITH_IMAGES,
+    "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
+    "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     **{
         f"prompt.images.{name}": WITH_IMAGES
         for name in (

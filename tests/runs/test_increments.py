@@ -146,6 +146,8 @@ def test_a_retry_of_failed_rows_gives_its_answers_to_the_next_night(nights: Nigh
     nights.refuses = lambda prompt: words(prompt) == "bad"
     nights.night("n1")
     nights.refuses = lambda prompt: False
+    with pytest.raises(ConfigError, match="retry the failed rows of the run itself"):
+        plan_retry(f"{run_dir(nights, 'n1')}/_raybatch/asks")
     retry = plan_retry(run_dir(nights, "n1"))
     assert isinstance(retry, Retry)
     asked(nights)

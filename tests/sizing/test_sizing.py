@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import BatchJob, Prompt, Sampling
 from prefect_raybatch.model.arguments import USABLE
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import engines as packing
@@ -590,3 +590,13 @@ def test_what_engines_are_given_is_what_was_resolved():
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
     }
+
+
+def test_prepared_images_are_counted_as_their_tokens_and_not_as_text():
+    """Of 600 KB a row, which as text would be 150,000 tokens."""
+    sampling = Sampling(max_tokens=32)
+    text = packing.tokens(Prompt(template="Describe: {text}"), sampling, 600_000)
+    shown = Prompt(template="Describe it.", images={"columns": ["photo"]})
+    image = packing.tokens(shown, sampling, 600_000)
+    assert text.own > 150_000
+    assert 60 < image.own < 80 and image.typical < 128

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from helpers.deletion_vectors import delete_by_vector
 from helpers.small import make_job
+from helpers.table_sources import companies, copied, refused
 from s3server import S3Server
 
 from prefect_raybatch.errors import ConfigError, SourceError
@@ -23,40 +23,14 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.source import Inventory, detect_format, heads, needs_snapshot, peek, snapshot
+from prefect_raybatch.source import detect_format, heads, needs_snapshot, peek
 from prefect_raybatch.storage import open_store
-
-
-def companies(start: int, rows: int) -> pa.Table:
-    ids = range(start, start + rows)
-    return pa.table(
-        {
-            "id": pa.array(ids, pa.int64()),
-            "Company": [f"Company {i}" for i in ids],
-            "city": [("Bonn", "Köln")[i % 2] for i in ids],
-        }
-    )
 
 
 def table_of(path: Path, *parts: pa.Table, **options: Any) -> str:
     for part in parts:
         write_deltalake(str(path), part, mode="append", **options)
     return str(path)
-
-
-def copy(tmp_path: Path, uri: str, **fields: Any) -> tuple[Inventory, pa.Table]:
-    made = snapshot(Source(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
-    tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
-    assert pa.concat_tables(tables).schema.equals(made.schema)
-    return made, pa.concat_tables(tables)
-
-
-def refused(uri: str, *words: str, error: type[Exception] = SourceError, **fields: Any) -> str:
-    with pytest.raises(error) as caught:
-        peek(Source(uri=uri, **fields))
-    for word in words:
-        assert word in str(caught.value)
-    return str(caught.value)
 
 
 def ids(table: pa.Table) -> list[int]:
@@ -68,7 +42,7 @@ def test_a_folder_with_a_log_is_opened_as_the_table_with_its_partition_values(tm
     uri = table_of(table, companies(0, 6), companies(6, 4), partition_by=["city"])
     source = Source(uri=uri)
     assert detect_format(source) == "delta" and needs_snapshot(source)
-    made, rows = copy(tmp_path, uri)
+    made, rows = copied(tmp_path, uri)
     assert rows.schema.names == ["id", "Company", "city"]
     assert rows.schema.types == [pa.int64(), pa.string(), pa.string()]
     assert sorted(map(tuple, map(dict.values, rows.to_pylist()))) == sorted(
@@ -78,7 +52,7 @@ def test_a_folder_with_a_log_is_opened_as_the_table_with_its_partition_values(tm
     assert made.table["id"] == str(DeltaTable(uri).metadata().id)
     assert made.table["uri"] == uri and made.table["made"].startswith("20")
     assert decode_schema(made.table["schema"]).names == rows.schema.names
-    again = copy(tmp_path, f"file://{uri}/", format="delta")[1]
+    again = copied(tmp_path, f"file://{uri}/", format="delta")[1]
     assert again.equals(rows)  # in the same order each time
 
 
@@ -87,16 +61,16 @@ def test_rows_that_a_deletion_vector_hides_are_not_read(tmp_path):
     uri = table_of(tmp_path / "t", companies(0, 10), configuration=options)
     delete_by_vector(tmp_path / "t", [2, 3, 5])
     assert DeltaTable(uri).version() == 1
-    assert ids(copy(tmp_path, uri)[1]) == [0, 1, 4, 6, 7, 8, 9]
-    assert ids(copy(tmp_path, uri, filter="id >= 3")[1]) == [4, 6, 7, 8, 9]
-    assert ids(copy(tmp_path, uri, version="0")[1]) == list(range(10))
+    assert ids(copied(tmp_path, uri)[1]) == [0, 1, 4, 6, 7, 8, 9]
+    assert ids(copied(tmp_path, uri, filter="id >= 3")[1]) == [4, 6, 7, 8, 9]
+    assert ids(copied(tmp_path, uri, version="0")[1]) == list(range(10))
 
 
 def test_rows_that_were_deleted_and_files_that_were_rewritten_are_not_read(tmp_path):
     uri = table_of(tmp_path / "t", companies(0, 10), companies(10, 10))
     DeltaTable(uri).delete("id % 2 = 0")
     DeltaTable(uri).optimize.compact()
-    assert ids(copy(tmp_path, uri)[1]) == list(range(1, 20, 2))
+    assert ids(copied(tmp_path, uri)[1]) == list(range(1, 20, 2))
 
 
 def test_a_version_or_a_time_of_before_is_read_as_it_was(tmp_path):
@@ -108,15 +82,15 @@ def test_a_version_or_a_time_of_before_is_read_as_it_was(tmp_path):
         stamp = text.partition('"timestamp":')[2].partition(",")[0]
         log.write_text(text.replace(f'"timestamp":{stamp}', f'"timestamp":{when}000'))
         os.utime(log, (when, when))
-    made, rows = copy(tmp_path, uri, version=0)
+    made, rows = copied(tmp_path, uri, version=0)
     assert ids(rows) == [0, 1, 2] and made.table["version"] == "0"
     when = datetime.fromtimestamp(1_700_000_150, UTC)
-    made, rows = copy(tmp_path, uri, version=when)
+    made, rows = copied(tmp_path, uri, version=when)
     assert ids(rows) == list(range(6)) and made.table["version"] == "1"
     assert made.table["made"] == datetime.fromtimestamp(1_700_000_100, UTC).isoformat()
     naive = when.replace(tzinfo=None).isoformat()
-    assert ids(copy(tmp_path, uri, version=naive)[1]) == list(range(6))
-    assert ids(copy(tmp_path, uri)[1]) == list(range(9))
+    assert ids(copied(tmp_path, uri, version=naive)[1]) == list(range(6))
+    assert ids(copied(tmp_path, uri)[1]) == list(range(9))
     refused(uri, "source.version", "no version 7", "newest is 2", version=7)
     refused(uri, "source.version", "older than the first", version=date(2020, 1, 1))
     refused(uri, "neither a version number", error=ConfigError, version="last week")
@@ -124,18 +98,18 @@ def test_a_version_or_a_time_of_before_is_read_as_it_was(tmp_path):
 
 def test_columns_filter_and_limit_choose(tmp_path):
     uri = table_of(tmp_path / "t", companies(0, 20_000), companies(20_000, 20_000))
-    made, rows = copy(tmp_path, uri, columns=["Company"], filter="id >= 39990 AND city = 'Bonn'")
+    made, rows = copied(tmp_path, uri, columns=["Company"], filter="id >= 39990 AND city = 'Bonn'")
     assert rows.to_pydict() == {"Company": [f"Company {i}" for i in range(39_990, 40_000, 2)]}
     assert made.table["filter"] == "id >= 39990 AND city = 'Bonn'"
-    assert copy(tmp_path, uri, limit=7)[1].num_rows == 7
-    assert copy(tmp_path, uri, limit=3, filter="id > 30000")[1].num_rows == 3
+    assert copied(tmp_path, uri, limit=7)[1].num_rows == 7
+    assert copied(tmp_path, uri, limit=3, filter="id > 30000")[1].num_rows == 3
     found = peek(Source(uri=uri, filter="city = 'Bonn'"))
     assert found.rows == 20_000 and found.schema.names == ["id", "Company", "city"]
     assert peek(Source(uri=uri, limit=5)).rows == 5
     ((name, head),) = heads(Source(uri=uri, filter="id > 39000"), 4)
     assert name == uri and min(head["id"].to_pylist()) == 39_001
     with pytest.raises(SourceError, match="no row fits"):
-        copy(tmp_path, uri, filter="id < 0")
+        copied(tmp_path, uri, filter="id < 0")
     refused(uri, "no column 'Citi'", "did you mean 'city'", error=ConfigError, filter="Citi = 'x'")
     refused(uri, "no column 'citi'", error=ConfigError, columns=["citi"])
 
@@ -160,7 +134,7 @@ def test_values_of_all_kinds_come_through_and_are_filtered_by_the_table_itself(t
         }
     )
     uri = table_of(tmp_path / "t", rows)
-    found = copy(tmp_path, uri)[1]
+    found = copied(tmp_path, uri)[1]
     assert found.schema.types == [field.type for field in rows.schema]
     assert str(found.to_pylist()) == str(rows.to_pylist())  # NaN is not equal to itself
     for text, fitting in (
@@ -176,7 +150,7 @@ def test_values_of_all_kinds_come_through_and_are_filtered_by_the_table_itself(t
         ('"odd ""name""" = \'it\'\'s\'', [0]),
         ('"odd ""name""" LIKE \'it%\'', [0]),
     ):
-        assert ids(copy(tmp_path, uri, filter=text)[1]) == fitting, text
+        assert ids(copied(tmp_path, uri, filter=text)[1]) == fitting, text
 
 
 def test_the_plan_keeps_table_version_and_schema_and_a_resume_asks_the_table_nothing(tmp_path):
@@ -239,7 +213,7 @@ def test_a_table_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, 
             "AWS_REGION": "us-east-1",
         },
     )
-    made, rows = copy(tmp_path, uri, options=options, filter="id > 4")
+    made, rows = copied(tmp_path, uri, options=options, filter="id > 4")
     assert ids(rows) == [5, 6, 7, 8, 9] and made.format == "delta"
     wrong = {**options, "secret": "not-the-secret-at-all"}
     said = refused(uri, "denied", options=wrong, format="delta")
@@ -249,7 +223,7 @@ def test_a_table_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, 
 
 def test_the_schema_in_a_plan_is_arrow(tmp_path):
     uri = table_of(tmp_path / "t", companies(0, 3))
-    record = copy(tmp_path, uri)[0].table
+    record = copied(tmp_path, uri)[0].table
     assert record is not None
     assert pa.ipc.read_schema(pa.BufferReader(base64.b64decode(record["schema"]))).names == [
         *("id", "Company", "city")

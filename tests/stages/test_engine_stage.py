@@ -44,7 +44,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.engine import CPU_ENV, EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.vllm import canary, note, stepper
-from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
+from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
 __all__ = ["started"]  # a fixture
 
@@ -650,3 +650,9 @@ def test_the_job_switches_order_and_merging_off():
     off = spec_of(make_job(engine={"order": "input", "deduplicate": False}))
     assert (on.sort, on.merge, off.sort, off.merge) == (True, True, False, False)
     assert not spec_of(make_job(engine={"logits_processors": ["mine:Processor"]})).merge
+
+
+def test_tokens_of_a_bias_are_numbers_again():
+    """A job is JSON on its way, and vLLM compares them with numbers."""
+    job = make_job(sampling={"logit_bias": {7: 1.5}})
+    assert plain_fields(job.asked())["logit_bias"] == {7: 1.5}

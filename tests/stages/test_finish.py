@@ -36,7 +36,8 @@ from prefect_raybatch.stages.block import (
     timed,
 )
 from prefect_raybatch.stages.engine import answered
-from prefect_raybatch.stages.finish import Finish, declared
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.result_columns import declared_schema
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
@@ -341,13 +342,13 @@ def test_a_column_of_nulls_is_text(tmp_path):
     [("string", pa.string()), ("float", pa.float32()), ("list<int64>", pa.list_(pa.int64()))],
 )
 def test_declared_types(kind, arrow):
-    assert declared({"a": kind}).field("a").type == arrow
+    assert declared_schema({"a": kind}).field("a").type == arrow
 
 
 @pytest.mark.parametrize("kind", ["strng", "list<x>", "list<string", ""])
 def test_an_unknown_declared_type_is_a_value_error(kind):
     with pytest.raises(ValueError):
-        declared({"a": kind})
+        declared_schema({"a": kind})
 
 
 def test_columns_that_exist_already_cannot_be_returned(tmp_path):

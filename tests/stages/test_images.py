@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ def prepared(model: dict[str, Any], job: Any, table: pa.Table) -> pa.Table:
 
 
 def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
-    job = vision_job(model)
+    job = vision_job(model, extras=["image_digests"])
     table = pa.table(
         {
             "id": [1, 2, 3, 4, 5, 6],
@@ -214,7 +215,9 @@ def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: 
     output = job.output.model_copy(update={"columns": job.kept(table.column_names)})
     (receipt,) = receipts(Finish(output, model, open_store(str(folder)), "a")(answers))
     pieces = {p.kind: pq.read_table(next(folder.rglob(p.path))) for p in receipt.pieces}
-    assert pieces["data"].column_names[1:] == ["id", "ask", "response"]
+    assert pieces["data"].column_names[1:] == ["id", "ask", "response", "image_digests"]
+    seen = [(d["sha256"], d["bytes"]) for (d,) in pieces["data"]["image_digests"].to_pylist()]
+    assert seen == [(hashlib.sha256(i).hexdigest(), len(i)) for i in (RED, BLUE, RED)]
     assert pieces["data"]["id"].to_pylist() == [1, 2, 3]
     bad = pieces["quarantine"].to_pylist()
     assert [row["input"]["image"] for row in bad] == [b"<html>no</html>", RED[:60], RED]
@@ -272,6 +275,7 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
         ),
         ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
         ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
+        ({"output": {"uri": "out", "extras": ["image_digests"]}}, "image_digests are of images"),
         ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
         ({"engine": {"task": "embed"}}, "takes text alone"),
         ({"engine": {"adapter": "adapters/a"}}, "adapters do not go with images"),
@@ -298,10 +302,19 @@ def test_what_images_are_is_in_the_fingerprint_and_changes_none_without():
             {"columns": "a"},
             {"columns": "b"},
             {"columns": "a", "resize": [225, 225]},
+            {"columns": "a", "resize": 225},
             {"columns": "a", "max_pixels": 1000},
+            {"columns": "a", "max_bytes": 1000},
+            {"columns": "a", "per_row": 2},
         )
     }
-    assert len({plain, *made.values()}) == 5
+    assert len({plain, *made.values()}) == 8
+    images = {"prompt": {"template": "x", "images": {"columns": "a"}}}
+    same = {"fetch_seconds": 3, "allow_private": True}  # where they come from, not what they are
+    reached = make_job(prompt={"template": "x", "images": {"columns": "a", **same}})
+    assert fingerprint(reached)[0] == fingerprint(make_job(**images))[0]
+    told = make_job(**images, output={"uri": "out", "extras": ["image_digests"]})
+    assert fingerprint(told)[0] != fingerprint(make_job(**images))[0]
 
 
 def test_a_column_that_cannot_hold_images_is_refused_at_plan():

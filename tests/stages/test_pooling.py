@@ -17,7 +17,16 @@ from helpers.tiny_models import write_tokenizer
 
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.stages.block import ERROR, MERGED, PARAMS, SECOND, TOKENS, TRUNCATED, tag
+from prefect_raybatch.stages.block import (
+    CACHED_TOKENS,
+    ERROR,
+    MERGED,
+    PARAMS,
+    SECOND,
+    TOKENS,
+    TRUNCATED,
+    tag,
+)
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
@@ -132,7 +141,8 @@ def test_a_pair_in_one_prompt_has_types_from_its_second_text(folder):
 
 
 def test_two_vectors_are_compared_and_a_text_of_several_rows_is_asked_once(folder):
-    stages = Stages(folder, BERT, prompt=TWO, engine={"task": "score"})
+    output = {"uri": "out", "column": "answer", "columns": ["a"], "extras": ["prompt_tokens"]}
+    stages = Stages(folder, BERT, prompt=TWO, engine={"task": "score"}, output=output)
     table = stages.prepare(a=["the fox", "the fox", "dog"], b=["fox", "dog", "dog"])
     assert table[SECOND].to_pylist()[0] == [2, 8, 3]
     vectors = {4: [1.0, 0.0], 8: [1.0, 1.0], 13: [0.0, 2.0]}  # by length, else by word
@@ -146,6 +156,9 @@ def test_two_vectors_are_compared_and_a_text_of_several_rows_is_asked_once(folde
     data, _ = stages.finish(made)
     assert data is not None
     assert data["answer"].to_pylist() == pytest.approx([0.5**0.5, 0.0, 1.0])
+    # of both texts with their special tokens, whoever's they were computed as
+    assert data["prompt_tokens"].to_pylist() == [7, 7, 6]
+    assert made[CACHED_TOKENS].to_pylist() == [0, 7, 3]
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16"])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.nvidia import ABSENT, show
@@ -20,6 +21,7 @@ pytest.importorskip("vllm")
 
 from prefect_raybatch.doctor import Finding, Patient
 from prefect_raybatch.doctor import engine as doctor_engine
+from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.vllm.stepper import (
     Completion,
     EngineDied,
@@ -268,6 +270,46 @@ def test_order_is_kept_though_rows_end_out_of_order(engine: SteppedEngine) -> No
     assert [len(row.token_ids[0]) for row in rows] == [1 + (i * 7) % 13 for i in range(150)]
     assert all(row.finish_reason == "length" and row.error is None for row in rows)
     assert all(row.texts is None and row.prompt_tokens == 3 for row in rows)
+
+
+LABELS = [
+    ["Law Firm", "Retail", "Real Estate", "Other"],
+    ["R", "Re", "Real", "Retail", "Retailer"],  # each the beginning of another
+    ["é", "è", "日本", "日曜", "naïve 😀", "naïve 😁"],  # alike up to the middle of a character
+    ["only"],
+]
+
+
+@pytest.mark.parametrize("way", ["decided", "first_token"])
+def test_answers_stopped_early_are_those_written_out(
+    engine: SteppedEngine, tokenizer: Any, way: EarlyStop
+) -> None:
+    kinds: list[dict] = [{"temperature": 0}, {"temperature": 2}]
+    kinds += [{"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
+    kinds += [{"temperature": 2, "n": 3, "top_k": 200}]
+    fields = [{**k, "choice": c, "max_tokens": 40} for c in LABELS for k in kinds]
+    requests = [
+        Request([5 + i, 6 + i % 7, 7], {**f, **({"seed": i} if f["temperature"] else {})})
+        for i in range(12)
+        for f in fields
+    ]
+    early = EarlyStopping(way, lambda: grammar_bytes(tokenizer))
+    steps = engine.stats()["output_tokens"]
+    whole, again = engine.run(requests), engine.run(requests)
+    spent = (engine.stats()["output_tokens"] - steps) / 2
+    made = early.run(engine.run, requests)
+    assert engine.stats()["output_tokens"] - steps - 2 * spent < 0.8 * spent
+    texts = [[spelt(tokenizer, c) for c in run] for run in (whole, again, made)]
+    odd = [i for i, (a, b) in enumerate(zip(*texts[:2], strict=True)) if a != b]
+    wrong = [i for i, (a, b) in enumerate(zip(texts[0], texts[2], strict=True)) if a != b]
+    assert len(wrong) <= len(odd), [(fields[i % 16], texts[0][i], texts[2][i]) for i in wrong]
+    assert [row.error for row in [*whole, *made] if row.error] == []
+    assert {row.finish_reason for row in [*whole, *made]} == {"stop"}
+    assert len({t for text in texts[2] for t in text}) >= 8
+
+
+def spelt(tokenizer: Any, row: Completion) -> list[str]:
+    return row.texts or tokenizer.batch_decode(row.token_ids, skip_special_tokens=True)
 
 
 def test_refused_rows_disturb_no_other(engine: SteppedEngine) -> None:

@@ -182,8 +182,14 @@ def options_of(name: str) -> dict[str, Any]:
         options["endpoint_url"] = endpoint
     if region := getattr(block, "region_name", None):
         options["region"] = region
+    if not options:  # a database's, such as prefect-sqlalchemy's DatabaseCredentials
+        for option in ("username", "password"):
+            if (value := getattr(block, option, None)) is not None:
+                options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
     if not options:
-        raise ConfigError(f"credentials_block: {name!r} holds no keys that S3 could use")
+        raise ConfigError(
+            f"credentials_block: {name!r} holds no keys that S3 or a database could use"
+        )
     return options
 
 

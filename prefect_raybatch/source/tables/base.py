@@ -92,7 +92,7 @@ class TableSource(ABC):
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _GONE = re.compile(r"not found|no such file|NoSuchKey|does not exist|404", re.IGNORECASE)
 _DENIED = re.compile(
-    r"\b403\b|\b401\b|access ?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
+    r"\b403\b|\b401\b|access[ _]?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
     r"|permission denied|necessary privileges|expired ?token|no credentials|CredentialsNot",
     re.IGNORECASE,
 )

@@ -10,9 +10,15 @@ from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.delta import open_delta
+from prefect_raybatch.source.tables.iceberg import open_iceberg
+from prefect_raybatch.source.tables.lance_sets import open_lance
+from prefect_raybatch.source.tables.sql import open_sql
 
 OPENERS: dict[str, Callable[[Source], TableSource]] = {
     "delta": open_delta,
+    "iceberg": open_iceberg,
+    "lance": open_lance,
+    "sql": open_sql,
 }
 
 

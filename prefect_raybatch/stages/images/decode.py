@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,6 +60,18 @@ def decode_image(data: bytes, policy: Policy) -> Image:
             f"the image is {width} x {height}: one side is {ASPECT} times the other or more"
         )
     return _sized(_rgb(_upright(image)), policy)
+
+
+def size_of(data: Any) -> tuple[int, int] | None:
+    """Width and height, as the header says; None for what is no image's bytes."""
+    import PIL.Image
+
+    if not isinstance(data, bytes):
+        return None
+    try:
+        return PIL.Image.open(io.BytesIO(data), formats=FORMATS).size
+    except Exception:  # of many kinds; the row is told why when it is prepared
+        return None
 
 
 def check_size(size: int, policy: Policy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.images import DIGESTS_COLUMN, Images
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import Failure, Messages, rows_of
 from prefect_raybatch.stages.images.decode import BadImage, Policy, decode_image
@@ -19,6 +20,7 @@ from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, renderer
 
 TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
+Digests = list[dict[str, Any]]  # {sha256, bytes} of each image of a row
 AT_ONCE = 16  # rows whose images are fetched side by side
 
 
@@ -29,12 +31,14 @@ class TooManyAway(Exception):
 @dataclass(frozen=True)
 class RowImages:
     """What a job says of images, with where they may come from. `arguments` are the engine's, by
-    which its model is given them. `empty`: a null is no image, and no failure."""
+    which its model is given them. `empty`: a null is no image, and no failure. `digests`: those of
+    the images as they were fetched are wanted."""
 
     images: Images
     places: ImagePlaces
     empty: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    digests: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -47,11 +51,12 @@ class RowImages:
         table: pa.Table,
         conversations: Sequence[Messages | Failure],
         model: dict[str, Any],
-    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
-        """Prompt tokens of each row, with room for its images, and these as `MM_TYPE`."""
-        shown = self.put(table, conversations)
+    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None], list[Digests]]:
+        """Prompt tokens of each row, with room for its images, these as `MM_TYPE`, and their
+        digests, where they are wanted."""
+        shown, digests = self._fetched(table, conversations)
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
-        return made.rows(shown)
+        return (*made.rows(shown), digests)
 
     def put(
         self, table: pa.Table, conversations: Sequence[Messages | Failure]
@@ -60,17 +65,23 @@ class RowImages:
 
         Raises `TooManyAway` where the images of too many rows could not be fetched for now.
         """
+        return self._fetched(table, conversations)[0]
+
+    def _fetched(
+        self, table: pa.Table, conversations: Sequence[Messages | Failure]
+    ) -> tuple[list[Messages | Failure], list[Digests]]:
         rows = rows_of(table, self.images.columns)
+        digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
         most = TOO_MANY_AWAY * len(rows)
 
-        def one(row: Any, messages: Messages | Failure) -> Messages | Failure:
+        def one(row: Any, messages: Messages | Failure, seen: Digests) -> Messages | Failure:
             if len(away) > most:
                 raise TooManyAway(away[0].message)
             if isinstance(row, Failure) or isinstance(messages, Failure):
                 return row if isinstance(row, Failure) else messages
             try:
-                return self._put(row, messages)
+                return self._put(row, messages, seen)
             except ImageUnavailable as error:
                 away.append(Failure.of("prepare", error))
                 return away[-1]
@@ -78,21 +89,22 @@ class RowImages:
                 return Failure.of("prepare", error)
 
         with ThreadPoolExecutor(AT_ONCE, "raybatch-images") as pool:
-            made = list(pool.map(one, rows, conversations))
+            made = list(pool.map(one, rows, conversations, digests))
         if len(away) > most:
             raise TooManyAway(away[0].message)
-        return made
+        return made, digests
 
-    def _put(self, row: Mapping[str, Any], messages: Messages) -> Messages:
+    def _put(self, row: Mapping[str, Any], messages: Messages, seen: Digests) -> Messages:
         given = [found for name in self.images.columns for found in self._of(name, row[name])]
         count = len(given) + sum(map(is_image, _parts(messages)))
         if count > self.images.most:
             raise BadImage(
                 f"the row has {count} images, more than prompt.images.per_row {self.images.most}"
             )
-        shown = [{**m, "content": self._content(m["content"])} for m in messages]
-        if given:
-            _before_text(shown, [self._decoded(where, value) for where, value in given])
+        columns = [self._decoded(where, value, seen) for where, value in given]
+        shown = [{**m, "content": self._content(m["content"], seen)} for m in messages]
+        if columns:
+            _before_text(shown, columns)
         return shown
 
     def _of(self, name: str, value: Any) -> list[tuple[str, Any]]:
@@ -108,19 +120,22 @@ class RowImages:
                 raise BadImage(f"{where} is null; clean the input or set prompt.on_null: empty")
         return many
 
-    def _content(self, content: Any) -> Any:
+    def _content(self, content: Any, seen: Digests) -> Any:
         if not isinstance(content, list):
             return content
         return [
-            self._decoded("prompt.function's image", image_reference(part))
+            self._decoded("prompt.function's image", image_reference(part), seen)
             if is_image(part)
             else part
             for part in content
         ]
 
-    def _decoded(self, where: str, value: Any) -> dict[str, Any]:
+    def _decoded(self, where: str, value: Any, seen: Digests) -> dict[str, Any]:
         try:
-            image = decode_image(self.places.fetch(value), self.policy)
+            data = self.places.fetch(value)
+            if self.digests:
+                seen.append({"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+            image = decode_image(data, self.policy)
         except (BadImage, ImageUnavailable) as error:
             raise type(error)(f"{where}: {error}") from None
         return {"type": "image_pil", "image_pil": image}
@@ -142,7 +157,8 @@ def row_images(
         images.allow_private,
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
-    return RowImages(images, places, job.prompt.on_null == "empty", kept)
+    wanted = DIGESTS_COLUMN in job.output.extras
+    return RowImages(images, places, job.prompt.on_null == "empty", kept, wanted)
 
 
 def is_image(part: object) -> bool:

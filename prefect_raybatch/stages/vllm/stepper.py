@@ -37,6 +37,10 @@ WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
 when the first one's tail leaves slots free."""
 
+FEATURE_BYTES = 256 << 20
+"""Of prepared images, given to vLLM beyond `max_num_seqs` requests: it keeps those of each request
+until that is answered."""
+
 PARAMS_KEPT = 1024
 """Distinct sampling parameters kept ready; more (a seed a row) only cost the time to build them."""
 
@@ -151,6 +155,7 @@ class SteppedEngine:
         self._waiting: deque[_Call] = deque()  # calls with requests that vLLM has not got yet
         self._in_flight: dict[str, tuple[_Call, int, Params]] = {}  # by vLLM's request id
         self._sequences = 0  # requests in flight, each counted as often as it has answers
+        self._features: dict[str, int] = {}  # bytes of the images of those in flight that have any
         self._closing = False
         self._died: str | None = None
         self._cleaned = False
@@ -409,7 +414,7 @@ class SteppedEngine:
 
     def _feed(self, engine: LLMEngine) -> None:
         """Hand requests to vLLM, oldest call first, until the window is full."""
-        while self._waiting and self._sequences < self._window:
+        while self._waiting and self._sequences < self._window and self._has_room():
             call = self._waiting[0]
             position = call.cursor
             call.cursor += 1
@@ -427,6 +432,8 @@ class SteppedEngine:
             adapter = call.adapters[position]
             more = {} if adapter is None else {"lora_request": internals.lora_request(*adapter)}
             features, call.features[position] = call.features[position], None
+            if features is not None:
+                self._features[request_id] = memoryview(features).nbytes
             try:
                 engine.add_request(
                     request_id,
@@ -438,10 +445,17 @@ class SteppedEngine:
                 if internals.engine_is_gone(error):
                     raise
                 self._in_flight.pop(request_id, None)
+                self._features.pop(request_id, None)
                 self._sequences -= internals.sequences(params)
                 self._refuse(call, position, error)
                 continue
             internals.accept_always(params)
+
+    def _has_room(self) -> bool:
+        """Whether vLLM may hold another request, by the bytes of images; it is never starved."""
+        if self._sequences < self._window // WINDOW or not self._features:
+            return True
+        return sum(self._features.values()) < FEATURE_BYTES
 
     def _take(self, output: RequestOutput, finished: list[_Call]) -> None:
         """Turn a finished vLLM output into the Completion of its caller."""
@@ -449,6 +463,7 @@ class SteppedEngine:
         if entry is None:  # it belongs to a call that was given up
             return
         call, position, params = entry
+        self._features.pop(output.request_id, None)
         self._sequences -= internals.sequences(params)
         prompt_tokens = len(call.prompts[position])
         cached = output.num_cached_tokens or 0
@@ -609,8 +624,11 @@ def _guarded_params(params: dict[str, Any]) -> Params | Exception:
 
 def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams` as plain values: nulls left out, `choice` written in full,
-    `detokenize` off unless given or needed by `stop`."""
+    tokens of `logit_bias` as numbers (JSON has them as text), `detokenize` off unless given or
+    needed by `stop`."""
     fields = {name: value for name, value in params.items() if value is not None}
+    if isinstance(bias := fields.get("logit_bias"), dict):
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
     choice = fields.pop("choice", None)
     if choice is not None:
         if fields.get("structured_outputs") is not None:

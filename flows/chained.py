@@ -1,0 +1,77 @@
+"""Two jobs, the second on the first one's result, with one Ray cluster.
+
+    python flows/chained.py FOLDER
+
+The first job names each company's industry, the second asks about that answer. The second result
+has the columns of both: `_row` and `response` are the first job's, `_row_2` and `response_2` its
+own. Ray is started once; a job that finds it connected uses it and leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from prefect import flow
+
+from prefect_raybatch import BatchJob, RunReport, batch_inference
+from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
+from prefect_raybatch.demo.customers import companies
+
+GROUPS = ["goods", "services"]
+
+
+def write_companies(path: Path, rows: int) -> None:
+    """The table that the first job reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [name for name, _ in companies(rows, 11, "heldout")]
+    pq.write_table(pa.table({"id": pa.array(range(rows)), "Company": names}), path)
+
+
+def first_job(folder: str) -> BatchJob:
+    return BatchJob(
+        name="industries",
+        source={"uri": f"{folder}/companies.parquet"},
+        prompt={"system": SYSTEM, "template": TEMPLATE},
+        sampling={"max_tokens": 16, "choice": list(LABELS)},
+        engine={"model": "demo", "max_model_len": 256},
+        output={"uri": f"{folder}/industries"},
+    )
+
+
+def second_job(folder: str, first: RunReport) -> BatchJob:
+    """Asks about the answers of the first job's run."""
+    return BatchJob(
+        name="groups",
+        source={"uri": f"{first.run}/data"},
+        prompt={"template": "Does a company in {response} sell goods or services?"},
+        sampling={"max_tokens": 8, "choice": GROUPS},
+        engine={"model": "demo", "max_model_len": 256},
+        output={"uri": f"{folder}/groups"},
+    )
+
+
+@flow
+def chained(folder: str, rows: int = 200, day: date | None = None) -> RunReport:
+    """Both jobs of a day; run again, it goes on where it was."""
+    night = f"{day or date.today():%Y%m%d}"
+    table = Path(folder) / "companies.parquet"
+    if not table.exists():
+        write_companies(table, rows)
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(include_dashboard=False, log_to_driver=False)
+    try:
+        first = batch_inference(first_job(folder), f"industries-{night}")
+        return batch_inference(second_job(folder, first), f"groups-{night}")
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    chained(sys.argv[1] if len(sys.argv) > 1 else "chained")

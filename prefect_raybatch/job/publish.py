@@ -1,0 +1,209 @@
+"""Where a finished result is published to: a table or files of another system."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import NAME
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.secrets import hide_options, is_masked
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+# Properties of a catalog that hold no secret.
+CATALOG_NAMES = frozenset(
+    ("type", "name", "uri", "warehouse", "prefix", "py-io-impl", "s3.endpoint", "s3.region")
+)
+
+TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
+
+
+class PublishTarget(Group):
+    """A table or folder that gets the answered rows of a finished run, once."""
+
+    format: TargetFormat = field(1, title="Format", text="What is written there.")
+    uri: str | None = field(
+        2,
+        None,
+        title="Where",
+        text="Folder of the table or the files, local or s3://; for sql a SQLAlchemy URL. "
+        "{run_key}, and environment variables as ${NAME}, are filled in.",
+        min_length=1,
+    )
+    table: str | None = field(
+        3, None, title="Table", text="Of sql its name, of iceberg namespace.table.", min_length=1
+    )
+    name: str | None = field(
+        4,
+        None,
+        title="Name",
+        text="Under which the run directory records it; by default the format.",
+    )
+    mode: Literal["append", "merge"] = field(
+        5,
+        "append",
+        title="Mode",
+        text="append: rows are added. merge: a row whose key is there replaces that one.",
+    )
+    key: list[str] = field(
+        6, [], title="Key columns", text="With merge: unique in the result, and never null."
+    )
+    partition_by: list[str] = field(
+        7,
+        [],
+        title="Partition by",
+        text="Columns: of files the folders key=value, of a Delta table that is made anew.",
+    )
+    catalog: dict[str, Any] = field(
+        8,
+        {},
+        title="Catalog",
+        text="Of iceberg: pyiceberg's properties, such as {type: rest, uri: ...}, or {name: ...} "
+        "of one in .pyiceberg.yaml.",
+    )
+    options: dict[str, Any] = field(
+        9,
+        {},
+        title="Store options",
+        text="s3fs options for the place; by default those of output.options.",
+    )
+
+    @classmethod
+    def _may_hold_keys(cls, name: str) -> bool:
+        return name == "catalog" or super()._may_hold_keys(name)
+
+    def _shown(self, name: str, value: Any) -> Any:
+        return _open(value) if name == "catalog" else super()._shown(name, value)
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        if value is not None and not NAME.match(value):
+            raise ValueError(f"{value!r} may only hold letters, digits and ._- (not first)")
+        return value
+
+    @field_validator("uri")
+    @classmethod
+    def _uri(cls, value: str | None) -> str | None:
+        return value if value is None else _without_password(value)
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _without_password(str(value.get("uri", "")))
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> PublishTarget:
+        kind, where = self.format, f"format {self.format}"
+        needs = {"iceberg": ("table", "catalog"), "sql": ("uri", "table")}.get(kind, ("uri",))
+        for name in ("uri", "table", "catalog"):
+            if name in needs and not getattr(self, name):
+                raise ValueError(f"{where} needs {name}")
+            if name not in needs and getattr(self, name):
+                raise ValueError(f"{where} has no {name}; remove it")
+        if self.partition_by and kind not in ("parquet", "jsonl", "delta"):
+            raise ValueError(
+                f"partition_by goes with parquet, jsonl and delta; make the {kind} table beforehand"
+            )
+        if (self.mode == "merge") != bool(self.key):
+            raise ValueError("mode merge and key go together: name the key's columns in key")
+        for names in (self.key, self.partition_by):
+            if len(set(names)) < len(names):
+                raise ValueError(f"{', '.join(names)}: a column stands there twice")
+        if self.mode == "merge" and kind in ("iceberg", "parquet", "jsonl"):
+            why = " (pyiceberg's upsert is several snapshots)" if kind == "iceberg" else ""
+            raise ValueError(f"{where} cannot merge in one commit{why}; append, or choose another")
+        if kind == "lance" and self.mode == "append" and "{run_key}" not in (self.uri or ""):
+            raise ValueError(
+                "lance cannot fence an append: put {run_key} into uri, which makes a data set a "
+                "run, or merge by key"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or self.format
+
+    def place(self, run_key: str) -> str:
+        """Where it is, for people and for the record: nothing secret, no variable filled in."""
+        where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
+        whole = f"{where}#{self.table}" if self.table else where
+        return whole.replace("{run_key}", run_key)
+
+    def filled(self, run_key: str) -> PublishTarget:
+        """With run key and environment variables filled in. `ConfigError` for one that is not
+        set."""
+        changed = {
+            name: _filled(getattr(self, name), f"output.publish: {self.label}: {name}")
+            for name in ("uri", "catalog", "options")
+        }
+        if changed["uri"]:
+            changed["uri"] = changed["uri"].replace("{run_key}", run_key)
+        return self.model_copy(update=changed)
+
+    def public(self) -> dict[str, Any]:
+        """As the run directory keeps it: without what may hold keys."""
+        value = self.model_dump(mode="json", exclude_defaults=True)  # hidden, as for others
+        value.pop("options", None)
+        if "catalog" in value:
+            kept = {k: v for k, v in value["catalog"].items() if not is_masked(v)}
+            value["catalog"] = kept or {"name": "default"}
+        return value
+
+
+def _open(catalog: Mapping[str, Any]) -> dict[str, Any]:
+    """A catalog's properties with all masked that may be keys; variables are not filled in yet."""
+    return {
+        name: value
+        if name in CATALOG_NAMES or VARIABLE.search(str(value))
+        else hide_options(value, name)
+        for name, value in catalog.items()
+    }
+
+
+def _without_password(uri: str) -> str:
+    try:
+        password = urlsplit(VARIABLE.sub("", uri)).password
+    except ValueError:
+        password = None
+    if password:
+        raise ValueError(
+            "the URL holds a password; set an environment variable where the flow runs, and write "
+            "${NAME} in its place"
+        )
+    return uri
+
+
+def _filled(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _filled(inner, f"{where}.{name}") for name, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        try:
+            return os.environ[match[1]]
+        except KeyError:
+            raise ConfigError(
+                f"{where}: the environment variable {match[1]} is not set where this runs; set it"
+            ) from None
+
+    return VARIABLE.sub(variable, value)
+
+
+def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:
+    """Each under a name of its own; ValueError if not."""
+    labels = [target.label for target in targets]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"two targets are called {label!r}; give each a name of its own")
+    return targets

@@ -1,0 +1,64 @@
+"""What `_raybatch/published/` says: to which targets a finished run was published."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import PUBLISHED, PUBLISHED_NAME, published_path
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.storage import Store
+
+
+@dataclass(frozen=True)
+class Published:
+    """A target that has the rows of the run with this plan. `version`: of the table, as its format
+    counts; "" where it has none. `at`: seconds since 1970."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    target: str
+    format: str
+    place: str
+    mode: str
+    plan: str
+    rows: Count
+    version: str
+    at: Number
+
+    def to_bytes(self) -> bytes:
+        return dump(asdict(self))
+
+
+_RECORD = TypeAdapter(Published)
+
+
+def read_published(store: Store, target: str) -> Published | None:
+    """The record of a target, None where it has not been published to."""
+    path = published_path(target)
+    try:
+        return read_json(_RECORD, read_record(store, path), path)
+    except FileNotFoundError:
+        return None
+
+
+def all_published(store: Store) -> tuple[Published, ...]:
+    """The records of all targets, by name."""
+    matches = (PUBLISHED_NAME.match(info.path) for info in store.list(PUBLISHED))
+    found = (read_published(store, match[1]) for match in matches if match)
+    return tuple(sorted((one for one in found if one), key=lambda one: one.target))
+
+
+def note_published(store: Store, record: Published) -> Published:
+    """Writes a target's record, once; the one that holds. `CorruptRun` for another plan's."""
+    if put_record_if_absent(store, published_path(record.target), record.to_bytes()):
+        return record
+    found = read_published(store, record.target)
+    if found is None or found.plan != record.plan:
+        raise CorruptRun(f"{store.uri}/{published_path(record.target)} is another plan's")
+    return found

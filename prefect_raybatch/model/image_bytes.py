@@ -1,0 +1,98 @@
+"""What an image comes to once a model's processor is done with it, by the model's own files.
+
+Of the same photo that is 0.6 MB for one model and 15 MB for another, which cuts every image into
+tiles of one size. A block of rows must hold them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.tasks import overridden
+from prefect_raybatch.storage import is_remote
+
+CHANNELS = 3
+FRAMES = 2  # that Qwen's models make of one
+MAX_PROCESSOR_BYTES = 1 << 20
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def image_bytes(
+    engine: Engine, model: Mapping[str, Any], pixels: float, processor: Mapping[str, Any]
+) -> float:
+    """About the bytes of one image that has so many pixels when the model is given it."""
+    config, _ = models.read_config(model)
+    config = overridden(engine, config)
+    inner = config.get("text_config")
+    kind = config.get("dtype") or config.get("torch_dtype")
+    kind = kind or (inner.get("dtype") if isinstance(inner, Mapping) else None)
+    asked = (engine.model_extra or {}).get("dtype")
+    kind = kind if asked in (None, "auto") else asked
+    wide = kind in ("float32", "float")
+    given = (engine.model_extra or {}).get("mm_processor_kwargs")
+    merged = {**processor, **(given if isinstance(given, Mapping) else {})}
+    return made_pixels(pixels, merged) * CHANNELS * (4 if wide else 2)
+
+
+def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
+    """The pixels that a processor makes of an image of `pixels`."""
+    size = processor.get("size")
+    size = size if isinstance(size, Mapping) else {}
+    if "merge_size" in processor:  # Qwen2-VL and its kin: nearly as they are
+        least = processor.get("min_pixels") or size.get("shortest_edge") or 0
+        most = processor.get("max_pixels") or size.get("longest_edge") or pixels
+        return float(FRAMES * min(max(pixels, least), most))
+    tile = processor.get("max_image_size")
+    if isinstance(tile, Mapping) and "longest_edge" in tile and "longest_edge" in size:
+        side, longest = tile["longest_edge"], size["longest_edge"]  # Idefics3, SmolVLM
+        tiles = -(-longest // side) if processor.get("do_image_splitting", True) else 0
+        return float((tiles**2 + 1) * side**2)
+    each = _fixed(processor.get("crop_size")) or _fixed(size)
+    if each is None:
+        return FRAMES * pixels  # not known: as much as the dearest take
+    points = processor.get("image_grid_pinpoints")
+    if points:  # LLaVA-NeXT
+        return float(max(height * width for height, width in points) + each)
+    if processor.get("crop_to_patches"):  # InternVL
+        return float((processor.get("max_patches", 12) + 1) * each)
+    return each
+
+
+def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's files say of its image processor; {} where that cannot be read here."""
+    for name in PROCESSOR_FILES:
+        try:
+            value = json.loads(_read(model, name))
+        except (OSError, ValueError, RayBatchError):
+            continue
+        if isinstance(value, dict):
+            inner = value.get("image_processor")
+            return inner if isinstance(inner, dict) else value
+    return {}
+
+
+def _read(model: Mapping[str, Any], name: str) -> bytes:
+    source = str(model["source"])
+    if is_remote(source) or Path(source).exists() or source == models.DEMO:
+        return models.store_of(model).read(name, MAX_PROCESSOR_BYTES)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(source, name, revision=model.get("revision"))).read_bytes()
+    except Exception as error:  # of many kinds, where there is no network or no such file
+        raise OSError(str(error)) from error
+
+
+def _fixed(size: Any) -> float | None:
+    """The pixels of a size that is always the same."""
+    if isinstance(size, int):
+        return size * size
+    if isinstance(size, Mapping) and "height" in size and "width" in size:
+        return float(size["height"] * size["width"])
+    return None

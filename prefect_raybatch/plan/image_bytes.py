@@ -1,0 +1,73 @@
+"""The bytes of a block's row once its images are prepared, by a look at a few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.images import UNKNOWN
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model.image_bytes import image_bytes, processor_of
+from prefect_raybatch.source import Inventory
+from prefect_raybatch.storage import Store
+
+ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
+
+
+def row_bytes(
+    job: BatchJob,
+    model: Mapping[str, Any],
+    found: Inventory,
+    store: Store | None = None,
+    read: bool = True,
+) -> float:
+    """Of the input's rows, uncompressed; where they have images, at least what these come to.
+
+    `store` is the run's where the files are its snapshot. Unless `read`, no row is looked at.
+    """
+    images = job.prompt.images
+    if not images.used:
+        return found.row_bytes
+    processor = processor_of(model)
+    per_row: list[float] = []
+    if read and images.columns and not isinstance(images.resize, list):
+        for sizes in _sizes(job, found, store):
+            each = (image_bytes(job.engine, model, images.pixels(s), processor) for s in sizes)
+            per_row.append(sum(each))
+    if per_row:
+        return max(found.row_bytes, sum(per_row) / len(per_row))
+    one = image_bytes(job.engine, model, images.pixels(UNKNOWN), processor)
+    return max(found.row_bytes, one * images.most)
+
+
+def _sizes(job: BatchJob, found: Inventory, store: Store | None) -> Iterator[list[tuple[int, int]]]:
+    """Width and height of the images of a few rows that hold them, as far as they can be told."""
+    from prefect_raybatch.stages.block import Failure, is_lost, rows_of
+    from prefect_raybatch.stages.images.decode import size_of
+    from prefect_raybatch.stages.read import ShardReader
+
+    names = job.prompt.images.columns
+    schema = found.schema.empty_table().select(names).schema
+    reader = ShardReader(found.files, schema, store, job.source.options)
+    starts = sorted(
+        {
+            place * max(0, reader.rows - ROWS_A_LOOK) // (IMAGE_LOOKS - 1)
+            for place in range(IMAGE_LOOKS)
+        }
+    )
+    units = [(Unit(i, 0, min(ROWS_A_LOOK, reader.rows)), start) for i, start in enumerate(starts)]
+    for task in reader.tasks(units, len(units), units_per_task=1):
+        for table in reader.read(task):
+            if is_lost(table):  # told with its reason when the run is read
+                return
+            for row in rows_of(table, names):
+                values = [] if isinstance(row, Failure) else list(row.values())
+                sizes = [size for value in values for size in map(size_of, _each(value))]
+                if sizes and None not in sizes:
+                    yield [size for size in sizes if size is not None]
+
+
+def _each(value: Any) -> list[Any]:
+    many = value if isinstance(value, list) else [value]
+    return [one.get("bytes") if isinstance(one, dict) else one for one in many]

@@ -1,0 +1,1 @@
+"""A finished result to tables and files of other systems, each once, whatever is killed."""

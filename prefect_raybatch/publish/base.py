@@ -1,0 +1,149 @@
+"""What all targets share: the rows, the steps at which a test may stop, and plain errors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
+
+PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
+PROPERTY = "raybatch."  # what our marks in a table's log begin with
+ERROR_SHOWN = 400  # characters of a library's error
+
+# Called with the name of each step as it is reached; what it raises ends the publishing there.
+Observe = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AnsweredRows:
+    """The answered rows of a run. `plan` is the key under which a target knows them; `read` gives
+    them in input order, each time anew."""
+
+    plan: str
+    run_key: str
+    job: str
+    count: int
+    schema: pa.Schema
+    read: Callable[[], Iterator[pa.RecordBatch]]
+    # What was wrong with the rows themselves: libraries raise it as something else.
+    faults: list[RayBatchError] = field(default_factory=list, compare=False)
+
+    def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
+        """The rows cast to a target's `schema`, by the names of its columns."""
+        return pa.RecordBatchReader.from_batches(schema, self._cast(schema))
+
+    def _cast(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from to_schema(self.read(), schema)
+        except RayBatchError as error:
+            self.faults.append(error)
+            raise
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """What a commit says of where its rows are from."""
+        return {f"{PROPERTY}plan": self.plan, f"{PROPERTY}run_key": self.run_key}
+
+
+class Sink(ABC):
+    """A target that is opened anew for each publishing."""
+
+    module = "pyarrow"  # what must be importable
+    extra = ""  # what brings it
+
+    def __init__(self, target: PublishTarget, options: dict[str, Any]) -> None:
+        self.target, self.options = target, options
+
+    @property
+    def what(self) -> str:
+        return f"output.publish: {self.target.label}"
+
+    def need_library(self) -> None:
+        """`ConfigError` when the target's library is not installed."""
+        if find_spec(self.module) is None:
+            raise ConfigError(
+                f"{self.what}: needs {self.module}, which is not installed; "
+                f'pip install "prefect-raybatch[{self.extra}]"'
+            )
+
+    def check(self, schema: pa.Schema, whole: bool = True) -> str:
+        """Whether columns of these types can be published there; a line that says to what. `whole`:
+        whether they are all columns of the result.
+
+        Writes nothing. `ConfigError` names column and remedy; `PublishFailed` where the target does
+        not answer.
+        """
+        wanted = converted_schema(schema, self.target, whole)
+        with self.plainly():
+            there = self.existing()
+        if there is None:
+            return "is made when it is published to"
+        self.fit(wanted, there, whole)
+        return "is there, and its columns fit"
+
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
+        """The schema that rows take to go into a table that is there; `ConfigError` if none."""
+        return fitted(wanted, there, self.what, whole)
+
+    @abstractmethod
+    def existing(self) -> pa.Schema | None:
+        """The schema of the table that is there, None where there is none."""
+
+    @abstractmethod
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
+        """Brings the rows there, unless they are: returns the version that has them, "" where there
+        are none. May be called by several at once and again after any crash."""
+
+    @contextmanager
+    def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
+        """What the target's library raises as one line, without keys; a fault of `rows` as it
+        was."""
+        try:
+            yield
+        except (RayBatchError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if rows is not None and rows.faults:
+                raise rows.faults.pop() from None
+            raise PublishFailed(
+                f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
+                "whole; mend the cause and publish again: raybatch publish RUN_DIR"
+            ) from error
+
+    def lost(self) -> PublishFailed:
+        return PublishFailed(
+            f"{self.what}: {PUBLISH_TRIES} commits in a row lost to other writers of the table; "
+            "publish again when it is quieter: raybatch publish RUN_DIR"
+        )
+
+    def scrub(self, error: object) -> str:
+        """The first line of an error, without values of options, catalog and URL that may be
+        keys."""
+        from prefect_raybatch.job.secrets import hide_users
+
+        line = next((line for line in str(error).splitlines() if line.strip()), "")
+        for value in _texts([self.target.options, self.target.catalog, self.options]):
+            if len(value) > 3:
+                line = line.replace(value, "***")
+        return str(hide_users(line))[:ERROR_SHOWN]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in ("type", "name", "uri", "warehouse", "endpoint_url", "region"):
+                yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, str):
+        yield value

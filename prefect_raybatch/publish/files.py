@@ -1,0 +1,198 @@
+"""Parquet or JSON Lines files in a folder, by partitions where asked for.
+
+Their names follow from the run's plan and their rows from its result, so whoever publishes again
+writes the same files in the same places. A mark that readers leave out is put last: without it the
+files may not be all there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types as kinds
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
+from prefect_raybatch.publish.sql import as_json
+from prefect_raybatch.publish.types import converted_schema, to_schema
+from prefect_raybatch.storage import Store, Sums, open_store, put_file_proved
+
+MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
+FILE_BYTES = 256 << 20  # of Arrow data in one file
+NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+PARTITION_TYPES = (
+    kinds.is_string,
+    kinds.is_large_string,
+    kinds.is_integer,
+    kinds.is_boolean,
+    kinds.is_date,
+)
+
+
+class FilesSink(Sink):
+    def existing(self) -> None:
+        return None  # files of other runs may have other columns
+
+    def check(self, schema: pa.Schema, whole: bool = True) -> str:
+        wanted = converted_schema(schema, self.target, whole)
+        for name in self.target.partition_by:
+            kind = wanted.field(name).type if name in wanted.names else pa.string()
+            if not any(test(kind) for test in PARTITION_TYPES):
+                raise ConfigError(
+                    f"{self.what}: partition_by: column {name!r} is of type {kind}; partitions are "
+                    "texts, whole numbers, dates, or yes and no"
+                )
+        if whole and len(wanted) == len(self.target.partition_by):
+            raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
+        return "gets files of its own"
+
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
+        store = open_store(self.target.uri or "", self.options)
+        mark = f"_{PROPERTY}{rows.plan[:16]}.json"
+        with self.plainly(rows):
+            observe("opened")
+            if _there(store, mark):
+                return ""
+            observe("looked")
+            named = set()
+            with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+                schema = converted_schema(rows.schema, self.target)
+                parts = _Partitions(folder, schema, self.target.partition_by, self.target.format)
+                for path, local in parts.files(rows, f"part-{rows.plan[:16]}"):
+                    with open(local, "rb") as stream:
+                        sums = Sums.of_stream(stream)
+                    put_file_proved(store, path, local, sums)
+                    Path(local).unlink(missing_ok=True)  # a store on a disk may have moved it
+                    named.add(path)
+                    observe("file written")
+            ours = f"part-{rows.plan[:16]}-"
+            strays = [
+                info.path
+                for info in store.list()
+                if info.path.rpartition("/")[2].startswith(ours) and info.path not in named
+            ]
+            store.delete(strays)  # what another version of this package began
+            observe("committed")
+            store.put(mark, dump({**rows.marks, "rows": rows.count, "files": sorted(named)}))
+        return ""
+
+
+def _there(store: Store, path: str) -> bool:
+    try:
+        store.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class _Partitions:
+    """Local files by partition, each closed when it is large enough."""
+
+    def __init__(self, folder: str, schema: pa.Schema, by: list[str], format: str) -> None:
+        self._folder, self._by, self._format = folder, by, format
+        self._schema = schema
+        self._inner = pa.schema([field for field in schema if field.name not in by])
+        self._open: dict[str, _File] = {}
+        self._numbers: dict[str, int] = {}
+        self._made = 0
+
+    def files(self, rows: AnsweredRows, stem: str) -> Iterator[tuple[str, str]]:
+        """(path in the target, local file), as each is whole."""
+        with local_disk():
+            for batch in to_schema(rows.read(), self._schema):
+                for place, table in self._split(pa.Table.from_batches([batch])):
+                    file = self._file(place)
+                    file.write(table.select(self._inner.names))
+                    if file.size >= FILE_BYTES:
+                        yield self._close(place, stem)
+            for place in list(self._open):
+                yield self._close(place, stem)
+
+    def _split(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+        if not self._by:
+            yield "", table
+            return
+        found = table.select(self._by).group_by(self._by, use_threads=False).aggregate([])
+        for values in found.to_pylist():
+            mask = None
+            for name, value in values.items():
+                column = table[name]
+                same = (
+                    pc.is_null(column)
+                    if value is None
+                    else pc.fill_null(pc.equal(column, pa.scalar(value, column.type)), False)
+                )
+                mask = same if mask is None else pc.and_(mask, same)
+            yield (
+                "/".join(f"{_quoted(k)}={_quoted(v)}" for k, v in values.items()),
+                table.filter(mask),
+            )
+
+    def _file(self, place: str) -> _File:
+        if place not in self._open:
+            if len(self._open) >= MOST_PARTITIONS:
+                raise ConfigError(
+                    f"output.publish: partition_by {', '.join(self._by)} makes over "
+                    f"{MOST_PARTITIONS:,} partitions; choose columns with fewer values"
+                )
+            self._made += 1
+            path = f"{self._folder}/{self._made}"
+            self._open[place] = _File(path, self._inner, self._format)
+        return self._open[place]
+
+    def _close(self, place: str, stem: str) -> tuple[str, str]:
+        file = self._open.pop(place)
+        file.close()
+        number = self._numbers.get(place, 0)
+        self._numbers[place] = number + 1
+        name = f"{stem}-{number:05d}.{self._format}"
+        return (f"{place}/{name}" if place else name), file.path
+
+
+class _File:
+    def __init__(self, path: str, schema: pa.Schema, format: str) -> None:
+        self.path, self.size = path, 0
+        parquet = format == "parquet"
+        self._parquet = pq.ParquetWriter(path, schema, compression="zstd") if parquet else None
+        self._text = None if parquet else open(path, "w", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, table: pa.Table) -> None:
+        self.size += table.nbytes
+        if self._parquet is not None:
+            self._parquet.write_table(table)
+        elif self._text is not None:
+            for row in table.to_pylist():
+                self._text.write(json.dumps(_finite(row), default=as_json, ensure_ascii=False))
+                self._text.write("\n")
+
+    def close(self) -> None:
+        for one in (self._parquet, self._text):
+            if one is not None:
+                one.close()
+
+
+def _quoted(value: Any) -> str:
+    if value is None:
+        return NULL_FOLDER
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return quote(text, safe="") or NULL_FOLDER
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity as null, which JSON has no other word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,119 @@
+"""A Lance data set: a new one a run, or a merge by key. An append cannot be fenced there: of two
+with the same rows both are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
+from prefect_raybatch.publish.stores import object_store_options
+from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import join
+
+PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
+
+
+class LanceSink(Sink):
+    module, extra = "lance", "lance"
+
+    def existing(self) -> pa.Schema | None:
+        found = self._open()
+        if found is None or self.target.mode == "append":  # its data set is one of the run's own
+            return None
+        return found.schema
+
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
+        for name in self.target.key:
+            if name in there.names and PRIMARY_KEY not in (there.field(name).metadata or {}):
+                raise ConfigError(
+                    f"{self.what}: column {name!r} of the data set is no primary key, so two "
+                    f"merges at once may both add a row: set {PRIMARY_KEY.decode()} on the field, "
+                    "or name a data set that is not there, which is made with it"
+                )
+        return super().fit(wanted, there, whole)
+
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
+        for _ in range(PUBLISH_TRIES):
+            with self.plainly(rows):
+                found = self._open()
+                observe("opened")
+                if found is None:
+                    if (version := self._create(rows, observe)) is not None:
+                        return version
+                    continue
+                if self.target.mode == "append" or _plan(found) == rows.plan:
+                    return self._own(found, rows)
+                observe("looked")
+                try:
+                    merged = found.merge_insert(self.target.key)
+                    schema = self.fit(converted_schema(rows.schema, self.target), found.schema)
+                    merged = merged.when_matched_update_all().when_not_matched_insert_all()
+                    merged.execute(rows.as_schema(schema))
+                except OSError as error:
+                    if "conflict" not in str(error).lower():
+                        raise
+                    continue
+                observe("committed")
+                return str(self._open().version)
+        raise self.lost()
+
+    def _create(self, rows: AnsweredRows, observe: Observe) -> str | None:
+        """The version of the data set made; None where another writer made one meanwhile."""
+        import lance
+
+        fields = [
+            field.with_nullable(False).with_metadata({PRIMARY_KEY: b"true"})
+            if field.name in self.target.key
+            else field
+            for field in converted_schema(rows.schema, self.target)
+        ]
+        marks = {name.encode(): value.encode() for name, value in rows.marks.items()}
+        observe("looked")
+        try:
+            made = lance.write_dataset(
+                rows.as_schema(pa.schema(fields, marks)),
+                self._uri,
+                mode="create",
+                storage_options=self._keys,
+            )
+        except OSError:
+            if self._open() is None:
+                raise
+            return None
+        observe("committed")
+        return str(made.version)
+
+    def _own(self, found: Any, rows: AnsweredRows) -> str:
+        """The version of a data set that must be this run's."""
+        if _plan(found) != rows.plan:
+            raise ConfigError(
+                f"{self.what}: {self._uri} is there and not of this run; name another place with "
+                "{run_key} in it"
+            )
+        return str(found.version)
+
+    def _open(self) -> Any:
+        import lance
+
+        try:
+            return lance.dataset(self._uri, storage_options=self._keys)
+        except ValueError as error:
+            if "not found" not in str(error):
+                raise
+            return None
+
+    @property
+    def _uri(self) -> str:
+        return join(self.target.uri or "")
+
+    @property
+    def _keys(self) -> dict[str, str] | None:
+        return object_store_options(self._uri, self.options) or None
+
+
+def _plan(found: Any) -> str | None:
+    mark = (found.schema.metadata or {}).get(f"{PROPERTY}plan".encode())
+    return mark.decode() if mark else None

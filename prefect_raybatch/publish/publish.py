@@ -1,0 +1,157 @@
+"""Publishes a finished run to its targets, each once, and records it in the run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.published import Published, note_published, read_published
+from prefect_raybatch.ledger.success import check_parts
+from prefect_raybatch.publish.base import AnsweredRows, Observe, Sink
+from prefect_raybatch.publish.delta import DeltaSink
+from prefect_raybatch.publish.files import FilesSink
+from prefect_raybatch.publish.iceberg import IcebergSink
+from prefect_raybatch.publish.lance_sets import LanceSink
+from prefect_raybatch.publish.sql import SqlSink
+from prefect_raybatch.result.rows import data_of, data_schema
+
+SINKS: Mapping[str, type[Sink]] = {
+    "delta": DeltaSink,
+    "iceberg": IcebergSink,
+    "sql": SqlSink,
+    "lance": LanceSink,
+    "parquet": FilesSink,
+    "jsonl": FilesSink,
+}
+KEYS_NAMED = 3  # keys that stand there twice, named in an error
+
+
+def open_sink(target: PublishTarget, run_key: str, options: Mapping[str, Any]) -> Sink:
+    """The target with all that is filled in. `ConfigError` for a missing library or variable."""
+    filled = target.filled(run_key)
+    sink = SINKS[target.format](filled, filled.options or dict(options))
+    sink.need_library()
+    return sink
+
+
+def check_publish(
+    targets: Sequence[PublishTarget],
+    run_key: str,
+    options: Mapping[str, Any],
+    schema: pa.Schema,
+    whole: bool = True,
+) -> list[str]:
+    """A line a target on what publishing columns of these types would find; `whole`: they are all
+    columns of the result. Writes nothing.
+
+    Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
+    answer.
+    """
+    said = []
+    for target in targets:
+        found = open_sink(target, run_key, options).check(schema, whole)
+        said.append(f"{target.label}: {target.place(run_key)} {found}")
+    return said
+
+
+def publish(
+    member: Member,
+    targets: Sequence[PublishTarget],
+    options: Mapping[str, Any],
+    observe: Observe = lambda step: None,
+) -> list[Published]:
+    """Publishes a finished run to each of the targets that it is not published to yet.
+
+    `options` reach those that have none of their own; `observe` is called at each step. Any number
+    may do this at once, and again after any crash. Raises `ConfigError`, `PublishFailed` and the
+    store's errors; what is published stays recorded.
+    """
+    store, plan = member.ledger.store, member.plan
+    rows: AnsweredRows | None = None
+    done = []
+    for target in targets:
+        record = read_published(store, target.label)
+        if record is None:
+            rows = rows or _rows(member)
+            version = ""
+            if rows.count:
+                sink = open_sink(target, plan.run_key, options)
+                sink.check(rows.schema)
+                _check_keys(target, rows)
+                version = sink.publish(rows, observe)
+            observe("recording")
+            record = note_published(store, _record(target, rows, version))
+        _check_record(record, target, plan.hash, plan.run_key, store.uri)
+        done.append(record)
+    return done
+
+
+def _record(target: PublishTarget, rows: AnsweredRows, version: str) -> Published:
+    return Published(
+        target=target.label,
+        format=target.format,
+        place=target.place(rows.run_key),
+        mode=target.mode,
+        plan=rows.plan,
+        rows=rows.count,
+        version=version,
+        at=time.time(),
+    )
+
+
+def _rows(member: Member) -> AnsweredRows:
+    if member.summary is None:
+        raise CorruptRun(f"{member.ledger.store.uri} is not finished: it has no _SUCCESS")
+    check_parts(member.ledger.store, member.summary.parts)
+    return AnsweredRows(
+        plan=member.plan.hash,
+        run_key=member.plan.run_key,
+        job=member.plan.job_name,
+        count=member.summary.data,
+        schema=data_schema(member),
+        read=lambda: data_of(member),
+    )
+
+
+def _check_record(
+    record: Published, target: PublishTarget, plan: str, run_key: str, where: str
+) -> None:
+    if record.plan != plan:
+        raise CorruptRun(f"{where}: the record of target {target.label!r} is of another plan")
+    if (record.format, record.place) != (target.format, target.place(run_key)):
+        raise ConfigError(
+            f"output.publish: {target.label}: this run was published under that name to "
+            f"{record.format} {record.place}; give the other target a name of its own"
+        )
+
+
+def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
+    """`ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
+    if not target.key:
+        return
+    tables = [pa.Table.from_batches([batch.select(target.key)]) for batch in rows.read()]
+    keys = pa.concat_tables(tables)
+    for name in target.key:
+        if nulls := keys[name].null_count:
+            raise ConfigError(
+                f"output.publish: {target.label}: key column {name!r} is null in {nulls:,} rows of "
+                "the result; merge by a column that never is, or fill it in postprocess"
+            )
+    counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
+    found = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
+    twice = found.filter(pc.greater(found["__n_count"], 1))
+    if len(twice):
+        shown = twice.select(target.key).slice(0, KEYS_NAMED).to_pylist()
+        named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)
+        raise ConfigError(
+            f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in the "
+            f"result: {len(twice):,} values stand there more than once ({named}); merge by columns "
+            "that are, such as the input's own id"
+        )

@@ -1,0 +1,217 @@
+"""A table of a database: one transaction, whose first statement inserts the plan's hash.
+
+The hash is a primary key, so of two publishers the second waits for the first and then finds that
+the rows are there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import types as kinds
+
+from prefect_raybatch.errors import ConfigError, PublishFailed
+from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
+from prefect_raybatch.publish.types import converted_schema
+
+OURS = "_raybatch_published"
+INSERT_ROWS = 1000  # of one INSERT
+
+
+class SqlSink(Sink):
+    """Append, or replace by key, through SQLAlchemy."""
+
+    module, extra = "sqlalchemy", "postgresql"
+
+    def existing(self) -> pa.Schema | None:
+        engine = self._engine()
+        try:
+            table = self._reflected(engine)
+            if table is None:
+                return None
+            return pa.schema([pa.field(c.name, pa.null(), bool(c.nullable)) for c in table.columns])
+        finally:
+            engine.dispose()
+
+    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
+        """By name and nullability: types differ from database to database, and it converts."""
+        named = {field.name: field.type for field in wanted}
+        shown = [pa.field(f.name, named.get(f.name, pa.null()), f.nullable) for f in there]
+        return super().fit(wanted, pa.schema(shown), whole)
+
+    def publish(self, rows: AnsweredRows, observe: Observe) -> str:
+        from sqlalchemy.exc import IntegrityError, OperationalError
+
+        engine = self._engine()
+        wanted = converted_schema(rows.schema, self.target)
+        try:
+            for last in reversed(range(PUBLISH_TRIES)):
+                with self.plainly(rows):
+                    table, marks = self._tables(engine, wanted)
+                    observe("opened")
+                    if self._found(engine, marks, rows):
+                        return ""
+                    observe("looked")
+                    try:
+                        self._insert(engine, table, marks, rows, observe)
+                    except IntegrityError:
+                        if self._found(engine, marks, rows):
+                            return ""
+                        raise  # a row that the table does not take
+                    except OperationalError:
+                        if last:  # locked, or the connection broke: look again
+                            continue
+                        raise
+                    observe("committed")
+                    return ""
+        finally:
+            engine.dispose()
+        raise PublishFailed(f"{self.what}: the database did not take the rows")
+
+    def _insert(
+        self, engine: Any, table: Any, marks: Any, rows: AnsweredRows, observe: Observe
+    ) -> None:
+        from sqlalchemy import and_, bindparam
+
+        wanted = converted_schema(rows.schema, self.target)
+        with engine.begin() as connection:
+            note = {"hash": rows.plan, "run_key": rows.run_key, "rows": rows.count}
+            connection.execute(marks.insert(), [note | {"at": datetime.now(UTC).isoformat()}])
+            observe("in transaction")
+            keys = self.target.key
+            where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in keys))
+            for batch in _values(rows, wanted, engine.dialect.name):
+                if keys:
+                    named = [{f"k_{name}": row[name] for name in keys} for row in batch]
+                    connection.execute(table.delete().where(where), named)
+                connection.execute(table.insert(), batch)
+            observe("inserted")
+
+    def _found(self, engine: Any, marks: Any, rows: AnsweredRows) -> bool:
+        with engine.connect() as connection:
+            found = connection.execute(marks.select().where(marks.c.hash == rows.plan)).first()
+        return found is not None
+
+    def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
+        """(the table, ours), made where they are not there. In transactions of their own, since
+        many databases end one at such a statement."""
+        from sqlalchemy import BigInteger, Column, MetaData, String, Table
+
+        table = self._reflected(engine)
+        schema, _, name = (self.target.table or "").rpartition(".")
+        known = MetaData(schema=schema or None)
+        marks = Table(
+            OURS,
+            known,
+            Column("hash", String(64), primary_key=True),
+            Column("run_key", String(200)),
+            Column("rows", BigInteger),
+            Column("at", String(40)),
+        )
+        if table is None:
+            columns = [
+                Column(field.name, _sql_type(field.type, engine.dialect.name)) for field in wanted
+            ]
+            table = Table(name, known, *columns)
+        for one in (table, marks):
+            _create(engine, one)
+        return table, marks
+
+    def _reflected(self, engine: Any) -> Any:
+        from sqlalchemy import MetaData, Table
+        from sqlalchemy.exc import NoSuchTableError
+
+        schema, _, name = (self.target.table or "").rpartition(".")
+        try:
+            return Table(name, MetaData(schema=schema or None), autoload_with=engine)
+        except NoSuchTableError:
+            return None
+
+    def _engine(self) -> Any:
+        from sqlalchemy import create_engine
+        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+        try:
+            return create_engine(self.target.uri or "", hide_parameters=True)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{self.what}: needs {error.name}, which is not installed; pip install it "
+                '("prefect-raybatch[postgresql]" brings psycopg: postgresql+psycopg://...)'
+            ) from None
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
+
+
+def _create(engine: Any, table: Any) -> None:
+    """Makes a table unless it is there; another publisher may make it at the same moment."""
+    from sqlalchemy import inspect
+    from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+
+    try:
+        table.create(engine, checkfirst=True)
+    except (IntegrityError, OperationalError, ProgrammingError):
+        if not inspect(engine).has_table(table.name, schema=table.schema):
+            raise
+
+
+def _sql_type(kind: Any, dialect: str) -> Any:
+    import sqlalchemy as sql
+
+    if kinds.is_decimal(kind):  # SQLite has none, and would make a float of it
+        if dialect == "sqlite":
+            return sql.Text()
+        return sql.Numeric(kind.precision, kind.scale)
+    if kinds.is_timestamp(kind):
+        return sql.DateTime(timezone=kind.tz is not None)
+    for test, made in (
+        (kinds.is_boolean, sql.Boolean()),
+        (kinds.is_integer, sql.BigInteger()),
+        (kinds.is_floating, sql.Double()),
+        (kinds.is_date, sql.Date()),
+        (kinds.is_time, sql.Time()),
+        (kinds.is_binary, sql.LargeBinary()),
+    ):
+        if test(kind):
+            return made
+    return sql.Text()
+
+
+def _values(rows: AnsweredRows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
+    """Rows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
+    text, too."""
+    change: dict[str, Callable[[Any], Any]] = {}
+    for given, kept in zip(rows.schema, wanted, strict=True):
+        if kinds.is_nested(given.type):
+            change[given.name] = _json
+        elif kinds.is_timestamp(given.type) and given.type.tz:
+            change[given.name] = _utc
+        elif kinds.is_decimal(kept.type) and dialect == "sqlite":
+            change[given.name] = str
+    for batch in rows.read():
+        for start in range(0, len(batch), INSERT_ROWS):
+            values = batch.slice(start, INSERT_ROWS).to_pylist()
+            for row in values:
+                for name, changed in change.items():
+                    if row[name] is not None:
+                        row[name] = changed(row[name])
+            yield values
+
+
+def _utc(value: Any) -> Any:
+    return value.astimezone(UTC)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=as_json, ensure_ascii=False)
+
+
+def as_json(value: Any) -> Any:
+    """What JSON has no type for: decimals and times as text, bytes in base64."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,0 +1,64 @@
+"""Publishes a finished run to the targets of its job; the report tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefect_raybatch.errors import ConfigError, IncompleteRun
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.layout import REPORT_HTML, REPORT_PAGE
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.finalize_run import html_page, load_report
+from prefect_raybatch.storage import open_store
+
+
+def publish_run(
+    job: BatchJob | None, uri: str, observe: Callable[[str], None] = lambda step: None
+) -> RunReport:
+    """Publishes the finished run at `uri` to what `output.publish` of the job names, each target
+    once; returns the report, which tells of it.
+
+    `job` None: that of the run's plan, which holds no keys. Raises `IncompleteRun` while the run is
+    not finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    """
+    from prefect_raybatch.publish.publish import publish
+
+    options = job.output.options if job is not None else {}
+    store = open_store(uri, options or None)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    success = ledger.finished(plan)
+    if success is None:
+        raise IncompleteRun(
+            f"{store.uri} is not finished, so it is not published: finish it with the command it "
+            f"was begun with (raybatch run JOB --run-key {plan.run_key})"
+        )
+    job = job or BatchJob.from_dict(plan.job, "plan.json")
+    if not job.output.publish:
+        raise ConfigError(
+            f"{store.uri}: its job names no target to publish to; set output.publish in the job "
+            "file and give it with --job"
+        )
+    if not success.compact:
+        raise ConfigError(
+            f"{store.uri} was written with output.compact: false, and publishing needs data/; run "
+            "the job with compact on"
+        )
+    member = Member(plan.run_key, ledger, plan, success)
+    try:
+        publish(member, job.output.publish, options, observe)
+    finally:
+        _tell(ledger)
+    return load_report(store)
+
+
+def _tell(ledger: Ledger) -> None:
+    """The pages for people, with what is published so far."""
+    made = load_report(ledger.store)
+    if made.published:
+        ledger.store.put(REPORT_PAGE, reports.markdown(made).encode())
+        ledger.store.put(REPORT_HTML, html_page(made).encode())

@@ -1,0 +1,281 @@
+"""Iceberg by the `pyiceberg` library: from a catalog, or a bare folder by its newest metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.filter_text import (
+    AllOf,
+    AnyOf,
+    Compare,
+    Condition,
+    IsNull,
+    Like,
+    Literal,
+    OneOf,
+)
+from prefect_raybatch.source.filters import Filter, typed
+from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.storage import S3Settings, is_remote, join, open_store, s3_settings
+
+METADATA_FILE = re.compile(
+    r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
+)
+SQLITE = "sqlite:///"
+
+
+def open_iceberg(source: Source) -> TableSource:
+    """An Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
+    given = source.uris[0]
+    place = given if source.catalog else join(given)
+    remote = bool(source.catalog) or is_remote(place)
+    keys = s3_settings(source.options) if remote else None
+    scrub = keys.scrub if keys else str
+    name = f"source.uri: the Iceberg table {place}"
+    with said_plainly(name, scrub):
+        if source.catalog:
+            table = _from_catalog(place, {**iceberg_options(keys), **source.catalog})
+        else:
+            table = _from_folder(place, source.options, iceberg_options(keys))
+        snapshot = _snapshot(table, source.version, place)
+        return IcebergSource(table, snapshot, place, scrub)
+
+
+def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
+    """pyiceberg's properties for a place on S3; none for a local one."""
+    given: Mapping[str, str | None] = (
+        {}
+        if keys is None
+        else {
+            "s3.endpoint": keys.endpoint,
+            "s3.region": keys.region,
+            "s3.access-key-id": keys.key,
+            "s3.secret-access-key": keys.secret,
+            "s3.session-token": keys.token,
+            "s3.anonymous": "true" if keys.anon else None,
+        }
+    )
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+
+    database = str(properties.get("uri", ""))
+    if database.startswith(SQLITE) and not Path(database[len(SQLITE) :]).exists():
+        raise SourceError(  # it would be made, empty
+            f"source.catalog: {database} does not exist; check the path"
+        )
+    # Reading makes no tables in the catalog's database.
+    given = {"init_catalog_tables": "false", **properties}
+    catalog = load_catalog(given.pop("name", None), **given)
+    try:
+        return catalog.load_table(name)
+    except (NoSuchTableError, NoSuchNamespaceError, ValueError):
+        raise SourceError(
+            f"source.uri: the catalog {catalog.name} has no table {name!r}; write namespace.table"
+        ) from None
+
+
+def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Any:
+    """The table by its newest metadata file, or by the one that `place` names.
+
+    Not `StaticTable`: it lets properties in the metadata override ours, which may name Python code
+    to load, and other endpoints to send keys to.
+    """
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io import load_file_io
+    from pyiceberg.serializers import FromInputFile
+    from pyiceberg.table import Table
+
+    file = place if METADATA_FILE.fullmatch(place.rpartition("/")[2]) else _newest(place, options)
+    io = load_file_io(properties, location=file)
+    return Table(
+        identifier=("folder", place),
+        metadata=FromInputFile.table_metadata(io.new_input(file)),
+        metadata_location=file,
+        io=io,
+        catalog=NoopCatalog("folder"),
+    )
+
+
+def _newest(place: str, options: Mapping[str, Any]) -> str:
+    found: dict[int, list[str]] = {}
+    for info in open_store(place, options).list("metadata", recursive=False):
+        match = METADATA_FILE.fullmatch(info.path.rpartition("/")[2])
+        if match:
+            found.setdefault(int(match["hadoop"] or match["number"]), []).append(info.path)
+    if not found:
+        raise SourceError(
+            f"source.uri: {place} holds no Iceberg table (no metadata/*.metadata.json); name the "
+            "table's folder, or for a table of a catalog set source.catalog"
+        )
+    newest = found[max(found)]
+    if len(newest) > 1:
+        raise SourceError(
+            f"source.uri: {place} has {len(newest)} newest metadata files ({', '.join(newest)}), "
+            "of which only its catalog knows which counts; set source.catalog, or name one of them"
+        )
+    return join(place, newest[0])
+
+
+def _snapshot(table: Any, version: str | None, place: str) -> Any:
+    """The snapshot by id, by name of a branch or tag, or of a time; the current one for None."""
+    if version is None:
+        found = table.current_snapshot()
+        if found is None:
+            raise SourceError(f"source.uri: {place}: it has no rows; there is nothing to do")
+        return found
+    when = None if version.isdecimal() else moment_of(version)
+    if version.isdecimal():
+        found = table.snapshot_by_id(int(version))
+    elif when is not None:
+        found = table.snapshot_as_of_timestamp(int(when.timestamp() * 1000))
+    else:
+        found = table.snapshot_by_name(version)
+    if found is None:
+        known = [f"{s.snapshot_id} of {_utc(s.timestamp_ms)}" for s in table.snapshots()[-5:]]
+        names = ", ".join(sorted(table.refs())) or "none"
+        raise SourceError(
+            f"source.version: {place} has no snapshot {version} (the newest: "
+            f"{', '.join(known) or 'none'}; branches and tags: {names}; expiry removes old ones)"
+        )
+    return found
+
+
+def _utc(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="seconds")
+
+
+class IcebergSource(TableSource):
+    """An Iceberg table at a snapshot; files are read one after the other, by their names."""
+
+    def __init__(self, table: Any, snapshot: Any, place: str, scrub: Any = str) -> None:
+        from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+        self._table, self._snapshot, self._scrub = table, snapshot, scrub
+        self.pin = TablePin(
+            format="iceberg",
+            uri=place,
+            id=str(table.metadata.table_uuid),
+            version=str(snapshot.snapshot_id),
+            made=_utc(snapshot.timestamp_ms),
+        )
+        self._scheme = table.scan(snapshot_id=snapshot.snapshot_id).projection()
+        self.schema = schema_to_pyarrow(self._scheme, include_field_ids=False)
+        told = snapshot.summary.additional_properties if snapshot.summary else {}
+        self._refuse_equality_deletes(told)
+        self.rows = _rows(told)
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        from pyiceberg.expressions import AlwaysTrue
+        from pyiceberg.io.pyarrow import ArrowScan
+
+        where = None
+        # The library looks names up in the current schema, which may be others than the snapshot's.
+        if filter is not None and self._scheme == self._table.schema():
+            where = _expression(filter.condition, self.schema)
+        where = AlwaysTrue() if where is None else where
+        with said_plainly(
+            f"source.uri: the Iceberg table {self.pin.uri} at snapshot {self.pin.version}",
+            self._scrub,
+        ):
+            scan = self._table.scan(
+                row_filter=where,
+                selected_fields=tuple(columns or self.schema.names),
+                snapshot_id=self._snapshot.snapshot_id,
+            )
+            tasks = sorted(scan.plan_files(), key=lambda task: str(task.file.file_path))
+            reader = ArrowScan(self._table.metadata, self._table.io, scan.projection(), where)
+            for task in tasks:  # the library holds all files that it is given at once in memory
+                self._refuse_elsewhere(str(task.file.file_path))
+                yield from reader.to_record_batches([task])
+
+    def _refuse_equality_deletes(self, told: Mapping[str, str]) -> None:
+        if int(told.get("total-equality-deletes", 0)):
+            raise SourceError(
+                f"source.uri: the Iceberg table {self.pin.uri} has equality deletes, which "
+                "pyiceberg cannot apply yet; compact the table (rewrite_data_files), or choose an "
+                "earlier source.version"
+            )
+
+    def _refuse_elsewhere(self, file: str) -> None:
+        """A table on S3 that names local files would read those of the machine that plans."""
+        if is_remote(str(self._table.location())) and not is_remote(file):
+            raise SourceError(f"{self.pin.uri}: names a local file, {file}, as one of its own")
+
+
+def _rows(told: Mapping[str, str]) -> int | None:
+    if "total-records" not in told:
+        return None
+    return int(told["total-records"]) - int(told.get("total-position-deletes", 0))
+
+
+def _expressions() -> Any:
+    """The library's expressions, whose signatures type checkers take for those of pydantic."""
+    from pyiceberg import expressions
+
+    return expressions
+
+
+def _expression(condition: Condition, schema: pa.Schema) -> Any:
+    """As pyiceberg's, which keeps at least the rows that fit; None where all must be read."""
+    ice = _expressions()
+    if isinstance(condition, AllOf | AnyOf):
+        parts = [_expression(part, schema) for part in condition.parts]
+        known = [part for part in parts if part is not None]
+        if isinstance(condition, AnyOf) and len(known) < len(parts):
+            return None
+        join_all = ice.And if isinstance(condition, AllOf) else ice.Or
+        return known[0] if len(known) == 1 else join_all(*known) if known else None
+    name, field = condition.column, schema.field(condition.column)
+    if isinstance(condition, IsNull):
+        return ice.NotNull(name) if condition.negated else ice.IsNull(name)
+    if isinstance(condition, Like):
+        start, _, rest = condition.pattern.partition("%")
+        plain = start and not rest and not set("_\\") & set(condition.pattern)
+        return ice.StartsWith(name, start) if plain and not condition.negated else None
+    if isinstance(condition, OneOf):
+        values = [_value(value, field) for value in condition.values]
+        if None in values:
+            return None
+        return ice.NotIn(name, values) if condition.negated else ice.In(name, values)
+    value = _value(condition.value, field)
+    return None if value is None else _compare(condition, value)
+
+
+def _compare(condition: Compare, value: Any) -> Any:
+    ice = _expressions()
+    kinds = {
+        "=": ice.EqualTo,
+        "!=": ice.NotEqualTo,
+        "<": ice.LessThan,
+        "<=": ice.LessThanOrEqual,
+        ">": ice.GreaterThan,
+        ">=": ice.GreaterThanOrEqual,
+    }
+    return kinds[condition.op](condition.column, value)
+
+
+def _value(value: Literal, field: pa.Field) -> Any:
+    """A literal where the library takes it for the column as it is; None elsewhere."""
+    types, kind = pa.types, field.type
+    plain = (
+        types.is_integer(kind) and isinstance(value, int),
+        types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind),
+        types.is_date(kind) or (types.is_timestamp(kind) and kind.unit != "ns"),
+    )
+    found = typed(value, field).as_py()
+    return found if any(plain) and isinstance(found, bool | int | str | date) else None

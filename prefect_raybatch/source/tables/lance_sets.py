@@ -1,0 +1,111 @@
+"""Lance data sets by the `pylance` library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.storage import S3Settings, is_remote, join, s3_settings
+
+ABSENT = "was not found"  # what the library says of a data set or version
+
+
+def open_lance(source: Source) -> TableSource:
+    """A Lance data set in a folder, local or on S3."""
+    import lance
+
+    uri = join(source.uris[0])
+    keys = s3_settings(source.options) if is_remote(uri) else None
+    scrub = keys.scrub if keys else str
+    what = f"source.uri: the Lance data set {uri}"
+
+    def opened(version: int | str | None) -> Any:
+        return lance.dataset(uri, version=version, storage_options=lance_options(keys))
+
+    with said_plainly(what, scrub):
+        try:
+            newest = opened(None)
+        except ValueError as error:
+            if ABSENT not in str(error):
+                raise
+            raise SourceError(
+                f"source.uri: {uri} holds no Lance data set (no _versions/); name its folder, and "
+                "check the path and the bucket"
+            ) from None
+        versions = {entry["version"]: _utc(entry["timestamp"]) for entry in newest.versions()}
+    data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
+    with said_plainly(what, scrub):
+        return LanceSource(data, uri, versions.get(data.version), scrub)
+
+
+def _pinned(
+    version: str, uri: str, versions: Mapping[int, datetime], opened: Callable[[int | str], Any]
+) -> Any:
+    """The data set at a version number, a tag, or as it was at a time."""
+    when = None if version.isdecimal() else moment_of(version)
+    chosen: int | str = int(version) if version.isdecimal() else version
+    if when is not None:
+        before = [number for number, made in versions.items() if made <= when]
+        chosen = max(before, default=0)
+    try:
+        return opened(chosen)
+    except ValueError:
+        raise SourceError(
+            f"source.version: {uri} has no version or tag {version} (versions: "
+            f"{min(versions)} to {max(versions)}, the first of "
+            f"{versions[min(versions)]:%Y-%m-%d %H:%M:%S} UTC; cleanup removes old ones)"
+        ) from None
+
+
+def _utc(when: datetime) -> datetime:
+    """The library tells local time without a zone."""
+    return when.astimezone(UTC)
+
+
+def lance_options(keys: S3Settings | None) -> dict[str, str] | None:
+    """`storage_options` of lance for a place on S3; None for a local one."""
+    if keys is None:
+        return None
+    given: Mapping[str, str | None] = {
+        "endpoint": keys.endpoint,
+        "region": keys.region,
+        "access_key_id": keys.key,
+        "secret_access_key": keys.secret,
+        "session_token": keys.token,
+        "skip_signature": "true" if keys.anon else None,
+        "allow_http": "true" if (keys.endpoint or "").startswith("http://") else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class LanceSource(TableSource):
+    """A Lance data set at a version; rows come in the order of its fragments."""
+
+    def __init__(self, data: Any, uri: str, made: datetime | None, scrub: Any = str) -> None:
+        self._data, self._scrub = data, scrub
+        self.pin = TablePin(
+            format="lance",
+            uri=uri,
+            id=uri,  # it has no name that is kept for good
+            version=str(data.version),
+            made=None if made is None else made.isoformat(),
+        )
+        self.schema = data.schema
+        self.rows = data.count_rows()
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        where = filter.sql(self.schema, quote="`") if filter else None
+        names = list(columns or self.schema.names)
+        what = f"source.uri: the Lance data set {self.pin.uri} at version {self.pin.version}"
+        with said_plainly(what, self._scrub):
+            yield from self._data.to_batches(columns=names, filter=where)

@@ -1,0 +1,315 @@
+"""A query of any database that SQLAlchemy knows, streamed in one read-only transaction.
+
+One connection and one transaction give one state of the database, however long the copy takes:
+REPEATABLE READ where there is such a level, which on PostgreSQL and MySQL is a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+
+FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
+LOGIN_SECONDS = 20
+LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
+DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
+_PLAIN = (bool, int, float, str, bytes, Decimal, datetime, date, time, timedelta)
+_DENIED = re.compile(
+    r"password|authentication|access denied|permission denied|not permitted|login failed|role .* "
+    r"does not exist|insufficient privilege",
+    re.IGNORECASE,
+)
+_NO_PLACE = re.compile(r"database .* does not exist|unknown database", re.IGNORECASE)
+# PostgreSQL's types, by the number that it gives each column of an answer.
+_OIDS: dict[int, pa.DataType] = {
+    **{16: pa.bool_(), 17: pa.binary(), 18: pa.string(), 19: pa.string(), 20: pa.int64()},
+    **{21: pa.int16(), 23: pa.int32(), 25: pa.string(), 26: pa.int64(), 114: pa.string()},
+    **{700: pa.float32(), 701: pa.float64(), 1042: pa.string(), 1043: pa.string()},
+    **{1082: pa.date32(), 1083: pa.time64("us"), 1114: pa.timestamp("us")},
+    **{1184: pa.timestamp("us", "UTC"), 2950: pa.string(), 3802: pa.string()},
+    **{1000: pa.list_(pa.bool_()), 1005: pa.list_(pa.int16()), 1007: pa.list_(pa.int32())},
+    **{1009: pa.list_(pa.string()), 1015: pa.list_(pa.string()), 1016: pa.list_(pa.int64())},
+    **{1021: pa.list_(pa.float32()), 1022: pa.list_(pa.float64())},
+}
+
+
+def open_sql(source: Source) -> TableSource:
+    """The rows that source.query gives, in a transaction that begins now."""
+    import sqlalchemy
+    from sqlalchemy.pool import NullPool
+
+    url, secrets = _url(source)
+    what = f"source.uri: the database {_shown(url)}"
+    with _explained(what, secrets):
+        try:
+            engine = sqlalchemy.create_engine(
+                url, poolclass=NullPool, hide_parameters=True, connect_args=_arguments(url)
+            )
+        except (sqlalchemy.exc.NoSuchModuleError, ImportError) as error:
+            raise ConfigError(f"{what}: {_missing(url, error)}") from None
+        connection = engine.connect()
+        try:
+            _begin(connection)
+            return SqlSource(connection, source, what, secrets)
+        except BaseException:
+            connection.close()
+            raise
+
+
+class SqlSource(TableSource):
+    """A query's rows in an open transaction, which `close` ends."""
+
+    def __init__(self, connection: Any, source: Source, what: str, secrets: Sequence[str]) -> None:
+        self._connection, self._query = connection, str(source.query)
+        self._what, self._secrets = what, secrets
+        self._declared = {name: arrow_type(kind) for name, kind in source.types.items()}
+        uri = _shown(connection.engine.url)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.pin = TablePin(format="sql", uri=uri, id=uri, version=now, made=now)
+        self.schema = self._first()
+        self.rows = self._count()
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        with _explained(self._what, self._secrets):
+            schema, names, before = self.schema, list(columns or self.schema.names), 0
+            for _, rows in self._fetched():
+                made = pa.table(
+                    [
+                        self._column(name, [row[at] for row in rows], schema.field(name), before)
+                        for name in names
+                        for at in (schema.get_field_index(name),)
+                    ],
+                    names=names,
+                )
+                before += len(rows)
+                yield from made.to_batches()
+
+    def close(self) -> None:
+        with suppress(Exception):  # nothing was written
+            self._connection.rollback()
+        with suppress(Exception):
+            self._connection.close()
+
+    def _fetched(self) -> Iterator[tuple[Any, list[Any]]]:
+        """(the answer, rows of it); by a cursor of the server's where the driver has one."""
+        # Not sqlalchemy.text, to which a colon in the query is a parameter.
+        options = {"stream_results": True, "max_row_buffer": FETCH_ROWS}
+        result = self._connection.exec_driver_sql(self._query, execution_options=options)
+        if not result.returns_rows:
+            raise ConfigError("source.query: gives no rows; write a SELECT")
+        try:
+            yield result, []
+            for rows in result.partitions(FETCH_ROWS):
+                yield result, list(rows)
+        finally:
+            result.close()
+
+    def _first(self) -> pa.Schema:
+        """Names and types: as declared, as the database tells, or as the first rows show."""
+        fetched = self._fetched()
+        result, _ = next(fetched)
+        names = list(result.keys())
+        told = {entry[0]: _OIDS.get(entry[1]) for entry in result.cursor.description or ()}
+        if self._connection.dialect.name != "postgresql":
+            told = {}
+        rows = next(fetched, (None, []))[1]
+        fetched.close()  # type: ignore[attr-defined]
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise ConfigError(f"source.query: gives column {repeated[0]!r} twice; name one with AS")
+        for name in self._declared:
+            if name not in names:
+                raise ConfigError(
+                    f"source.types: source.query gives no column {name!r} "
+                    f"(columns: {', '.join(names)})"
+                )
+        fields = []
+        for at, name in enumerate(names):
+            kind = self._declared.get(name) or told.get(name)
+            fields.append((name, kind or self._guessed(name, [row[at] for row in rows])))
+        return pa.schema(fields)
+
+    def _guessed(self, name: str, values: list[Any]) -> pa.DataType:
+        try:
+            kind = pa.array([_plain(value) for value in values]).type
+        except (pa.ArrowException, OverflowError, TypeError) as error:
+            raise SourceError(
+                f"source.query: column {name!r} holds values of no one type ({error}); CAST it in "
+                "the query, or name its type in source.types"
+            ) from None
+        if pa.types.is_decimal(kind):  # later values may have more digits before the point
+            return pa.decimal128(38, kind.scale)
+        if pa.types.is_timestamp(kind):
+            return pa.timestamp("us", "UTC" if kind.tz else None)
+        return kind
+
+    def _column(self, name: str, values: list[Any], field: pa.Field, before: int) -> pa.Array:
+        kind = pa.string() if pa.types.is_null(field.type) else field.type
+        plain = [_plain(value, text=pa.types.is_string(kind)) for value in values]
+        if pa.types.is_decimal(kind):  # of the digits that are shown
+            plain = [Decimal(str(v)) if isinstance(v, float) else v for v in plain]
+        if pa.types.is_null(field.type) and any(value is not None for value in plain):
+            number = next(i for i, value in enumerate(plain) if value is not None)
+            raise SourceError(
+                f"source.query: column {name!r} was null in the first {before:,} rows, and is "
+                f"{type(values[number]).__name__} in row {before + number:,} (from 0); name its "
+                "type in source.types"
+            )
+        try:
+            return pa.array(plain, kind)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):
+            at, why = _misfit(plain, kind)
+            raise SourceError(
+                f"source.query: column {name!r} is {kind}, and row {before + at:,} (from 0) does "
+                f"not fit ({why}); CAST it in the query, or name its type in source.types"
+            ) from None
+
+    def _count(self) -> int | None:
+        """How many rows the database expects; None where it does not tell without reading."""
+        dialect = self._connection.dialect.name
+        if dialect == "sqlite":  # a file at hand
+            query = self._query.strip().rstrip(";")
+            counted = self._connection.exec_driver_sql(f"SELECT count(*) FROM ({query})")
+            return int(counted.scalar())
+        if dialect != "postgresql":
+            return None
+        plan = self._connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {self._query}").scalar()
+        found = json.loads(plan) if isinstance(plan, str) else plan
+        return max(1, int(found[0]["Plan"]["Plan Rows"]))
+
+
+def _url(source: Source) -> tuple[Any, list[str]]:
+    """The URL with user and password, and what of it no message may hold."""
+    import sqlalchemy
+
+    try:
+        url = sqlalchemy.make_url(source.uris[0])
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        raise ConfigError(
+            "source.uri: is no URL of a database; write dialect+driver://host/database"
+        ) from None
+    url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+    given: dict[str, str] = {}
+    for name in ("username", "password"):
+        variable = source.options.get(f"{name}_env")
+        value = os.environ.get(str(variable)) if variable else source.options.get(name)
+        if variable and value is None:
+            raise ConfigError(
+                f"source.options.{name}_env: the variable {variable} is not set where the run is "
+                "planned"
+            )
+        if value is not None:
+            given[name] = str(value)
+    secrets = [value for name, value in given.items() if name == "password"]
+    if url.get_backend_name() == "sqlite":  # a file knows no users
+        return url, secrets
+    return url.set(username=given.get("username"), password=given.get("password")), secrets
+
+
+def _arguments(url: Any) -> Mapping[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        place = url.database
+        plain = place and place != ":memory:" and not place.startswith("file:")
+        if plain and not os.path.isfile(place):  # SQLite would make an empty one
+            raise SourceError(f"source.uri: there is no database file {place!r}")
+        return {}
+    known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
+    return {"connect_timeout": LOGIN_SECONDS} if known else {}
+
+
+def _begin(connection: Any) -> None:
+    """A transaction that shows one state of the database, and writes nothing where the database
+    can promise that."""
+    dialect = connection.dialect
+    connection.execution_options(no_parameters=True)  # else % has to be doubled
+    if dialect.name == "sqlite":
+        connection.exec_driver_sql("PRAGMA query_only = ON")
+        connection.exec_driver_sql("BEGIN")
+        return
+    with suppress(NotImplementedError):
+        levels = dialect.get_isolation_level_values(connection.connection.dbapi_connection)
+        level = next((level for level in LEVELS if level in levels), None)
+        if level is not None:
+            connection.execution_options(isolation_level=level)
+    if dialect.name == "postgresql":
+        connection.execution_options(postgresql_readonly=True)
+
+
+@contextmanager
+def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
+    import sqlalchemy
+
+    def scrub(text: str) -> str:
+        for secret in filter(None, secrets):
+            text = text.replace(secret, "**********")
+        return text
+
+    with said_plainly(what, scrub):
+        try:
+            yield
+        except sqlalchemy.exc.DBAPIError as error:
+            said = scrub(" ".join(str(error.orig).split())[:300])
+            if _NO_PLACE.search(said):
+                raise SourceError(f"{what}: {said}; check its name") from None
+            if _DENIED.search(said):
+                raise SourceError(
+                    f"{what}: access is denied ({said}); set source.options.username and "
+                    "password_env (a variable of the environment), or a credentials_block"
+                ) from None
+            operational = isinstance(error, sqlalchemy.exc.OperationalError)
+            if error.connection_invalidated or (
+                operational and re.search(r"connect|timeout|server closed|locked", said)
+            ):
+                raise StoreUnavailable(f"{what}: {said}") from None
+            raise SourceError(f"source.query: {type(error.orig).__name__}: {said}") from None
+
+
+def _shown(url: Any) -> str:
+    """Without user, password and options, which may hold keys."""
+    plain = type(url).create(url.drivername, host=url.host, port=url.port, database=url.database)
+    return str(plain.render_as_string())
+
+
+def _missing(url: Any, error: Exception) -> str:
+    if url.get_backend_name() == "postgresql":
+        return 'needs psycopg, which is not installed; pip install "prefect-raybatch[postgresql]"'
+    return f"its driver is not installed ({error}); install what SQLAlchemy names for it"
+
+
+def _plain(value: Any, text: bool = False) -> Any:
+    """A value as Arrow takes it: JSON as text, what Arrow does not know as its text."""
+    if value is None or (isinstance(value, _PLAIN) and not (text and not isinstance(value, str))):
+        return value
+    if isinstance(value, memoryview | bytearray):
+        return bytes(value)
+    if isinstance(value, dict) or (text and isinstance(value, list)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _misfit(values: Sequence[Any], kind: pa.DataType) -> tuple[int, str]:
+    """The first value that is not of a type, and why."""
+    for at, value in enumerate(values):
+        try:
+            pa.array([value], kind)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            return at, " ".join(str(error).split())[:200]
+    return 0, "unknown"

@@ -1,0 +1,271 @@
+"""Answers that are certain before they are written out: the labels of `sampling.choice`.
+
+The grammar of a choice lets a token through only if its bytes go on one of the labels, so each
+token of an answer is the end or at least one byte of a label. With
+
+    cap = (bytes of the longest beginning that two labels share) + 1
+
+tokens an answer has ended, or its bytes are those of one label only. So `max_tokens` is lowered to
+the cap and the label completed here: from the bytes that the grammar itself takes each token for,
+not from decoded text. The engine is asked the same, step by step, and stops sooner. Where the
+uncapped answer would have been cut off in the middle of a label, there is a whole one.
+
+The second way asks for one token. Rows for which that leaves several labels are asked again, with
+that token behind the prompt and a choice of what is left of each label. A grammar begins at its
+root, so the tokens that may come next are the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.vllm.stepper import Completion, Request
+
+log = logging.getLogger(__name__)
+
+EarlyStop = Literal["decided", "first_token", "off"]
+Ask = Callable[[Sequence["Request"]], list["Completion"]]
+
+# Sampling fields beside which an answer may be cut short. Any other may look at later tokens, end
+# an answer by itself or change what is written of it.
+ALLOWED_BESIDE = frozenset(
+    [
+        *("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("choice", "structured_outputs", "logprob_token_ids", "detokenize"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    ]
+)
+# What a second request would see otherwise than the first one's next step.
+PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+# Engine arguments with which vLLM's grammar is not the whole truth about an answer's tokens.
+NOT_BESIDE = ("reasoning_parser", "logits_processors", "speculative_config")
+
+
+def label_cap(labels: Sequence[str]) -> int:
+    """The tokens after which one label only is left, for any tokenizer."""
+    texts = sorted({label.encode() for label in labels})
+    return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Bytes at the beginning of both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def may_stop_early(arguments: Mapping[str, Any]) -> bool:
+    """Whether an engine of these arguments asks xgrammar alone which tokens may come."""
+    forms = arguments.get("structured_outputs_config") or {}
+    backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
+    backend = arguments.get("guided_decoding_backend") or backend or "auto"
+    return backend in ("auto", "xgrammar") and not any(arguments.get(n) for n in NOT_BESIDE)
+
+
+@dataclass
+class Labels:
+    """The labels of one choice, and what tokens make of them; tokens are remembered."""
+
+    texts: dict[bytes, str]
+    known: dict[tuple[int, ...], list[bytes]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, labels: Sequence[str]) -> Labels:
+        return cls({label.encode(): label for label in labels})
+
+    def left(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> list[bytes]:
+        """What each label that begins with these tokens goes on with; empty for none."""
+        key = tuple(tokens)
+        if key not in self.known:
+            begun = b"".join(token_bytes[token] for token in key)
+            self.known[key] = [t[len(begun) :] for t in self.texts if t.startswith(begun)]
+        return self.known[key]
+
+    def decided(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
+        """The only label that begins with these tokens, None where there are more, or none."""
+        left = self.left(tokens, token_bytes)
+        if len(left) != 1:
+            return None
+        return self.texts[b"".join(token_bytes[token] for token in tokens) + left[0]]
+
+    def ended(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
+        """The label that these tokens spell, the last of them being the end."""
+        return self.texts.get(b"".join(token_bytes[token] for token in tokens[:-1]))
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A request's sampling fields as they are asked, and the labels to complete its answer from.
+    `again`: whether one that stays undecided may be asked the rest; `whole`: nothing was cut off,
+    since max_tokens is no more than the cap."""
+
+    params: dict[str, Any]
+    labels: Labels
+    again: bool
+    whole: bool
+
+
+def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
+    """What xgrammar takes each token of a tokenizer for, by token id; None where it cannot tell."""
+    try:
+        import xgrammar
+
+        return list(xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
+    except Exception as error:  # then answers are asked whole, which costs time and nothing else
+        log.warning("answers are asked whole, since their tokens cannot be read: %s", error)
+        return None
+
+
+class EarlyStopping:
+    """Asks for no more of an answer than decides it.
+
+    token_bytes: makes the bytes that the engine's grammar takes each token for, by token id; called
+    when the first answer has to be completed, and None where they cannot be had.
+    """
+
+    def __init__(self, way: EarlyStop, token_bytes: Callable[[], Sequence[bytes] | None]) -> None:
+        self._way = way
+        self._make = token_bytes
+        self._bytes: Sequence[bytes] | None = None
+
+    def run(self, ask: Ask, requests: Sequence[Request]) -> list[Completion]:
+        """The answers to all requests, as `ask` would give them with whole answers."""
+        if self._way == "off" or not requests:
+            return ask(requests)
+        return self._run(ask, requests, self._way == "first_token")
+
+    def _run(self, ask: Ask, requests: Sequence[Request], once: bool) -> list[Completion]:
+        """`once`: one token is asked for where the rest may be asked again."""
+        known: dict[int, Shortened | None] = {}
+        for request in requests:
+            if id(request.params) not in known:
+                known[id(request.params)] = self._shortened(request.params, once)
+        short = [known[id(request.params)] for request in requests]
+        if not any(short) or not self.ready():
+            return ask(requests)
+        done = ask([self._short(r, s) for r, s in zip(requests, short, strict=True)])
+        made = [self._completed(c, s) for c, s in zip(done, short, strict=True)]
+        return self._asked_again(ask, requests, short, done, made)
+
+    def ready(self) -> bool:
+        """Whether answers can be completed; takes up to a second the first time."""
+        if self._bytes is None and self._way != "off":
+            self._bytes = self._make()
+            if self._bytes is None:
+                self._way = "off"
+        return self._bytes is not None
+
+    def _shortened(self, params: dict[str, Any], once: bool) -> Shortened | None:
+        """How a request of these fields is cut short; None where it is asked as it is."""
+        given = {name: value for name, value in params.items() if value is not None}
+        labels = _labels(given)
+        if labels is None or not given.keys() <= ALLOWED_BESIDE:
+            return None
+        if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
+            return None
+        once = once and given.get("n", 1) == 1 and "seed" not in given
+        once = once and all(given.get(name, no) == no for name, no in PENALTIES.items())
+        most = given.get("max_tokens")
+        if most is not None and (type(most) is not int or most < 1):
+            return None  # vLLM says what is wrong with it
+        cap = 1 if once else label_cap(labels)
+        whole = most is not None and most <= cap
+        fields = params if whole else {**params, "max_tokens": cap}
+        return Shortened(fields, Labels.of(labels), once and not whole, whole)
+
+    def _short(self, request: Request, short: Shortened | None) -> Request:
+        return request if short is None else replace(request, params=short.params)
+
+    def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
+        """The answer with its label whole; None where the tokens leave it open."""
+        if short is None or done.error or done.finish_reason != "length":
+            return done
+        reasons = done.finish_reasons or [done.finish_reason] * len(done.token_ids)
+        texts = []
+        for tokens, reason in zip(done.token_ids, reasons, strict=True):
+            find = short.labels.ended if reason == "stop" else short.labels.decided
+            text = find(tokens, self._bytes or ())
+            if text is None:
+                return done if short.whole else None
+            texts.append(text)
+        ends = done.finish_reasons and ["stop" for _ in reasons]
+        return replace(done, texts=texts, finish_reason="stop", finish_reasons=ends)
+
+    def _asked_again(
+        self,
+        ask: Ask,
+        requests: Sequence[Request],
+        short: Sequence[Shortened | None],
+        done: Sequence[Completion],
+        made: list[Completion | None],
+    ) -> list[Completion]:
+        """`made` with what was left open: the rest of a label, else the answer anew."""
+        todo = [i for i, completion in enumerate(made) if completion is None]
+        seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
+        if seconds:
+            rests = self._run(ask, list(seconds.values()), False)
+            for i, second in zip(seconds, rests, strict=True):
+                made[i] = self._joined(done[i], second, short[i])
+        for again in (True, False):  # by the cap, and what that leaves open as it is
+            left = [i for i in todo if made[i] is None and (s := short[i]) and s.again is again]
+            anew = [requests[i] for i in left]
+            if left:
+                answers = self._run(ask, anew, False) if again else ask(anew)
+                for i, answer in zip(left, answers, strict=True):
+                    made[i] = answer
+        return [completion for completion in made if completion is not None]
+
+    def _rest(self, request: Request, short: Shortened | None, done: Completion) -> Request | None:
+        """The request for what is left of an answer of one token."""
+        if short is None or not short.again or request.features is not None:
+            return None  # features say where in the prompt the images are
+        (tokens,) = done.token_ids
+        left = short.labels.left(tokens, self._bytes or ())
+        try:
+            choice = [text.decode() for text in left]
+        except UnicodeDecodeError:  # the token ends inside a character
+            return None
+        if len(choice) < 2:
+            return None
+        params = {**request.params, "structured_outputs": None, "choice": choice}
+        if isinstance(most := params.get("max_tokens"), int):
+            params["max_tokens"] = most - 1
+        return replace(
+            request, prompt_token_ids=[*request.prompt_token_ids, *tokens], params=params
+        )
+
+    def _joined(
+        self, first: Completion, second: Completion, short: Shortened | None
+    ) -> Completion | None:
+        """One answer of the token asked first and the rest; None where there is no label of it."""
+        if short is None or second.error or second.finish_reason != "stop":
+            return None
+        begun = b"".join((self._bytes or ())[token] for token in first.token_ids[0])
+        (tokens,) = second.token_ids
+        rest = second.texts[0].encode() if second.texts else self._spelt(tokens)
+        text = short.labels.texts.get(begun + rest)
+        if text is None:
+            return None
+        ids = [[*first.token_ids[0], *tokens]]
+        return replace(first, token_ids=ids, texts=[text], finish_reason="stop")
+
+    def _spelt(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of an answer that ended by itself, without its end."""
+        return b"".join((self._bytes or ())[token] for token in tokens[:-1])
+
+
+def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
+    """The labels of a request whose answer is one of them, None for any other."""
+    form = given.get("structured_outputs")
+    labels = given.get("choice")
+    if form is not None:
+        labels = (
+            form.get("choice") if isinstance(form, Mapping) and set(form) == {"choice"} else None
+        )
+    whole = isinstance(labels, list | tuple) and all(isinstance(label, str) for label in labels)
+    return labels if labels and whole else None

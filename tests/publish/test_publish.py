@@ -1,0 +1,225 @@
+"""Publishing a finished run: once to each target, whatever is killed and whoever else publishes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.retries import FAILED, first_run, retried
+from helpers.small import read_json
+from helpers.targets import TARGETS
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, PublishFailed
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs.publish_run import publish_run
+from prefect_raybatch.runs.status import report_of
+
+ANSWERED = [n for n in range(20) if n not in FAILED]
+FORMATS = sorted(TARGETS)
+
+
+class Killed(BaseException):
+    """As a signal would, it passes by whatever catches exceptions."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(first_run(tmp_path_factory.mktemp("finished")).store.uri)
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "out/key")
+    return tmp_path / "out/key"
+
+
+def job_of(run: Path, *targets: dict[str, Any]) -> BatchJob:
+    value = read_json(run / "_raybatch/plan.json")["job"]
+    value["output"] = {**value["output"], "publish": list(targets)}
+    return BatchJob.from_dict(value)
+
+
+def made(format: str, run: Path, root: Path, **more: Any) -> BatchJob:
+    return job_of(run, TARGETS[format][0](root, **more))
+
+
+def numbers(format: str, root: Path) -> list[int]:
+    return sorted(row["_row"] for row in TARGETS[format][1](root))
+
+
+def steps_of(job: BatchJob, run: Path) -> list[str]:
+    seen: list[str] = []
+    publish_run(job, str(run), seen.append)
+    return seen
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_run_is_published_once_however_often_it_is_asked(format, run, tmp_path):
+    job = made(format, run, tmp_path)
+    report = publish_run(job, str(run))
+    assert numbers(format, tmp_path) == ANSWERED
+    (one,) = report.published
+    assert (one.target, one.format, one.rows) == (format, format, len(ANSWERED))
+    assert publish_run(job, str(run)).published == (one,)
+    (run / f"_raybatch/published/{format}.json").unlink()  # the target itself knows
+    assert publish_run(job, str(run)).published[0].version == one.version
+    assert numbers(format, tmp_path) == ANSWERED
+    row = next(row for row in TARGETS[format][1](tmp_path) if row["_row"] == 5)
+    assert (row["id"], row["Company"], row["response"]) == (5, "Company 5", "answer 5")
+    assert row["tags"] == (["t5"] if format != "sql" else '["t5"]')
+    assert f"Published: {format}" in (run / "_raybatch/report.md").read_text()
+    assert report_of(str(run)).published[0].target == format
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_publisher_that_is_killed_at_any_step_leaves_no_row_twice(format, finished, tmp_path):
+    """Each step is where one is killed; the next one brings the rows there once."""
+    trial = tmp_path / "count"
+    shutil.copytree(finished, trial / "key")
+    steps = len(steps_of(made(format, trial / "key", trial), trial / "key"))
+    assert steps >= 4
+    for killed_at in range(steps):
+        root = tmp_path / str(killed_at)
+        shutil.copytree(finished, root / "key")
+        job, seen = made(format, root / "key", root), []
+
+        def stop(step: str, at: int = killed_at, seen: list[str] = seen) -> None:
+            seen.append(step)
+            if len(seen) > at:
+                raise Killed(step)
+
+        with pytest.raises(Killed):
+            publish_run(job, str(root / "key"), stop)
+        publish_run(job, str(root / "key"))
+        assert numbers(format, root) == ANSWERED, f"killed at {seen[-1]}"
+
+
+def beside(job: BatchJob, run: Path) -> Callable[[str], None]:
+    """A second publisher, which does all of its work when the first has looked and sees nothing."""
+    done: list[str] = []
+
+    def other(step: str) -> None:
+        if step == "looked" and not done:
+            done.append(step)
+            publish_run(job, str(run))
+
+    return other
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_of_two_publishers_at_once_one_brings_the_rows(format, run, tmp_path):
+    job = made(format, run, tmp_path)
+    report = publish_run(job, str(run), beside(job, run))
+    assert numbers(format, tmp_path) == ANSWERED
+    assert len(report.published) == 1
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def before(format: str, root: Path, run: Path) -> BatchJob:
+    """A target that holds other answers to the rows, which an earlier run has put there."""
+    place = {"uri": str(root / "lance-all")} if format == "lance" else {}
+    job = made(format, run, root, mode="merge", key=["id"], **place)
+    earlier = first_run(root / "before", {}, text="old")
+    publish_run(job_of(Path(earlier.store.uri), *job_targets(job)), earlier.store.uri)
+    return job
+
+
+def job_targets(job: BatchJob) -> list[dict[str, Any]]:
+    return [t.model_dump(exclude_defaults=True) for t in job.output.publish]
+
+
+@pytest.mark.parametrize("format", ["delta", "sql", "lance"])
+def test_a_merge_replaces_rows_of_the_same_key(format, run, tmp_path):
+    job = before(format, tmp_path, run)
+    publish_run(job, str(run), beside(job, run))
+    rows = {row["id"]: row["response"] for row in TARGETS[format][1](tmp_path)}
+    assert sorted(rows) == list(range(20))  # those that failed this time keep the answer they had
+    assert all(rows[n] == ("old" if n in FAILED else "answer") + f" {n}" for n in rows)
+    assert len(TARGETS[format][1](tmp_path)) == 20
+
+
+def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(tmp_path):
+    made_run = first_run(tmp_path / "out", {}, same=True)
+    run = Path(made_run.store.uri)
+    target = TARGETS["delta"][0](tmp_path, mode="merge", key=["Company"])
+    with pytest.raises(ConfigError, match=r"not unique .* 1 values .*Company='the same'"):
+        publish_run(job_of(run, target), str(run))
+    assert not (tmp_path / "delta").exists() and not (run / "_raybatch/published").exists()
+
+
+# --- a retry, and targets that changed ----------------------------------------------------------
+
+
+def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
+    target = TARGETS["delta"][0](tmp_path)
+    parent = first_run(tmp_path / "out", output={"publish": [target]})
+    publish_run(None, parent.store.uri)
+    child = retried(parent.store.uri)
+    report = publish_run(None, child)
+    assert report.published[0].rows == len(FAILED)
+    assert numbers("delta", tmp_path) == list(range(20))
+    publish_run(None, child)
+    publish_run(None, parent.store.uri)
+    assert numbers("delta", tmp_path) == list(range(20))
+
+
+def test_a_table_that_is_gone_once_it_was_published_to_stays_gone(run, tmp_path):
+    """The record counts; whoever wants the rows again removes it."""
+    job = made("delta", run, tmp_path)
+    publish_run(job, str(run))
+    shutil.rmtree(tmp_path / "delta")
+    assert publish_run(job, str(run)).published[0].target == "delta"
+    assert not (tmp_path / "delta").exists()
+    (run / "_raybatch/published/delta.json").unlink()
+    publish_run(job, str(run))
+    assert numbers("delta", tmp_path) == ANSWERED
+
+
+def test_another_target_under_the_same_name_is_refused(run, tmp_path):
+    publish_run(made("delta", run, tmp_path), str(run))
+    other = job_of(run, {"format": "delta", "uri": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match=f"published under that name to delta {tmp_path}/delta"):
+        publish_run(other, str(run))
+    named = job_of(run, {"format": "delta", "uri": str(tmp_path / "other"), "name": "second"})
+    assert [one.target for one in publish_run(named, str(run)).published] == ["delta", "second"]
+
+
+def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    broken = {"format": "delta", "uri": str(tmp_path / "file")}
+    with pytest.raises(PublishFailed, match=r"broken: .*data/ is whole.*raybatch publish"):
+        publish_run(
+            job_of(run, TARGETS["jsonl"][0](tmp_path), {**broken, "name": "broken"}), str(run)
+        )
+    assert [one.target for one in report_of(str(run)).published] == ["jsonl"]
+    assert numbers("jsonl", tmp_path) == ANSWERED
+
+
+def test_a_run_that_is_not_finished_or_names_no_target_is_not_published(run, tmp_path):
+    with pytest.raises(ConfigError, match="names no target"):
+        publish_run(None, str(run))
+    begun = first_run(tmp_path / "begun", finish=False)
+    with pytest.raises(IncompleteRun, match="--run-key key"):
+        publish_run(made("delta", run, tmp_path), begun.store.uri)
+
+
+def test_a_damaged_result_is_not_published(run, tmp_path):
+    path = next((run / "data").glob("*.parquet"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptRun, match="not what finalize wrote"):
+        publish_run(made("delta", run, tmp_path), str(run))
+    assert not (tmp_path / "delta").exists() or numbers("delta", tmp_path) == []
+
+
+def test_a_run_without_answers_touches_no_target(tmp_path):
+    none = first_run(tmp_path / "out", dict.fromkeys(range(20), "ValueError"))
+    run = Path(none.store.uri)
+    report = publish_run(made("delta", run, tmp_path), str(run))
+    assert report.published[0].rows == 0 and not (tmp_path / "delta").exists()

@@ -1,0 +1,199 @@
+"""What each target keeps of the types: told when a run is planned, and kept as it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pyarrow as pa
+import pytest
+from helpers.small import make_job
+from helpers.targets import TARGETS, iceberg
+
+from prefect_raybatch.errors import ConfigError, PublishFailed
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish.base import AnsweredRows
+from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.publish.publish import check_publish, open_sink
+
+BERLIN = ZoneInfo("Europe/Berlin")
+ZONED = pa.timestamp("us", "Europe/Berlin")
+TABLE = pa.table(
+    {
+        "_row": pa.array([0, 1], pa.int64()),
+        "price": pa.array([Decimal("1.25"), None], pa.decimal128(10, 2)),
+        "at": pa.array([datetime(2026, 7, 1, 12, tzinfo=BERLIN), None], ZONED),
+        "naive": pa.array([datetime(2026, 7, 1, 12), None], pa.timestamp("us")),
+        "day": pa.array([date(2026, 7, 1), None], pa.date32()),
+        "kind": pa.array(["a", None]).dictionary_encode(),
+        "vector": pa.array([[1.0, 2.5], None], pa.list_(pa.float32(), 2)),
+        "nested": pa.array([{"a": [{"b": 1}]}, None]),
+        "pairs": pa.array([[("k", 1.5)], None], pa.map_(pa.string(), pa.float64())),
+        "byte": pa.array([200, None], pa.uint8()),
+        "long": pa.array([2**63 + 1, None], pa.uint64()),
+        "raw": pa.array([b"\x00\xff", None], pa.large_binary()),
+        "flag": pa.array([True, None]),
+    }
+)
+NOON = datetime(2026, 7, 1, 10, tzinfo=UTC)
+KEPT: dict[str, dict[str, Any]] = {
+    "jsonl": {
+        **{"price": "1.25", "at": "2026-07-01T12:00:00+02:00", "naive": "2026-07-01T12:00:00"},
+        **{"day": "2026-07-01", "pairs": [["k", 1.5]], "raw": "AP8="},
+    },
+    "sql": {
+        **{"price": "1.25", "at": "2026-07-01 10:00:00.000000", "long": "9223372036854775809"},
+        **{"naive": "2026-07-01 12:00:00.000000", "day": "2026-07-01", "flag": 1},
+        **{"vector": "[1.0, 2.5]", "nested": '{"a": [{"b": 1}]}', "pairs": '[["k", 1.5]]'},
+    },
+}
+
+
+def rows_of(table: pa.Table, plan: str = "p" * 64) -> AnsweredRows:
+    def read() -> Iterator[pa.RecordBatch]:
+        yield from table.to_batches()
+
+    return AnsweredRows(plan, "key", "job", len(table), table.schema, read)
+
+
+def put(format: str, root: Path, table: pa.Table, **more: Any) -> None:
+    target = PublishTarget.model_validate(TARGETS[format][0](root, **more))
+    sink = open_sink(target, "key", {})
+    sink.check(table.schema)
+    sink.publish(rows_of(table), lambda step: None)
+
+
+def quiet(schema: pa.Schema, *targets: dict[str, Any]) -> list[str]:
+    found = [PublishTarget.model_validate(target) for target in targets]
+    return check_publish(found, "key", {}, schema)
+
+
+@pytest.mark.parametrize("format", sorted(TARGETS))
+def test_what_a_target_keeps_comes_back(format, tmp_path):
+    table = TABLE
+    if format == "iceberg":  # another zone than UTC is refused there
+        table = table.set_column(2, "at", table["at"].cast(pa.timestamp("us", "UTC")))
+    put(format, tmp_path, table)
+    first, second = TARGETS[format][1](tmp_path)
+    wanted = {**table.to_pylist()[0], **KEPT.get(format, {})}
+    assert {name: first[name] for name in wanted} == wanted
+    if format in ("delta", "iceberg", "parquet", "lance"):
+        assert first["at"] == NOON and first["price"] == Decimal("1.25")
+    assert {v for n, v in second.items() if n not in ("_row", "byte")} == {None}
+
+
+BAD = [
+    ("delta", pa.float16(), "float32"),
+    ("delta", pa.time64("us"), "postprocess"),
+    ("delta", pa.duration("us"), "postprocess"),
+    ("delta", pa.timestamp("ns"), r"timestamp\[us\]"),
+    ("delta", pa.list_(pa.struct([("a", pa.float16())])), "float32"),
+    ("delta", pa.decimal256(50, 2), "38 digits"),
+    ("iceberg", ZONED, "Europe/Berlin: cast it to UTC"),
+    ("iceberg", pa.timestamp("ns"), r"timestamp\[us\]"),
+    ("iceberg", pa.duration("us"), "postprocess"),
+    ("sql", pa.duration("s"), "postprocess"),
+    ("jsonl", pa.duration("s"), "seconds"),
+]
+
+
+@pytest.mark.parametrize(("format", "kind", "said"), BAD, ids=lambda value: str(value))
+def test_what_a_target_cannot_keep_is_told_by_column_and_remedy(format, kind, said, tmp_path):
+    schema = pa.schema([("_row", pa.int64()), ("odd", kind)])
+    with pytest.raises(ConfigError, match=f"column 'odd' .*{format} cannot keep.*{said}"):
+        quiet(schema, TARGETS[format][0](tmp_path))
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg", "sql"])
+def test_a_table_with_another_schema_is_told_when_the_run_is_planned(format, tmp_path):
+    target = TARGETS[format][0](tmp_path)
+    made = pa.table({"_row": pa.array([7], pa.int64()), "answer": ["x"], "more": [1]})
+    assert "is made" in quiet(made.schema, target)[0]
+    put(format, tmp_path, made)
+    assert "fit" in quiet(made.schema.remove(2), target)[0]  # one that may be null
+    with pytest.raises(ConfigError, match=r"has no column 'new' \(columns: _row, answer, more\)"):
+        quiet(made.schema.append(pa.field("new", pa.string())), target)
+    if format != "sql":  # a database converts
+        with pytest.raises(ConfigError, match=r"'answer' is .*string in the table .*double"):
+            quiet(made.schema.set(1, pa.field("answer", pa.float64())), target)
+
+
+def test_a_null_that_a_table_does_not_take_gives_up_the_whole_commit(tmp_path):
+    schema = pa.schema([pa.field("_row", pa.int64(), False), pa.field("a", pa.string(), False)])
+    put("delta", tmp_path, pa.table({"_row": [1], "a": ["x"]}, schema=schema))
+    table = pa.table({"_row": [2, 3], "a": ["y", None]})
+    sink = open_sink(PublishTarget.model_validate(TARGETS["delta"][0](tmp_path)), "key", {})
+    with pytest.raises(ConfigError, match="column 'a' is never null in the target, and 1 rows"):
+        sink.publish(rows_of(table, "q" * 64), lambda step: None)
+    assert [row["_row"] for row in TARGETS["delta"][1](tmp_path)] == [1]
+    with pytest.raises(ConfigError, match="'a' that is never null, and the result has none"):
+        quiet(pa.schema([("_row", pa.int64())]), TARGETS["delta"][0](tmp_path))
+
+
+def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
+    table = pa.table({"_row": list(range(6)), "day": ["1/7", "2", None] * 2, "a": ["x"] * 6})
+    for format in ("parquet", "jsonl", "delta"):
+        put(format, tmp_path, table, partition_by=["day"])
+    places = sorted(p.parent.name for p in (tmp_path / "parquet").rglob("part-*"))
+    assert places == ["day=1%2F7", "day=2", "day=__HIVE_DEFAULT_PARTITION__"]
+    rows = TARGETS["parquet"][1](tmp_path)
+    assert [(row["_row"], row["day"]) for row in rows][:3] == [(0, "1/7"), (1, "2"), (2, None)]
+    assert "day" not in TARGETS["jsonl"][1](tmp_path)[0]
+    assert sorted(row["_row"] for row in TARGETS["delta"][1](tmp_path)) == list(range(6))
+    with pytest.raises(ConfigError, match="partition_by: column 'a' is of type double"):
+        quiet(
+            pa.schema([("a", pa.float64()), ("b", pa.int64())]),
+            TARGETS["parquet"][0](tmp_path, partition_by=["a"]),
+        )
+
+
+def test_a_plan_checks_the_columns_that_it_knows(tmp_path):
+    target = TARGETS["delta"][0](tmp_path, mode="merge", key=["Id"])
+    given = pa.schema([("id", pa.int64()), ("Company", pa.string())])
+    job = make_job(output={"uri": str(tmp_path / "out"), "publish": [target]})
+    with pytest.raises(ConfigError, match=r"no column 'Id' \(columns: id, Company, response, _row"):
+        check_targets_of(job, given)
+    output = {"uri": "out", "publish": [target], "postprocess": "helpers.functions:shout"}
+    (line,) = check_targets_of(make_job(output=output), given)  # it may return one
+    assert line == f"delta: {tmp_path}/delta is made when it is published to"
+    job = make_job(output={**output, "schema": {"Id": "int64", "vector": "halffloat"}})
+    with pytest.raises(ConfigError, match="column 'vector'"):
+        check_targets_of(job, given)
+
+
+# --- what is missing ----------------------------------------------------------------------------
+
+
+def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefect_raybatch.publish.base.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs deltalake, .*pip install "prefect-raybatch\[del'):
+        quiet(TABLE.schema, TARGETS["delta"][0](tmp_path))
+
+
+def test_a_password_comes_from_the_environment_and_is_never_shown(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"write \${NAME}"):
+        PublishTarget(format="sql", uri="postgresql://me:hunter2@host/db", table="t")
+    uri = "postgresql+psycopg://me:${WAREHOUSE_PW}@127.0.0.1:1/db"
+    target = {"format": "sql", "uri": uri, "table": "t"}
+    with pytest.raises(ConfigError, match="variable WAREHOUSE_PW is not set"):
+        quiet(TABLE.schema, target)
+    monkeypatch.setenv("WAREHOUSE_PW", "hunter2")
+    with pytest.raises(PublishFailed, match="OperationalError: ") as caught:
+        quiet(TABLE.schema, target)
+    assert "hunter2" not in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_catalog_that_is_not_there_is_one_line(tmp_path):
+    target = iceberg(tmp_path) | {"table": "nowhere.answers"}
+    assert "is made" in quiet(TABLE.schema.remove(2), target)[0]
+    with pytest.raises(ConfigError, match=r"no namespace for 'nowhere.answers'"):
+        sink = open_sink(PublishTarget.model_validate(target), "key", {})
+        sink.publish(rows_of(TABLE.drop_columns(["at"])), lambda step: None)
+    target["catalog"] = {"type": "rest", "uri": "http://127.0.0.1:1", "token": "hunter2"}
+    with pytest.raises(PublishFailed) as caught:
+        quiet(TABLE.schema.remove(2), target)
+    assert "hunter2" not in str(caught.value) and len(str(caught.value).splitlines()) == 1

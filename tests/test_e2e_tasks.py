@@ -1,0 +1,161 @@
+"""Vectors under LoRA adapters through real Ray and real vLLM: killed, resumed, proved; and retried,
+with an engine that is made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import tiny_models
+from helpers.engines import VectorEngine
+from helpers.ray_head import Head
+
+from prefect_raybatch import BatchJob, demo
+from prefect_raybatch.ledger.family import place
+from prefect_raybatch.result.verify_chain import verify_chain
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.retry import Retry, plan_retry
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ROWS, PER_SHARD = 60, 6
+LATER = {7, 40}  # rows of an adapter that the job does not know until they are retried
+KILLED = """
+import json, os, signal, sys
+import ray
+from prefect_raybatch import BatchJob
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+
+def stop(progress):
+    if progress.done:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ray.init(address=sys.argv[2], logging_level="error", log_to_driver=False)
+job = BatchJob.from_dict(json.loads(sys.argv[1]))
+infer_run(job, plan_run(job, "k"), stop)
+"""
+
+
+def text(i: int) -> str:
+    return f"Company {i} of {'law' if i % 3 else 'health'} in town {i * i}"
+
+
+def adapter(i: int) -> str:
+    return "c" if i in LATER else "ab"[i % 2]
+
+
+def job_dict(folder: Path, adapters: dict[str, str]) -> dict[str, Any]:
+    return {
+        "name": "vectors",
+        "source": {"uri": str(folder / "in.parquet"), "rows_per_shard": PER_SHARD},
+        "prompt": {"template": "{text}", "adapter_column": "adapter"},
+        "engine": {
+            "model": "demo",
+            "task": "embed",
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 128,
+            "max_concurrent_batches": 1,  # so that a kill leaves shards to do
+            "adapters": adapters,
+        },
+        "output": {
+            "uri": str(folder / "out"),
+            "column": "vector",
+            "columns": ["id"],
+            "extras": ["prompt_tokens"],
+        },
+        "limits": {"max_failed_rows": len(LATER)},
+    }
+
+
+def merged(adapter: Path) -> Any:
+    """The bundled model with an adapter's change in its weights."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    model: Any = AutoModel.from_pretrained(demo.demo_model_path(), dtype=torch.float32)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, down in tensors.items():
+            if ".lora_A." in name:
+                stem = name.removeprefix("base_model.model.model.").replace(".lora_A", "")
+                up = tensors[name.replace("lora_A", "lora_B")]
+                weights[stem] += up @ down * (8 / down.shape[0])
+    return model.eval()
+
+
+def cosine(model: Any, words: str, vector: Any) -> float:
+    """Between the model's last state of a text and a vector of length 1."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.demo_model_path())
+    ids = tokenizer(words, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        state = model(ids).last_hidden_state[0, -1].numpy()
+    return float(state @ np.array(vector) / np.linalg.norm(state))
+
+
+def test_vectors_under_adapters_survive_a_kill_and_are_retried(
+    local_ray: None, ray_head: Head, tmp_path: Path
+) -> None:
+    config = json.loads((Path(demo.demo_model_path()) / "config.json").read_text())
+    folders = {
+        name: tiny_models.lora(tmp_path / name, demo.demo_model_path(), config, seed=seed)
+        for seed, name in enumerate("abc", 1)
+    }
+    table = pa.table(
+        {
+            "id": range(ROWS),
+            "text": [text(i) for i in range(ROWS)],
+            "adapter": [adapter(i) for i in range(ROWS)],
+        }
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    value = job_dict(tmp_path, {name: str(folders[name]) for name in "ab"})
+    command = [sys.executable, "-c", KILLED, json.dumps(value), ray_head.address]
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # as the head
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -9, killed.stderr[-3000:]
+    run_dir = tmp_path / "out" / "k"
+    before = {p.name: p.read_bytes() for p in (run_dir / "_raybatch/commits").iterdir()}
+    assert 0 < len(before) < ROWS // PER_SHARD
+
+    job = BatchJob.from_dict(value)
+    run = plan_run(job, "k")
+    report = finalize_run(job, run, infer_run(job, run))
+    assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
+    assert report.resumed_shards == len(before)
+    for name, data in before.items():
+        assert (run_dir / "_raybatch/commits" / name).read_bytes() == data
+    made = pq.read_table(run_dir / "data").to_pylist()
+    assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
+    models = {name: merged(folders[name]) for name in "ab"}
+    for row in made[::9]:
+        own, other = ("ab"[(row["id"] + more) % 2] for more in (0, 1))
+        assert cosine(models[own], text(row["id"]), row["vector"]) > 0.999
+        assert cosine(models[other], text(row["id"]), row["vector"]) < 0.999
+        assert row["prompt_tokens"] > 5
+
+    known = {name: str(folder) for name, folder in folders.items()}
+    child = plan_retry(str(run_dir), overrides={"engine.adapters": known})
+    assert isinstance(child, Retry)
+    again = finalize_run(child.job, child.run, infer_run(child.job, child.run, engine=VectorEngine))
+    assert (again.good, again.failed) == (len(LATER), 0)
+    found = pq.read_table(tmp_path / "out" / "k.r1" / "data").to_pylist()
+    assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
+    verdict = verify_chain(*place(str(run_dir)))
+    assert verdict.ok and verdict.quarantined == 0, verdict
