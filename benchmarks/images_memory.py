@@ -40,7 +40,7 @@ class Answers:
         pass
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.block import ERROR, MM, TOKENS, passes_by
+        from prefect_raybatch.stages.block import ERROR, MM, TOKENS, passes_by, timed
         from prefect_raybatch.stages.engine import answered
         from prefect_raybatch.stages.vllm import multimodal
         from prefect_raybatch.stages.vllm.stepper import Completion
@@ -55,7 +55,7 @@ class Answers:
                 given = multimodal.engine_input(tokens[i], seen[i])
                 done = Completion([[5] * 32], None, "stop", len(given["prompt_token_ids"]))
                 made.append((i, [i], done))
-        return answered(table, made, began)
+        return timed(answered(table, made, began), "engine", began)
 
 
 class Watch(threading.Thread):

@@ -82,6 +82,7 @@ CONTRACT = {
     "renderers/registry.py": {"": ["renderer_from_config(config)"]},
     "renderers/params.py": {"": ["ChatParams"], "TokenizeParams": ["max_total_tokens"]},
     "renderers/base.py": {"BaseRenderer": ["render_chat", "default_chat_tok_params"]},
+    "config/device.py": {"DeviceConfig": ["device"]},
     "model_executor/models/idefics3.py": {"Idefics3ProcessingInfo": ["get_supported_mm_limits"]},
     # Parsers of thinking and tool calls.
     "parser/parser_manager.py": {

@@ -302,8 +302,9 @@ def image_renderer(path: str, revision: str | None, arguments: Mapping[str, Any]
     conversation at a time; None for a model that takes no images. Needs no GPU (as
     `vllm launch render`). Raises ImportError where this version has no such renderer.
     """
-    from vllm.config import VllmConfig
+    from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.renderers import renderer_from_config
     from vllm.renderers.params import ChatParams
 
@@ -311,7 +312,9 @@ def image_renderer(path: str, revision: str | None, arguments: Mapping[str, Any]
     if not config.is_multimodal_model:
         return None
     config.quantization = None  # of the weights, which nobody loads here
-    made: Any = renderer_from_config(VllmConfig(model_config=config))
+    # Where vLLM was built for GPUs and the node has none, it knows no device and gives up.
+    device = DeviceConfig(device=cast(Any, current_platform.device_type or "cpu"))
+    made: Any = renderer_from_config(VllmConfig(model_config=config, device_config=device))
     chat = ChatParams()
     # How long a prompt may be is told afterwards, with its images and in our words.
     tokens = replace(made.default_chat_tok_params, max_total_tokens=None)
