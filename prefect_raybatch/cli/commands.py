@@ -35,6 +35,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
@@ -55,6 +56,10 @@ RunKeyOption = Annotated[
 ]
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")]
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Local folder or s3:// URI.")]
+RunDate = Annotated[
+    str | None,
+    typer.Option(metavar="YYYY-MM-DD", help="What {run_date} in the job stands for."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, e.g. source.limit=100."),
@@ -130,6 +135,7 @@ def demo(
 def plan(
     job: JobFile,
     run_key: RunKeyOption = None,
+    run_date: RunDate = None,
     set_: Set = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="KIND", help="Of a cluster of these, such as H100.")
@@ -150,7 +156,10 @@ def plan(
         from prefect_raybatch.sizing.sizes import imagined
 
         what_if = imagined(gpu, gpus, cpus)
-    found = dry_run_of(with_keys(_job(job, set_)), run_key, what_if, sample if tokens else 0)
+    key = run_key or "RUN_KEY"
+    when = date_of(run_date) if run_date else date_of_key(key) or today()
+    loaded = with_run_words(with_keys(_job(job, set_)), key, when)
+    found = dry_run_of(loaded, run_key, what_if, sample if tokens else 0)
     if as_json:
         print_json({**asdict(found), "sizing": found.sizing.to_dict()})
     else:
@@ -178,7 +187,7 @@ def tune(
     """Try engine settings on a sample of the job's rows, and write the best as a job file."""
     from prefect_raybatch.runs import tune as tuning
 
-    loaded = _job(job, set_)
+    loaded = _of_today(_job(job, set_))
     wanted = deadline or loaded.limits.deadline
     limit = seconds_of(wanted) if wanted else None
 
@@ -202,13 +211,15 @@ def tune(
 def run(
     job: JobFile,
     run_key: RunKeyOption = None,
+    run_date: RunDate = None,
     set_: Set = None,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
     as_json: Json = False,
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
-    report, fresh = run_job(loaded, run_key, prefect, quiet=as_json)
+    when = date_of(run_date) if run_date else None
+    report, fresh = run_job(loaded, run_key, prefect, quiet=as_json, run_date=when)
     if as_json:
         print_json(report)
     else:
@@ -339,7 +350,7 @@ def doctor(
     """Checks versions, Prefect, cluster, GPUs, store, source, model, clock; says what to mend."""
     from prefect_raybatch import doctor as checks
 
-    found = checks.examine(_job(job, set_) if job else None, with_keys)
+    found = checks.examine(_of_today(_job(job, set_)) if job else None, with_keys)
     wrong = [finding for finding in found if finding.mark == "fail"]
     if as_json:
         print_json({"ok": not wrong, "findings": [asdict(finding) for finding in found]})
@@ -404,6 +415,11 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
     if not overrides:
         return job
     return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
+
+
+def _of_today(job: BatchJob) -> BatchJob:
+    """With {run_date} and {run_key} as a run of today would have them."""
+    return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 
 def _raw(path: str) -> dict[str, Any]:

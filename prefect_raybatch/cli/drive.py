@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
-from prefect_raybatch.runs.run import Run, default_run_key, run_store
+from prefect_raybatch.runs.run import Run, begun, default_run_key, run_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.runs.retry import Nothing, RetryRequest
@@ -21,10 +23,15 @@ if TYPE_CHECKING:
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
 
 
-def run_job(job: BatchJob, key: str | None, prefect: bool, quiet: bool) -> tuple[RunReport, bool]:
+def run_job(
+    job: BatchJob, key: str | None, prefect: bool, quiet: bool, run_date: date | None = None
+) -> tuple[RunReport, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
+    if run_date is not None or run_words(job):
+        key = begun(with_keys(job), key, None, run_date)[1]
+        job = with_run_words(job, key, run_date or date_of_key(key))
     known = with_keys(job)
     check_places(known.source, known.output)
     resolved = resolve(known)

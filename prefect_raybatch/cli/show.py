@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
+from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
@@ -130,8 +131,12 @@ def show_findings(found: Sequence[Finding]) -> None:
 def show_plan(found: DryRun) -> None:
     size, have = found.sizing, found.have
     table = _grid()
-    files = counted(found.files, f"{found.format} file")
-    table.add_row("input", f"{counted(found.rows, 'row')} in {files}")
+    where = f"in {counted(found.files, f'{found.format} file')}"
+    if found.table is not None and found.format in TABLE_FORMATS:
+        made = f" of {found.table['made']}" if "made" in found.table else ""
+        title = TABLE_FORMATS[found.format].title
+        where = f"of a {title} source at version {found.table['version']}{made}"
+    table.add_row("input", escape(f"{counted(found.rows, 'row')} {where}"))
     table.add_row("columns", escape(", ".join(found.columns)))
     for number, (name, kind) in enumerate(found.result):
         table.add_row("" if number else "result", escape(f"{name}: {kind}"))

@@ -22,9 +22,10 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.retry import Nothing
-from prefect_raybatch.runs.run import Run, default_run_key
+from prefect_raybatch.runs.run import Run, begun, default_run_key
 
 
 def titled(title: str) -> Any:
@@ -42,7 +43,12 @@ Unset = Annotated[None, Field(title="By default")]
 
 
 def key_of(job: BatchJob, run_key: str | None, scheduled_for: datetime | None) -> str:
-    return run_key or default_run_key(with_blocks(job), scheduled_for or scheduled_start())
+    if run_key:
+        return run_key
+    start = scheduled_for or scheduled_start()
+    if start is None and run_words(job):
+        return begun(with_blocks(job), None, None)[1]
+    return default_run_key(with_blocks(job), start)
 
 
 def named_by_run_key() -> str:
@@ -67,7 +73,10 @@ def batch_inference(
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
     """
-    run = plan_shards(job, key_of(job, run_key, scheduled_for))
+    key = key_of(job, run_key, scheduled_for)
+    if run_words(job):
+        job = begun(job, key, scheduled_for or scheduled_start())[0]
+    run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return _published(job, run, finalize_run(job, run, progress))
 
@@ -114,7 +123,7 @@ def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -
         minutes: About how long to try.
         deadline: Time for the whole input, such as 6h; by default limits.deadline.
     """
-    return tune_engine(job, minutes, deadline)
+    return tune_engine(with_run_words(job, job.name, today()), minutes, deadline)
 
 
 def scheduled_start() -> datetime | None:

@@ -25,6 +25,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
@@ -83,7 +84,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
     `StoreUnavailable` (retried).
     """
     with logs_in_page(), RunEvents(run_key, job.name).failures(RETRY["retries"]):
-        job = with_blocks(job)
+        job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset)
         get_run_logger().info(
             "run %s: %s in %s at %s",
@@ -123,6 +124,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
     """
     with logs_in_page(), RunEvents(run.run_key, job.name).failures(RETRY["retries"]):
+        job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
         with Page(loaded, run, observers=_observers.get()) as page:
             return jobs.infer(job, loaded, run, page, flow_runs.owner())
@@ -136,7 +138,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     """
     events = RunEvents(run.run_key, job.name)
     with logs_in_page(), events.failures(RETRY["retries"]):
-        report = finalize(with_blocks(job), run, progress)
+        report = finalize(with_blocks(with_run_words(job, run.run_key)), run, progress)
         shown: dict[str, Artifact] = {
             "stages": TableArtifact(
                 table=reports.stage_table(report),

@@ -45,6 +45,7 @@ from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.reuse import check_reuse
+from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
@@ -185,6 +186,7 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
+            check_run_words(uri)
             if is_web(uri):
                 check_web(uri)
             elif format_of_scheme(scheme_of(uri)) is None:
@@ -845,14 +847,14 @@ class Output(Group):
         text="With engine.task embed: float16 takes half the room.",
     )
     publish: list[PublishTarget] = field(
-        22,
+        21,
         [],
         title="Publish to",
         text="Tables and folders of other systems that get the answered rows once the result is "
         "proved, each once.",
     )
     keep_answers: float | None = field(
-        21,
+        22,
         None,
         title="Days that raw answers are kept",
         text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
@@ -866,6 +868,7 @@ class Output(Group):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str) -> str:
+        check_run_words(value)
         check_uri(value)
         if any(c in value for c in "*?["):
             raise ValueError(f"{value!r} holds a wildcard; name one folder")

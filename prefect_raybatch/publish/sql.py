@@ -84,6 +84,9 @@ class SqlSink(Sink):
             connection.execute(marks.insert(), [note | {"at": datetime.now(UTC).isoformat()}])
             observe("in transaction")
             keys = self.target.key
+            if keys:  # else two runs with one key might both find it absent, and both add it
+                turn = marks.c.hash == self._turn
+                connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
             where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in keys))
             for batch in _values(rows, wanted, engine.dialect.name):
                 if keys:
@@ -101,6 +104,7 @@ class SqlSink(Sink):
         """(the table, ours), made where they are not there. In transactions of their own, since
         many databases end one at such a statement."""
         from sqlalchemy import BigInteger, Column, MetaData, String, Table
+        from sqlalchemy.exc import IntegrityError
 
         table = self._reflected(engine)
         schema, _, name = (self.target.table or "").rpartition(".")
@@ -120,7 +124,18 @@ class SqlSink(Sink):
             table = Table(name, known, *columns)
         for one in (table, marks):
             _create(engine, one)
+        if self.target.key:
+            try:
+                with engine.begin() as connection:
+                    connection.execute(marks.insert(), [{"hash": self._turn}])
+            except IntegrityError:
+                pass  # another publisher has made it
         return table, marks
+
+    @property
+    def _turn(self) -> str:
+        """The row of our table whose lock a merge into this table holds until it is committed."""
+        return f"merge {self.target.table}"[:64]
 
     def _reflected(self, engine: Any) -> Any:
         from sqlalchemy import MetaData, Table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DryRun:
     """What `raybatch plan` shows; `result`: names and types of what is written beside the input's
-    columns, as far as they are known before a run; `tokens` where asked for or needed for
-    max_model_len: auto."""
+    columns, as far as they are known before a run; `table`: which table at which version is read,
+    as a plan keeps it; `tokens` where asked for or needed for max_model_len: auto."""
 
     job: str
     rows: int
@@ -50,6 +51,7 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    table: Mapping[str, Any] | None = None
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
 
@@ -133,6 +135,7 @@ def dry_run(
         figures=tuple(figures(job, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
+        table=found.table,
         publish=publish,
         reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
     )

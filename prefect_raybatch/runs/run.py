@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob, Output
 from prefect_raybatch.job.checks import NAME, check_run_key
+from prefect_raybatch.job.run_words import date_of_key, run_words, today, with_run_words
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
@@ -56,6 +57,29 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
     if unfinished:
         return max(unfinished)[1]
     return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def begun(
+    job: BatchJob,
+    run_key: str | None,
+    scheduled: datetime | None,
+    run_date: date | None = None,
+) -> tuple[BatchJob, str]:
+    """The job with {run_date} and {run_key} filled in, and the run's key. The date is `run_date`,
+    else that of the run key, else of the scheduled start, else today's, all in UTC."""
+    if run_date is not None and run_key is None:  # so that the same date finds the same run
+        scheduled = datetime.combine(run_date, time(), UTC)
+    words = run_words(job)
+    if not words:
+        return job, run_key or default_run_key(job, scheduled)
+    if run_key is None and scheduled is None and "run_key" not in words:
+        known = with_run_words(job, "", today())
+        return known, default_run_key(known)
+    key = run_key or default_run_key(job, scheduled or datetime.now(UTC))
+    when = run_date or date_of_key(key)
+    if when is None and scheduled is not None:
+        when = scheduled.astimezone(UTC).date()
+    return with_run_words(job, key, when), key
 
 
 def run_keys(root: Store) -> list[str]:

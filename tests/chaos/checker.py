@@ -31,7 +31,9 @@ _OF_A_RUN = (
     r"|_raybatch/checkpoints/.*|_raybatch/row_sums/(data|_quarantine)-part-\d{5}\.parquet"
     r"|_raybatch/(input|reused)/[^.].*"
 )
-EXPECTED_FILES = re.compile(rf"{_OF_A_RUN}|_raybatch/asks/({_OF_A_RUN})")
+EXPECTED_FILES = re.compile(
+    rf"{_OF_A_RUN}|_raybatch/published/[A-Za-z0-9._-]+\.json|_raybatch/asks/({_OF_A_RUN})"
+)
 
 
 @dataclass

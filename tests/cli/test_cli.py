@@ -21,6 +21,7 @@ from helpers.command_line import called
 from helpers.engines import FAILS, CrashingEngine, FakeEngine, FineEngine
 from helpers.models import LLAMA_8B
 from helpers.small import job_dict, receipts, small_run
+from helpers.targets import jsonl, jsonl_rows
 
 import prefect_raybatch
 from prefect_raybatch import errors
@@ -327,6 +328,25 @@ def test_verify_proves_and_its_status_says_so(made, call):
     assert "proved: 40 planned rows = 39 in data/ + 1 in quarantine + 0 left out" in out
     code, out, _ = call("verify", run.uri, "--json")
     assert code == 0 and json.loads(out)["ok"] is True
+
+
+def test_publish_brings_a_finished_run_to_its_targets(made, call, tmp_path):
+    copy = tmp_path / "key"
+    shutil.copytree(made.run.uri, copy)
+    code, _, err = call("publish", copy)
+    assert code == 2 and "names no target to publish to" in err
+    value = yaml.safe_load(write_job(tmp_path).read_text())
+    value["output"]["publish"] = [jsonl(tmp_path, name="lines")]
+    path = tmp_path / "publish.yaml"
+    path.write_text(yaml.safe_dump(value))
+    for _ in range(2):
+        code, out, err = call("publish", copy, "--job", path)
+        assert code == 0, err
+        assert f"published: lines: jsonl {tmp_path}/jsonl, 39 rows" in out.replace("\n", "")
+    assert len(jsonl_rows(tmp_path)) == ROWS - 1
+    assert "Published: lines" in call("report", copy)[1]
+    code, out, _ = call("plan", path)
+    assert "lines:" in out and "gets files of its own" in out
 
 
 def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):

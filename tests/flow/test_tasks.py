@@ -13,6 +13,7 @@ from helpers.prefect_server import artifacts_of
 from helpers.reports import report
 from helpers.retries import first_run, numbers, work
 from helpers.small import make_job
+from helpers.targets import delta, delta_rows
 from prefect import flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
@@ -241,11 +242,14 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
         work(run, job, {7: "Again"})
 
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
-    uri = first_run(tmp_path).store.uri
+    output = {"publish": [delta(tmp_path)]}
+    uri = first_run(tmp_path, output=output).store.uri
     report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
     assert report is not None
     assert (report.run_key, report.good, report.failed) == ("key.r1", 2, 1)
     assert numbers(report.run) == [4, 11]
+    assert [one.rows for one in report.published] == [2]  # the flow is completed after it
+    assert sorted(row["_row"] for row in delta_rows(tmp_path)) == [4, 11]
     state = retry_failed(uri, ["ValueError"], return_state=True)
     assert state.is_failed()
     with pytest.raises(ConfigError, match=r"retry-failed .*key\.r1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from helpers.deletion_vectors import delete_by_vector
@@ -17,6 +19,7 @@ from helpers.small import make_job
 from helpers.table_sources import companies, copied, refused
 from s3server import S3Server
 
+from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.ledger.ledger import Ledger
@@ -64,6 +67,52 @@ def test_rows_that_a_deletion_vector_hides_are_not_read(tmp_path):
     assert ids(copied(tmp_path, uri)[1]) == [0, 1, 4, 6, 7, 8, 9]
     assert ids(copied(tmp_path, uri, filter="id >= 3")[1]) == [4, 6, 7, 8, 9]
     assert ids(copied(tmp_path, uri, version="0")[1]) == list(range(10))
+
+
+def test_columns_that_the_log_renames_have_its_names(tmp_path):
+    table = tmp_path / "t"
+    (table / "_delta_log").mkdir(parents=True)
+    pq.write_table(pa.table({"col-1": [1, 2, 3], "col-2": ["a", "b", "c"]}), table / "a.parquet")
+    fields = [
+        {
+            "name": name,
+            "type": kind,
+            "nullable": True,
+            "metadata": {
+                "delta.columnMapping.id": number,
+                "delta.columnMapping.physicalName": f"col-{number}",
+            },
+        }
+        for number, (name, kind) in enumerate((("id", "long"), ("Company", "string")), 1)
+    ]
+    configuration = {"delta.columnMapping.mode": "name", "delta.columnMapping.maxColumnId": "2"}
+    actions = [
+        {"protocol": {"minReaderVersion": 2, "minWriterVersion": 5}},
+        {
+            "metaData": {
+                "id": "5a9ed5a4-0000-4000-8000-000000000000",
+                "format": {"provider": "parquet", "options": {}},
+                "schemaString": json.dumps({"type": "struct", "fields": fields}),
+                "partitionColumns": [],
+                "configuration": configuration,
+                "createdTime": 1,
+            }
+        },
+        {
+            "add": {
+                "path": "a.parquet",
+                "partitionValues": {},
+                "size": (table / "a.parquet").stat().st_size,
+                "modificationTime": 1,
+                "dataChange": True,
+            }
+        },
+    ]
+    log = table / f"_delta_log/{0:020}.json"
+    log.write_text("\n".join(map(json.dumps, actions)))
+    rows = copied(tmp_path, str(table), filter="id >= 2")[1]
+    assert rows.to_pydict() == {"id": [2, 3], "Company": ["b", "c"]}
+    assert peek(Source(uri=str(table))).rows == 3  # the log does not say how many
 
 
 def test_rows_that_were_deleted_and_files_that_were_rewritten_are_not_read(tmp_path):
@@ -153,7 +202,7 @@ def test_values_of_all_kinds_come_through_and_are_filtered_by_the_table_itself(t
         assert ids(copied(tmp_path, uri, filter=text)[1]) == fitting, text
 
 
-def test_the_plan_keeps_table_version_and_schema_and_a_resume_asks_the_table_nothing(tmp_path):
+def test_the_plan_keeps_the_version_and_a_resume_asks_the_table_nothing(tmp_path, capsys):
     uri = table_of(tmp_path / "t", companies(0, 30))
     job = make_job(
         source={"uri": uri, "filter": "id >= 10", "columns": ["id", "Company"]},
@@ -161,6 +210,9 @@ def test_the_plan_keeps_table_version_and_schema_and_a_resume_asks_the_table_not
         engine={"model": "demo"},
     )
     seen = dry_run(job)
+    assert seen.table is not None and seen.table["version"] == "0"
+    show_plan(seen)
+    assert "20 rows of a Delta source at version 0" in capsys.readouterr().out
     assert (seen.rows, seen.format, seen.columns) == (20, "delta", ("id", "Company"))
     run = plan_run(job, "one")
     assert run.rows == 20

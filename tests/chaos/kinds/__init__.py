@@ -8,7 +8,10 @@ from importlib import import_module
 
 from ..trial import Trial
 
-MODULES = ("kills", "engines", "zombies", "stores", "rows", "inputs", "nodes", "nights")
+MODULES = (
+    *("kills", "engines", "zombies", "stores", "rows", "inputs", "nodes", "nights"),
+    "publishing",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""{run_date} and {run_key}: filled in where a run begins, and the same when it is continued."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import make_job
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow import flows
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.run_words import date_of, date_of_key, run_words, with_run_words
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import begun
+
+NIGHT = date(2026, 7, 1)
+
+
+def nightly(tmp_path: Path, **source: Any) -> BatchJob:
+    for day, rows in (("2026-07-01", 3), ("2026-07-02", 5)):
+        (tmp_path / day).mkdir(exist_ok=True)
+        text = "id,text\n" + "".join(f"{i},x\n" for i in range(rows))
+        (tmp_path / day / "a.csv").write_text(text)
+    return make_job(
+        source={"uri": f"{tmp_path}/{{run_date}}/*.csv", **source},
+        prompt={"template": "{text}"},
+        output={"uri": f"{tmp_path}/out/{{run_date:%Y/%m}}"},
+    )
+
+
+def test_words_are_filled_in_everywhere_they_may_stand():
+    job = make_job(
+        source={
+            "uri": "postgresql://host/{run_key}",
+            "query": "SELECT '{a}' FROM t WHERE day = '{run_date}'",
+            "filter": "key = '{run_key}'",
+        },
+        output={"uri": "s3://b/{run_date:%Y/%m/%d}/{other}"},
+    )
+    assert run_words(job) == {"run_date", "run_key"}
+    made = with_run_words(job, "k-1", NIGHT)
+    assert made.source.uri == "postgresql://host/k-1" and made.source.filter == "key = 'k-1'"
+    assert made.source.query == "SELECT '{a}' FROM t WHERE day = '2026-07-01'"
+    assert made.output.uri == "s3://b/2026/07/01/{other}"
+    assert run_words(made) == set() and with_run_words(made, "other") is made
+    several = make_job(source={"uri": ["in/{run_date}", "in/x"]})
+    assert with_run_words(several, "k", NIGHT).source.uris == ["in/2026-07-01", "in/x"]
+
+
+@pytest.mark.parametrize("word", ["{run_day}", "{run_dat}", "{run_key:%Y}"])
+def test_a_word_that_is_nearly_one_is_no_job(word):
+    for fields in ({"source": {"uri": f"in/{word}"}}, {"output": {"uri": f"out/{word}"}}):
+        with pytest.raises(ConfigError, match="run_"):
+            make_job(**fields)
+
+
+def test_the_date_is_that_of_the_key_unless_it_is_given(tmp_path):
+    job = nightly(tmp_path)
+    assert date_of_key("job-20260702T013000Z") == date(2026, 7, 2)
+    assert date_of_key("job-20269902T013000Z") is None is date_of_key("night")
+    found, key = begun(job, None, datetime(2026, 7, 1, 23, 30, tzinfo=UTC))
+    assert key == f"{job.name}-20260701T233000Z" and "2026-07-01" in str(found.source.uri)
+    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+        begun(job, "night", None)
+    with pytest.raises(ConfigError, match="2026-07-01"):
+        date_of("yesterday")
+    # A date alone makes the key, so the same command finds the same run.
+    assert begun(job, None, None, NIGHT)[1] == f"{job.name}-20260701T000000Z"
+    assert begun(job, "night", None, NIGHT)[1] == "night"
+
+
+def test_a_run_of_a_date_is_planned_and_continued(tmp_path):
+    job = nightly(tmp_path)
+    one, two = (begun(job, None, None, date(2026, 7, day)) for day in (1, 2))
+    assert (dry_run(one[0]).rows, dry_run(two[0]).rows) == (3, 5)
+    first, again = plan_run(*one), plan_run(*begun(job, one[1], None))
+    assert first.rows == 3 and again.plan_hash == first.plan_hash
+    assert first.uri == f"{tmp_path}/out/2026/07/{one[1]}"
+    assert plan_run(*two).rows == 5
+
+
+def test_today_without_a_schedule(tmp_path):
+    job = nightly(tmp_path)
+    found, key = begun(job, None, None)
+    assert date_of_key(key) is not None
+    assert f"{date_of_key(key):%Y-%m-%d}" in str(found.source.uri)
+    keyed = make_job(source={"uri": "in/{run_key}"})
+    found, key = begun(keyed, None, None)
+    assert found.source.uri == f"in/{key}"
+
+
+def test_a_flow_takes_its_scheduled_date(tmp_path, monkeypatch):
+    seen: list[tuple[str, str]] = []
+
+    class Planned(Exception):
+        pass
+
+    def plan_shards(job: BatchJob, key: str) -> None:
+        seen.append((str(job.source.uri), key))
+        raise Planned
+
+    monkeypatch.setattr(flows, "plan_shards", plan_shards)
+    night = datetime(2026, 7, 2, 1, tzinfo=UTC)
+    monkeypatch.setattr(flows, "scheduled_start", lambda: night)
+    job = nightly(tmp_path)
+    for arguments in ({}, {"run_key": "mine"}, {"scheduled_for": night.replace(day=1)}):
+        with pytest.raises(Planned):
+            flows.batch_inference.fn(job, **arguments)
+    days = [Path(uri).parent.name for uri, _ in seen]
+    assert days == ["2026-07-02", "2026-07-02", "2026-07-01"]
+    assert seen[1][1] == "mine"
