@@ -847,14 +847,14 @@ class Output(Group):
         text="With engine.task embed: float16 takes half the room.",
     )
     publish: list[PublishTarget] = field(
-        22,
+        21,
         [],
         title="Publish to",
         text="Tables and folders of other systems that get the answered rows once the result is "
         "proved, each once.",
     )
     keep_answers: float | None = field(
-        21,
+        22,
         None,
         title="Days that raw answers are kept",
         text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
