@@ -1,7 +1,7 @@
 """What `gpu.py` does not measure: models over several GPUs, quantized ones, and an engine killed.
 
-    python benchmarks/gpu_big.py start --layouts tp2,pp2 --limit 280 --out big.jsonl
-    python benchmarks/gpu_big.py quantized --methods fp8,awq,gptq --limit 180 --out big.jsonl
+    python benchmarks/gpu_big.py start --layouts tp2,pp2 --limit 260 --out big.jsonl
+    python benchmarks/gpu_big.py quantized --methods fp8,awq,gptq --limit 170 --out big.jsonl
     python benchmarks/gpu_big.py memory --size 70b --quantization fp8 --layouts tp2 --gpus 4
     python benchmarks/gpu_big.py killed --gpus 4 --rows 270000 --limit 500
     python benchmarks/gpu_big.py table big.jsonl

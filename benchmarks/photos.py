@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,8 @@ def write_photos(
     whole.mkdir(parents=True, exist_ok=True)
     starts = range(0, count, file_rows)
     sizes = [min(file_rows, count - start) for start in starts]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    # Not forked: whoever asks may have threads of torch.
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         files = list(pool.map(partial(_file, whole, sides), starts, sizes))
     half = folder.with_suffix(".half")
     half.mkdir(exist_ok=True)

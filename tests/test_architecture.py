@@ -54,7 +54,12 @@ ENDS = {*PREFECT_SIDE, "cli.commands", "remote.__main__"}
 
 # Heavy packages, and the modules that may import them at module level, or at all.
 AT_MODULE_LEVEL = {
-    "ray": {"cluster.connect", "cluster.pipeline", "stages.read", "stages.ray_internals"},
+    "ray": {
+        "cluster.connect",
+        "cluster.pipeline",
+        "stages.read",
+        "stages.ray_internals",
+    },
     "vllm": set(),
     "torch": set(),
     "transformers": set(),

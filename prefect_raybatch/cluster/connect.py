@@ -24,7 +24,7 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob, Cluster
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for
+from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -296,13 +296,12 @@ def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
     parallel = f"tensor_parallel_size {engine.tensor_parallel_size} * pipeline_parallel_size "
     parallel += f"{engine.pipeline_parallel_size}"
     replicas = counted(pool.replicas[0], "replica")
-    slots = sum(int(gpus // engine.gpus_per_replica) for gpus in have.gpus_by_node)
     if want.gpus > have.gpus:
         short.append(
             f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}) of {have.gpus:g}; "
             "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
-    elif want.gpus and slots < pool.replicas[0]:
+    elif want.gpus and rooms(engine, have) < pool.replicas[0]:
         short.append(
             f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
             f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "

@@ -16,7 +16,13 @@ from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing import sequences
 from prefect_raybatch.sizing.cards import EngineGpu, card
 from prefect_raybatch.sizing.engines import Tokens
-from prefect_raybatch.sizing.fit import Fit, check_memory, cramped, over_pcie, step_tokens
+from prefect_raybatch.sizing.fit import (
+    Fit,
+    check_memory,
+    cramped,
+    over_pcie,
+    step_tokens,
+)
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     bytes_a_shard,
@@ -258,10 +264,15 @@ def _replicas(engine: Engine, have: Capacity, kind: str) -> tuple[tuple[int, int
     if kind == "cpu":
         return (1, 1), "one engine on a CPU, unless engine.replicas says more"
     each = engine.gpus_per_replica
-    # An engine is one actor, so that all its GPUs are on one node.
-    found = sum(int(gpus // each) for gpus in have.gpus_by_node or (have.gpus,))
-    count = max(1, found)
+    count = max(1, rooms(engine, have))
     return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs a replica"
+
+
+def rooms(engine: Engine, have: Capacity) -> int:
+    """Copies of the model that the cluster's GPUs have room for."""
+    each, nodes = engine.gpus_per_replica, have.gpus_by_node or (have.gpus,)
+    # An engine is one actor, so that all its GPUs are on one node.
+    return sum(int(gpus // each) for gpus in nodes)
 
 
 def _asked(engine: Engine, kind: str) -> EngineArguments:

@@ -141,7 +141,7 @@ def engine_spec(
     if task is not None:
         arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
     arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
-    if size.pool.gpus_a_replica > 1:
+    if size.pool.gpus_a_replica > 1 and job.engine.stage == "vllm":
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
         # own and wait there for GPUs which the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")

@@ -40,7 +40,9 @@ def base_env() -> dict[str, str]:
 class RayCluster:
     """A head and further nodes; `address` is what a driver connects to."""
 
-    def __init__(self, head: str, cpus: int, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, head: str, cpus: int, env: dict[str, str] | None = None, gpus: int = 0
+    ) -> None:
         self.id = uuid.uuid4().hex[:8]
         self.env = {**base_env(), **(env or {})}
         self.head = head
@@ -53,7 +55,15 @@ class RayCluster:
                 self._start(
                     head,
                     cpus,
-                    *("--head", "--port", port, "--ray-client-server-port", client),
+                    *(
+                        "--num-gpus",
+                        str(gpus),
+                        "--head",
+                        "--port",
+                        port,
+                        "--ray-client-server-port",
+                        client,
+                    ),
                     *("--include-dashboard=false", "--temp-dir", str(self.folder)),
                 )
                 return
@@ -62,8 +72,8 @@ class RayCluster:
                 self.kill_node(head)
         raise failed
 
-    def add_node(self, host: str, cpus: int) -> None:
-        self._start(host, cpus, "--address", self.address)
+    def add_node(self, host: str, cpus: int, gpus: int = 0) -> None:
+        self._start(host, cpus, "--num-gpus", str(gpus), "--address", self.address)
 
     def _start(self, host: str, cpus: int, *args: str) -> None:
         ray = Path(sys.executable).with_name("ray")

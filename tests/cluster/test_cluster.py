@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,29 @@ class PlacedEngine(FakeEngine):
             time.sleep(0.05)
 
 
+class ScaledEngine(FakeEngine):
+    """Answers when a second engine is there; the last row when that is gone again. `alone` and
+    `never` tell what was waited for in vain."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.folder = Path(spec.env["PLACES"])
+        (self.folder / f"{os.getpid()}.json").write_text("[]")
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        self._wait(lambda: len(list(self.folder.glob("*.json"))) > 1, "alone")
+        if ROWS - 1 in table["id"].to_pylist():
+            self._wait((self.folder / "shrunk").exists, "never")
+        return super().__call__(table)
+
+    def _wait(self, there: Callable[[], bool], vain: str) -> None:
+        until = time.monotonic() + 30
+        while not there() and not (self.folder / vain).exists():
+            if time.monotonic() > until:
+                (self.folder / vain).touch()
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def gpu_cluster() -> Iterator[None]:
     import ray
@@ -63,7 +87,9 @@ def gpu_cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
+def run_placed(
+    folder: Path, together: int, stage: type = PlacedEngine, **engine: Any
+) -> list[list[str]]:
     """Runs a small job; the GPUs of each engine that started."""
     table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
     pq.write_table(table, folder / "in.parquet")
@@ -77,7 +103,7 @@ def run_placed(folder: Path, together: int, **engine: Any) -> list[list[str]]:
         limits={"max_failed": 1},
     )
     run = plan_run(job, "key")
-    progress = infer_run(job, run, engine=PlacedEngine)
+    progress = infer_run(job, run, engine=stage)
     assert progress.tally.rows == ROWS and progress.tally.failed == (FAILS < ROWS)
     assert not (places / "alone").exists(), "engines did not start together"
     return [json.loads(file.read_text()) for file in places.glob("*.json")]
@@ -92,6 +118,30 @@ def test_engines_fill_all_gpus_evenly_and_start_together(gpu_cluster: None, tmp_
 def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path: Path) -> None:
     found = run_placed(tmp_path, 1, replicas=[1, 2], tensor_parallel_size=2)
     assert found and all(len(gpus) == 2 for gpus in found)
+
+
+def test_a_range_of_replicas_grows_while_shards_wait_and_shrinks_at_the_end(
+    gpu_cluster: None, tmp_path: Path
+) -> None:
+    places = tmp_path / "places"
+    seen = [0]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            seen.append(cluster.actor_states("(ScaledEngine)").get("ALIVE", 0))
+            if max(seen) == 2 and seen[-1] == 1:
+                (places / "shrunk").touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        run_placed(tmp_path, 2, ScaledEngine, replicas=[1, 2], max_concurrent_batches=2)
+    finally:
+        over.set()
+        watcher.join()
+    assert max(seen) == 2
+    assert not (places / "never").exists(), "the second engine stayed though nothing was left"
 
 
 def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
