@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from helpers.small import make_job
 from helpers.table_sources import companies, copied, refused
+from s3server import S3Server
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import Source
@@ -107,3 +108,23 @@ def test_what_is_no_data_set_is_told(tmp_path, monkeypatch):
         "prefect_raybatch.source.tables.registry.find_spec", lambda name: None, raising=True
     )
     refused(uri, 'pip install "prefect-raybatch[lance]"', error=ConfigError)
+
+
+def test_a_data_set_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    options = s3.options
+    uri = "s3://lance/sets/companies"
+    keys = {
+        "endpoint": options["endpoint_url"],
+        "access_key_id": options["key"],
+        "secret_access_key": options["secret"],
+        "region": "us-east-1",
+        "allow_http": "true",
+    }
+    lance.write_dataset(companies(0, 10), uri, storage_options=keys)
+    made, rows = copied(tmp_path, uri, options=options, filter="id > 4")
+    assert rows["id"].to_pylist() == [5, 6, 7, 8, 9] and made.format == "lance"
+    wrong = {**options, "secret": "not-the-secret-at-all"}
+    said = refused(uri, "denied", options=wrong, format="lance")
+    assert "not-the-secret" not in said
