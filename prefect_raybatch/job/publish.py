@@ -15,12 +15,13 @@ from prefect_raybatch.job.checks import NAME
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.secrets import hide_options, is_masked
+from prefect_raybatch.job.table_formats import check_catalog_code
 
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 # Properties of a catalog that hold no secret.
 CATALOG_NAMES = frozenset(
-    ("type", "name", "uri", "warehouse", "prefix", "py-io-impl", "s3.endpoint", "s3.region")
+    ("type", "name", "uri", "warehouse", "prefix", "s3.endpoint", "s3.region")
 )
 
 TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
@@ -98,6 +99,7 @@ class PublishTarget(Group):
     @field_validator("catalog")
     @classmethod
     def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog_code(value)
         _without_password(str(value.get("uri", "")))
         return value
 

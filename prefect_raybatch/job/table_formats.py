@@ -61,14 +61,20 @@ def format_of_scheme(scheme: str) -> str | None:
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
 
 
-def check_catalog(properties: Mapping[str, Any]) -> None:
-    """ValueError for properties of a catalog that name Python to import, and for a password."""
+def check_catalog_code(properties: Mapping[str, Any]) -> None:
+    """ValueError for properties of a catalog that name Python to import."""
     for name, value in properties.items():
         if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
             raise ValueError(
                 f"{name} names Python code to load, which a job cannot do; put such a catalog into "
                 ".pyiceberg.yaml where the flow runs, and give its {name: ...}"
             )
+
+
+def check_catalog(properties: Mapping[str, Any]) -> None:
+    """ValueError for properties of a catalog that name Python to import, and for a password."""
+    check_catalog_code(properties)
+    for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):
             raise ValueError(
                 f"{name} holds a user or a key before an @; put it into .pyiceberg.yaml or the "

@@ -197,3 +197,10 @@ def test_a_catalog_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(PublishFailed) as caught:
         quiet(TABLE.schema.remove(2), target)
     assert "hunter2" not in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_catalog_cannot_name_python_to_load(tmp_path):
+    target = iceberg(tmp_path)
+    target["catalog"] = {**target["catalog"], "py-io-impl": "os.path"}
+    with pytest.raises(ValueError, match="py-io-impl names Python code to load"):
+        PublishTarget.model_validate(target)
