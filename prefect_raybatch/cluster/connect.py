@@ -22,7 +22,8 @@ from prefect_raybatch import nvml
 from prefect_raybatch.cluster.reach import check_reachable
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.errors import InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob, Cluster
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms
 from prefect_raybatch.words import counted

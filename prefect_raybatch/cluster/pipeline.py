@@ -22,7 +22,8 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.batch_job import BatchJob, Stage
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger

@@ -8,7 +8,8 @@ from typing import Any
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob, Engine
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import adapters, memory

@@ -27,7 +27,7 @@ from prefect.runtime import flow_run
 from prefect.states import Crashed
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Cluster
+from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
 from prefect_raybatch.remote.server import JobServer, RayJob
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from prefect_raybatch.job.batch_job import BatchJob, Prompt
+    from prefect_raybatch.job.batch_job import BatchJob
+    from prefect_raybatch.job.prompt import Prompt
 
 TaskName = Literal["generate", "embed", "classify", "score"]
 VectorType = Literal["float32", "float16"]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Engine, Sampling
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models

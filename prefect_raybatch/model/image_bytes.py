@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.tasks import overridden
 from prefect_raybatch.storage import is_remote

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.model.tasks import architectures, overridden
 

@@ -14,7 +14,7 @@ from typing import Any
 from prefect_raybatch import demo
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.storage import Store, is_remote, open_store
 

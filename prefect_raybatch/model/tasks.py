@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.engine import Engine
 
 # Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
 CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob, Prompt
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.secrets import catalog_place, hide_argument
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters

@@ -13,15 +13,11 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import (
-    LOGPROBS,
-    PROBABILITIES,
-    UNWRITTEN,
-    BatchJob,
-    Output,
-    Prompt,
-)
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import RESERVED
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob, Engine
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models

@@ -9,7 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob, Engine, Output
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
     AnswerPart,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob, Output, Source
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same

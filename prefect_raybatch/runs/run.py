@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import BatchJob, Output
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_run_key
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import date_of_key, run_words, today, with_run_words
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Prompt, Sampling
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
 from prefect_raybatch.sizing.cards import Card, EngineGpu

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.batch_job import BatchJob, Cluster, Engine
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.fit import Fit

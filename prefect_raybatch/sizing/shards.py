@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from prefect_raybatch.job.batch_job import Engine, Prompt, Source
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.words import counted
 
 SHARDS = 8  # shards for an engine alone: progress and resume are that fine

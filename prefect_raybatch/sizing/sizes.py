@@ -9,7 +9,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob, Engine
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import engines as packing

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches

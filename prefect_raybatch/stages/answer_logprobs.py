@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job.batch_job import Sampling
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.stages.block import Tokenizer
 
 Step = Mapping[int, float]  # the chosen token first, then the most probable ones

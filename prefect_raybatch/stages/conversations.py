@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.stages.block import Messages
 from prefect_raybatch.stages.messages import ChatRequest
 

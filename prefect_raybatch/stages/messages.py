@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.stages.block import Failure, Messages, copied
 from prefect_raybatch.stages.calls.apart import NoChild
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job.batch_job import Prompt
 from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (

@@ -6,8 +6,10 @@ import pyarrow as pa
 
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import LOGPROBS, PROBABILITIES, BatchJob, Sampling
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import DIGESTS_COLUMN
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.stages.answer_logprobs import logprobs_type, most_told
 from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
 

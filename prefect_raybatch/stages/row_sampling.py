@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import NOT_WRITTEN, UNWRITTEN, Sampling
 from prefect_raybatch.job.checks import refuse_unknown
+from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.stages.block import Failure, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest

@@ -21,7 +21,7 @@ from prefect_raybatch.cluster.ray_llm import (
     through,
 )
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.sizing.sizes import Pool

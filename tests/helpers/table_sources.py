@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.source import Inventory, peek, snapshot
 from prefect_raybatch.storage import open_store
 

@@ -21,7 +21,7 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.ledger.layout import COMMITS, commit_path, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger

@@ -8,7 +8,7 @@ import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Engine
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import tasks
 
 BERT = {"architectures": ["BertModel"]}

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob, Prompt, Sampling
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.arguments import USABLE
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import engines as packing

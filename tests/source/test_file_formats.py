@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
-from prefect_raybatch.job.batch_job import BatchJob, Source
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.source import detect_format, heads, peek, snapshot, streams
 from prefect_raybatch.storage import open_store
 

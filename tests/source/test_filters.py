@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 
 ROWS = pa.table(

@@ -14,7 +14,7 @@ import pytest
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parquet
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.fingerprint import fingerprint

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source import (
     Inventory,

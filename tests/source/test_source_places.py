@@ -13,7 +13,7 @@ import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.source import detect_format, inventory
 from prefect_raybatch.source.places import OPENED

@@ -18,7 +18,7 @@ from helpers.postgresql import PASSWORD, postgresql
 from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run

@@ -10,7 +10,7 @@ import pytest
 from helpers.table_sources import companies, copied, refused
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Source, SourceFormat
+from prefect_raybatch.job.source import Source, SourceFormat
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.filters import Filter

@@ -14,7 +14,7 @@ import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
 from prefect_raybatch.storage import open_store, web

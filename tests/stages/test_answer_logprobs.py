@@ -12,7 +12,7 @@ from helpers.small import MODEL, make_job, receipts
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.block import load_tokenizer, timed

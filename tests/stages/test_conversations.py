@@ -12,7 +12,7 @@ from helpers.small import MODEL
 from helpers.thinking import TEMPLATE, WEATHER, save_tokenizer
 
 from prefect_raybatch import demo
-from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.block import ERROR, LOST, TOKENS, load_tokenizer, losses, tag
 from prefect_raybatch.stages.prepare import Prepare

@@ -19,7 +19,9 @@ from helpers.small import MODEL, make_job, receipts, small_run
 
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob, Output, Prompt
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.stages.block import ERROR, losses, tag

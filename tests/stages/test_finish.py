@@ -13,7 +13,7 @@ from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.block import (

@@ -13,7 +13,7 @@ from helpers.small import MODEL, make_job, receipts
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.block import CHANCES, ERROR, load_tokenizer, timed
 from prefect_raybatch.stages.engine import EngineSpec

@@ -10,7 +10,7 @@ import pytest
 from helpers.small import MODEL
 
 from prefect_raybatch import demo
-from prefect_raybatch.job.batch_job import Prompt
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage

@@ -12,7 +12,7 @@ from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
 
 from prefect_raybatch.job.answer_schema import schema_text
-from prefect_raybatch.job.batch_job import Output
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.stages.block import FINISH, TEXTS, Failure, tag
 from prefect_raybatch.stages.finish import Finish

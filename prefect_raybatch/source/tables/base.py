@@ -9,7 +9,7 @@ To add a format:
 
 1. a line in `TABLE_FORMATS` (`prefect_raybatch/job/table_formats.py`): name, import name, extra,
    schemes of its URIs, what source.version may be; the name in the `Literal` of `source.format`
-   (`prefect_raybatch/job/batch_job.py`);
+   (`prefect_raybatch/job/source.py`);
 2. a subclass of `TableSource` in a module of its own here, and the function that opens it in
    `OPENERS` (`prefect_raybatch/source/tables/registry.py`). The library is imported in that
    function, never at module level. What it raises is turned into our errors by `said_plainly`;

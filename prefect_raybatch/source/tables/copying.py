@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.plan_tables import encode_schema
 from prefect_raybatch.ledger.records import InputFile

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.batch_job import Source
 from prefect_raybatch.job.filter_text import (
     AllOf,
     AnyOf,
@@ -22,6 +21,7 @@ from prefect_raybatch.job.filter_text import (
     Literal,
     OneOf,
 )
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of

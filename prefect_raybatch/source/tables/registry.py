@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.delta import open_delta

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.batch_job import Source
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly

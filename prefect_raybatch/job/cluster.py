@@ -1,0 +1,84 @@
+"""The Ray cluster of a job and what its CPU stages take of it: `cluster` of a job file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.job.checks import SERVER
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+
+
+class Stage(Group):
+    """Resources of a CPU stage."""
+
+    num_cpus: float = field(1, 0.5, title="CPUs a task", text="Logical CPUs.", gt=0)
+    concurrency: int | None = field(
+        2, None, title="Most tasks at once", text="By default Ray decides.", gt=0
+    )
+    memory: int | None = field(3, None, title="Memory a task", text="In bytes.", gt=0)
+
+
+class Cluster(Group):
+    """Which Ray cluster, and what the CPU stages take of it."""
+
+    address: str | None = field(
+        1,
+        None,
+        title="Address",
+        text="host:port or auto for a running cluster; by default the environment's RAY_ADDRESS, "
+        "else one is started here and stopped at the end.",
+    )
+    prepare: Stage = field(2, Stage(), title="Prepare stage", text="Read, template, tokens.")
+    finish: Stage = field(
+        3, Stage(num_cpus=0.25), title="Finish stage", text="Detokenize, postprocess, write."
+    )
+    job_server: str | None = field(
+        4,
+        None,
+        title="Job server",
+        text="http(s)://host:8265 of a Ray cluster: the run works there as a Ray job and outlives "
+        "the flow's process; a retry finds it again.",
+    )
+    on_crash: Literal["reattach", "stop"] = field(
+        5,
+        "reattach",
+        title="Job of a crashed flow run",
+        text="reattach: it goes on and the next try follows it. stop: the next try stops it and "
+        "begins another. Cancelling always stops it.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("ray://"):
+            raise ValueError(
+                "ray:// (the Ray client) ends the work after 30 s without network; run the flow "
+                "on the cluster and use auto, or give the GCS address host:6379"
+            )
+        return value
+
+    @field_validator("job_server")
+    @classmethod
+    def _job_server(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if value.startswith("ray://"):
+            raise ValueError(
+                "ray:// (the Ray client) ends the work after 30 s without network, so nothing "
+                "would outlive the flow; write the job server's http://host:8265"
+            )
+        if not SERVER.match(value):
+            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Cluster:
+        if self.address and self.job_server:
+            raise ValueError(
+                "address is for a driver in the flow's process, job_server for one on the "
+                "cluster; keep one"
+            )
+        return self

@@ -1,0 +1,198 @@
+"""What a row becomes for the model: `prompt` of a job file."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.job import chat
+from prefect_raybatch.job.checks import check_function, template_fields
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.images import Images
+
+# Fields of the prompt that vLLM's preparing of images is not told of.
+WITHOUT_IMAGES = (
+    *("chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
+    *("tools", "documents"),
+)
+
+
+class Prompt(Group):
+    """How a row becomes a request: a template or a function of yours."""
+
+    template: str | None = field(
+        1,
+        None,
+        title="User message",
+        text="Text with {Column} fields. {{ and }} are literal braces.",
+    )
+    system: str | None = field(2, None, title="System message", text="Sent before it, as it is.")
+    function: str | None = field(
+        3,
+        None,
+        title="Function",
+        text="package.module:function in place of the template. Takes the row (dict of column to "
+        "value), returns the user text, a list of chat messages, or "
+        "{'messages': [...], 'sampling': {...}}.",
+    )
+    on_null: Literal["fail", "empty"] = field(
+        4,
+        "fail",
+        title="Null in a template column",
+        text="fail: the row goes to quarantine. empty: an empty text is put in.",
+    )
+    on_too_long: Literal["quarantine", "truncate_left", "truncate_right"] = field(
+        5,
+        "quarantine",
+        title="Prompt over the context length",
+        text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
+        "user message loses its beginning or its end, so that there is room for max_tokens.",
+    )
+    messages: str | None = field(
+        6,
+        None,
+        title="Conversation column",
+        text="Column that holds whole conversations, in place of the template: lists of {role, "
+        "content, ...}, or JSON text of such a list. The last message is not the assistant's.",
+    )
+    chat_template: str | None = field(
+        7,
+        None,
+        title="Chat template",
+        text="Jinja file (local or s3://) or text in place of the model's own chat template. Read "
+        "when the run is planned.",
+    )
+    chat_template_kwargs: dict[str, Any] = field(
+        8,
+        {},
+        title="Chat template arguments",
+        text="What the chat template takes beside the messages, such as {enable_thinking: false}.",
+    )
+    prefill: str | None = field(
+        9,
+        None,
+        title="Beginning of the answer",
+        text="Text that each answer goes on from. The answer column holds what follows it.",
+        min_length=1,
+    )
+    continue_final_message: bool = field(
+        10,
+        False,
+        title="Continue the last message",
+        text="The conversation ends with a message of the assistant, which the answer goes on "
+        "from. The answer column holds what follows it.",
+    )
+    tools: list[dict[str, Any]] | None = field(
+        11,
+        None,
+        title="Tools",
+        text="What the model may call: definitions {type: function, function: {name, description, "
+        "parameters}}, for the chat template.",
+    )
+    documents: str | None = field(
+        12,
+        None,
+        title="Documents column",
+        text="Column of documents for a chat template that takes them: lists of {title, text} or "
+        "of texts, or JSON text of such a list.",
+    )
+    second: str | None = field(
+        13,
+        None,
+        title="Second text",
+        text="With engine.task score: the text that the first is compared with, with {Column} "
+        "fields.",
+    )
+    adapter_column: str | None = field(
+        14,
+        None,
+        title="Adapter column",
+        text="Column with the name of each row's LoRA adapter, of those in engine.adapters. A null "
+        "is the model alone where on_null is empty.",
+    )
+
+    images: Images = field(
+        15, Images(), title="Images", text="Images that go with the text. By default none."
+    )
+
+    @field_validator("template", "second")
+    @classmethod
+    def _template(cls, value: str | None) -> str | None:
+        if value is not None:
+            template_fields(value)
+        return value
+
+    @field_validator("function")
+    @classmethod
+    def _function(cls, value: str | None) -> str | None:
+        return None if value is None else check_function(value)
+
+    @field_validator("messages", "documents", "chat_template")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty; name it, or leave it out")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return chat.check_template_arguments(value)
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return chat.check_tools(value)
+
+    @model_validator(mode="after")
+    def _one(self) -> Prompt:
+        if [self.template, self.function, self.messages].count(None) != 2:
+            raise ValueError("set exactly one of template, function and messages")
+        if self.continue_final_message and self.template is not None:
+            raise ValueError(
+                "continue_final_message: a template makes no message of the assistant; set prefill"
+            )
+        if self.continue_final_message and self.prefill is not None:
+            raise ValueError(
+                "prefill and continue_final_message exclude each other: an answer goes on from "
+                "one text; keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _seen(self) -> Prompt:
+        if not self.images.used:
+            if self.images != Images():
+                raise ValueError(
+                    "images.columns is empty; name the columns with the images, or set "
+                    "images.per_row for a function or conversations that bring them"
+                )
+            return self
+        if self.template is not None and not self.images.columns:
+            raise ValueError("images.columns is empty; name the columns with the images")
+        if self.on_too_long != "quarantine":
+            raise ValueError(
+                f"on_too_long {self.on_too_long} cuts text, which does not go with images; leave "
+                "it at quarantine"
+            )
+        for name in WITHOUT_IMAGES:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} does not go with images yet; leave one of them out")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the input that are named, with the field that names them; what a function
+        reads is not known."""
+        named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
+        for name in template_fields(self.second or ""):
+            named.setdefault(name, "prompt.second")
+        if self.messages is not None:
+            named[self.messages] = "prompt.messages"
+        if self.documents is not None:
+            named[self.documents] = "prompt.documents"
+        if self.adapter_column is not None:
+            named.setdefault(self.adapter_column, "prompt.adapter_column")
+        return named

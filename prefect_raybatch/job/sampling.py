@@ -1,0 +1,69 @@
+"""How answers are drawn: `sampling` of a job file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, field_validator, model_validator
+
+from prefect_raybatch.job import sampling_ranges, vllm_fields
+from prefect_raybatch.job.checks import refuse_unknown
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+
+# Fields of vLLM that change nothing but what a result does not hold.
+NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
+
+# The same, but runs have begun with them: refused where a run begins, not where one is continued.
+UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
+
+
+class Sampling(Group):
+    """How answers are drawn. Any field of vLLM's SamplingParams may be added."""
+
+    model_config = ConfigDict(extra="allow", validate_default=True)
+
+    temperature: float = field(
+        1, 0.0, title="Temperature", text="0 is greedy.", ge=0, allow_inf_nan=False
+    )
+    max_tokens: int = field(2, 16, title="Most tokens out", text="Per answer.", gt=0)
+    choice: list[str] | None = field(
+        3,
+        None,
+        title="Choices",
+        text="The answer is exactly one of these (structured choice).",
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, as plain values."""
+        fields = self.model_dump(mode="json")
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @field_validator("choice")
+    @classmethod
+    def _choice(cls, value: list[str] | None) -> list[str] | None:
+        if value is None:
+            return None
+        if not value:
+            raise ValueError("is an empty list; name the labels, or leave it out")
+        for number, label in enumerate(value, 1):
+            if not label.strip():
+                raise ValueError(f"label {number} of {len(value)} is empty; remove or name it")
+        repeated = sorted({label for label in value if value.count(label) > 1})
+        if repeated:
+            raise ValueError(f"label {repeated[0]!r} stands there twice; remove one")
+        return value
+
+    @model_validator(mode="after")
+    def _known(self) -> Sampling:
+        extra = self.model_extra or {}
+        refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
+        for name in NOT_WRITTEN:
+            if extra.get(name) is not None:
+                raise ValueError(f"{name} is not supported: only the answer's text is written")
+        wrong = sampling_ranges.wrong(dict(self))
+        if wrong is not None:
+            raise ValueError(wrong)
+        if self.choice and extra.get("structured_outputs"):
+            raise ValueError("choice and structured_outputs exclude each other; keep one")
+        return self

@@ -1,0 +1,228 @@
+"""Which rows a job is about: `source` of a job file."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.job.checks import (
+    SCHEMES,
+    WEB_SCHEMES,
+    check_uri,
+    check_web,
+    is_web,
+    without_user,
+)
+from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.filter_text import parse_filter
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.job.table_formats import (
+    TABLE_FORMATS,
+    check_catalog,
+    format_of_scheme,
+    scheme_of,
+)
+from prefect_raybatch.job.web_options import Web
+
+SourceFormat = Literal[
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+]
+
+
+class Source(Group):
+    """What to read."""
+
+    uri: str | list[str] = field(
+        1,
+        title="Where",
+        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
+        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
+        "a table.",
+    )
+    format: SourceFormat = field(
+        2,
+        "auto",
+        title="Format",
+        text="By default told from the file names' endings, or by what lies in a table's folder.",
+    )
+    limit: int | None = field(
+        3, None, title="First rows only", text="Read only the first N rows.", gt=0
+    )
+    columns: list[str] | None = field(
+        4, None, title="Columns", text="Read only these columns; by default all.", min_length=1
+    )
+    rows_per_shard: int | None = field(
+        5,
+        None,
+        title="Rows a shard",
+        text="Rows read, inferred and committed as one. By default chosen from rows, workers and "
+        "batch size.",
+        gt=0,
+        le=1_000_000,
+    )
+    options: dict[str, Any] = field(
+        6,
+        {},
+        title="Store options",
+        text="s3fs options for the input, such as endpoint_url or anon. Prefer credentials_block "
+        "or the environment for keys.",
+    )
+    credentials_block: str | None = field(
+        7,
+        None,
+        title="Credentials block",
+        text="Prefect block with the keys, as type-slug/name, for example aws-credentials/nightly.",
+    )
+    media_root: str | None = field(
+        8,
+        None,
+        title="Folder of media",
+        text="Local folder that image paths in the rows lie in, on every node. By default rows "
+        "name no local files.",
+    )
+    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
+    version: str | None = field(
+        10,
+        None,
+        title="Version",
+        text="Of a table, to read it as it was: a version or snapshot number, a tag, or a "
+        "timestamp. By default as it is when the run is planned.",
+        min_length=1,
+    )
+    filter: str | None = field(
+        11,
+        None,
+        title="Filter",
+        text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
+    )
+    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+    catalog: dict[str, Any] = field(
+        13,
+        {},
+        title="Catalog",
+        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
+        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+    )
+    query: str | None = field(
+        14,
+        None,
+        title="Query",
+        text="SELECT of a database, which source.uri names as SQLAlchemy does: "
+        "postgresql://host/database. It may end in ORDER BY, so that rows keep their numbers.",
+        min_length=1,
+    )
+    types: dict[str, str] = field(
+        15,
+        {},
+        title="Types of columns",
+        text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
+        "names, such as int64, double, string or timestamp[us, UTC].",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_catalog(value)
+        return value
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | date):
+            return value
+        return str(value) if isinstance(value, int) else value.isoformat()  # as YAML reads them
+
+    @field_validator("filter")
+    @classmethod
+    def _filter(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_filter(value)
+        return value
+
+    @field_validator("media_root")
+    @classmethod
+    def _media_root(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_uri(value)
+            if value.startswith("s3://"):
+                raise ValueError("is a local folder; rows name s3:// images by their whole URL")
+        return value
+
+    @field_validator("uri")
+    @classmethod
+    def _uri(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, list) and not value:
+            raise ValueError("is an empty list; name at least one file")
+        for uri in [value] if isinstance(value, str) else value:
+            check_run_words(uri)
+            if is_web(uri):
+                check_web(uri)
+            elif format_of_scheme(scheme_of(uri)) is None:
+                check_uri(uri)
+            else:
+                without_user(uri)
+        return value
+
+    @field_validator("types")
+    @classmethod
+    def _types(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, kind in value.items():
+            try:
+                arrow_type(kind)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _one_query(self) -> Source:
+        if self.table_format == "sql" and self.query is None:
+            raise ValueError("query: is required for a database; write the SELECT to read")
+        for name in ("query", "types"):
+            other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
+            if other and self.table_format != "sql" and getattr(self, name):
+                raise ValueError(f"{name}: is of databases, and uri names none; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_table(self) -> Source:
+        told = {format_of_scheme(scheme_of(uri)) for uri in self.uris} - {None}
+        name = self.table_format
+        if told - {name}:
+            raise ValueError(
+                f"uri: {self.uris[0]!r} does not go with format: {self.format}; leave format out, "
+                "and name a table or data set alone"
+            )
+        if name is not None and len(self.uris) > 1:
+            raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+        if self.catalog and name != "iceberg":
+            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
+        if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
+            raise ValueError(f"version: {self.format} files have no versions; remove it")
+        return self
+
+    @property
+    def uris(self) -> list[str]:
+        return [self.uri] if isinstance(self.uri, str) else list(self.uri)
+
+    @property
+    def table_format(self) -> str | None:
+        """The table format that format or the scheme of the URI tells. A folder with format auto
+        may be a table as well, which only looking into it tells."""
+        if self.format in TABLE_FORMATS:
+            return self.format
+        if self.format == "auto" and self.catalog:
+            return "iceberg"
+        if self.format == "auto" and len(self.uris) == 1:
+            return format_of_scheme(scheme_of(self.uris[0]))
+        return None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the URIs name files and folders, not a table in a catalog."""
+        schemes = (*SCHEMES, *WEB_SCHEMES)
+        return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
