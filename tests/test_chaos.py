@@ -24,7 +24,7 @@ SHORT = (  # (kind, the store that its first trial has): about 110 s on two core
     ("killed_in_commit", "s3"),
     ("two_finalizers", "local"),
     ("poison_kills", "local"),
-    ("killed_reusing", "local"),
+    ("killed_reusing", "s3"),
 )
 
 

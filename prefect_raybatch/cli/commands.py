@@ -125,7 +125,7 @@ def demo(
     tag = "" if model == "demo" else "-" + model.strip("./").replace("/", "-")
     report, fresh = run_job(job, f"demo-{rows}-{seed}{tag}", prefect, quiet=as_json)
     if as_json:
-        print_json(report)
+        print_json(report.to_dict())
         return
     show_report(report, fresh)
     show_sample(report, ["Index", "Company", "Country", "industry"])
@@ -221,7 +221,7 @@ def run(
     when = date_of(run_date) if run_date else None
     report, fresh = run_job(loaded, run_key, prefect, quiet=as_json, run_date=when)
     if as_json:
-        print_json(report)
+        print_json(report.to_dict())
     else:
         show_report(report, fresh)
 
@@ -335,7 +335,7 @@ def publish(
     loaded = with_keys(_job(job, set_)) if job else None
     report = publish_run(loaded, run_dir)
     if as_json:
-        print_json(report)
+        print_json(report.to_dict())
         return
     for one in report.published:
         out.print(f"published: {one.target}: {published_text(one)}", markup=False)

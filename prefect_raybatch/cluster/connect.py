@@ -306,8 +306,7 @@ def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
         short.append(
             f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
             f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
-            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or set "
-            "engine.distributed_executor_backend: ray"
+            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size"
         )
     kind = engine.accelerator_type
     if want.gpus and kind and kind not in have.accelerators:

@@ -154,13 +154,16 @@ class RunReport(FinishedRows):
         keys = ((FailureKey.parse(text), rows) for text, rows in self.failures.items())
         return sum(rows for key, rows in keys if key.error == error)
 
-    def to_bytes(self) -> bytes:
+    def to_dict(self) -> dict[str, Any]:
+        """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        if not self.published:
-            del value["published"]
-        if not self.reuse:  # reports of other runs keep their bytes
-            del value["reuse"]
-        return dump(value)
+        for name in ("published", "reuse"):
+            if not value[name]:
+                del value[name]
+        return value
+
+    def to_bytes(self) -> bytes:
+        return dump(self.to_dict())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunReport:

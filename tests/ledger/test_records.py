@@ -332,6 +332,7 @@ TRANSIENT = {
     "JobLost",
     "PrefectUnavailable",
     "JobServerUnavailable",
+    "PublishFailed",
 }
 
 
