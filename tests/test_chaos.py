@@ -19,11 +19,9 @@ from chaos.places import Folder
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
-SHORT = (  # (kind, the store that its first trial has): about 110 s on two cores
+SHORT = (  # (kind, the store that its first trial has): about a minute on two cores
     ("driver_killed", "local"),
     ("killed_in_commit", "s3"),
-    ("two_finalizers", "local"),
-    ("poison_kills", "local"),
     ("killed_reusing", "s3"),
 )
 
