@@ -23,7 +23,7 @@ from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
 FORMAT = 2  # version of the run directory, of new plans
-FORMATS = (1, 2)  # that are read; a run stays what it was begun as
+RUN_FORMATS = (1, 2)  # that are read; a run stays what it was begun as
 COMMIT_FORMAT = 1
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
@@ -201,7 +201,7 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found not in FORMATS:  # said first: of another format the fields may be others, too
+        if found not in RUN_FORMATS:  # said first: of another format the fields may be others, too
             raise CorruptRun(
                 f"plan.json has format {found!r}; this version reads {_READ}. "
                 "Finish the run with the version that began it, or start a new run key."
@@ -348,7 +348,7 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
     return value
 
 
-_READ = " and ".join(map(str, FORMATS))
+_READ = " and ".join(map(str, RUN_FORMATS))
 _PLAN = TypeAdapter(Plan)
 _COMMIT = TypeAdapter(Commit)
 _RECEIPT = TypeAdapter(_ReceiptText)
