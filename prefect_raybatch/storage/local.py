@@ -262,7 +262,9 @@ def _link(temporary: str, target: str) -> None:
 @contextmanager
 def _locked(place: str) -> Iterator[int]:
     """Its inode, locked for the block against others that replace this very file."""
-    with _os_errors(place), open(place, "r+b") as handle:  # NFS locks only what is open to write
+    with _os_errors(place):
+        handle = open(place, "r+b")  # NFS locks only what is open to write
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:

@@ -485,8 +485,8 @@ def test_of_files_that_race_for_a_name_one_is_there(
 def test_of_files_that_race_for_the_place_of_another_one_is_there(
     store: Store, tmp_path: Path, size: int
 ) -> None:
-    bodies = files_of(tmp_path, 8, size)
     for _ in range(2):
+        bodies = files_of(tmp_path, 8, size)  # a local store moves the winner's
         seen = store.put("a", os.urandom(9))
         won = at_one_moment(
             8, lambda n, seen=seen: store.replace_file("a", tmp_path / str(n), seen)
