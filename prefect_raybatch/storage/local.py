@@ -10,7 +10,7 @@ import stat as stat_module
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import BinaryIO
 
 from prefect_raybatch.errors import StoreError, UnsafeStore
@@ -262,9 +262,9 @@ def _link(temporary: str, target: str) -> None:
 @contextmanager
 def _locked(place: str) -> Iterator[int]:
     """Its inode, locked for the block against others that replace this very file."""
-    with _os_errors(place):
-        handle = open(place, "r+b")  # NFS locks only what is open to write
-    with handle:
+    with ExitStack() as stack:
+        with _os_errors(place):  # NFS locks only what is open to write
+            handle = stack.enter_context(open(place, "r+b"))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
