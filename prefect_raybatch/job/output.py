@@ -159,6 +159,14 @@ class Output(Group):
         allow_inf_nan=False,
     )
 
+    read_back: bool = field(
+        23,
+        False,
+        title="Read files back",
+        text="Read each result file whole after it was written, also where the store's ETag is "
+        "the MD5 of its bytes; twice the traffic.",
+    )
+
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
 
     @field_validator("uri")
