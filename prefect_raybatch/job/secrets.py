@@ -28,7 +28,7 @@ OPTIONS = frozenset(
         *("region", "region_name", "request_checksum_calculation", "requester_pays"),
         *("response_checksum_validation", "signature_version", "tcp_keepalive"),
         *("total_max_attempts", "use_ssl", "user_agent_extra", "verify", "version_aware"),
-        *("username_env", "password_env"),  # names of variables
+        *("username_env", "password_env", "token_env"),  # names of variables
     )
 )
 # Properties of a catalog that hold no secret, beside those.

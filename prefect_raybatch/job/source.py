@@ -27,12 +27,13 @@ from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
     check_catalog,
     format_of_scheme,
+    hub_name,
     scheme_of,
 )
 from prefect_raybatch.job.web_options import Web
 
 SourceFormat = Literal[
-    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql", "huggingface"
 ]
 
 
@@ -125,6 +126,22 @@ class Source(Group):
         text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
         "names, such as int64, double, string or timestamp[us, UTC].",
     )
+    config: str | None = field(
+        16,
+        None,
+        title="Configuration",
+        text="Of a Hugging Face dataset, where its page calls it a subset. By default its "
+        "default one.",
+        min_length=1,
+    )
+    split: str | None = field(
+        17,
+        None,
+        title="Split",
+        text="Of a Hugging Face dataset, such as train, or several: train+test. May be left out "
+        "where there is one.",
+        min_length=1,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -190,6 +207,8 @@ class Source(Group):
                         "holds a password behind its ?; name the variable that has it in "
                         "options.password_env"
                     )
+                if scheme_of(uri) == "hf":
+                    hub_name(uri)
         return value
 
     @field_validator("types")
@@ -227,6 +246,19 @@ class Source(Group):
             raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_split(self) -> Source:
+        on_hub = scheme_of(self.uris[0]) == "hf"
+        if self.config is not None and not on_hub:
+            raise ValueError(
+                "config: is of datasets on Hugging Face (hf://datasets/...); remove it"
+            )
+        if self.split is not None and self.format not in ("auto", "huggingface"):
+            raise ValueError(f"split: is of Hugging Face datasets, not of {self.format}; remove it")
+        if on_hub and self.version is not None and hub_name(self.uris[0]).revision is not None:
+            raise ValueError("version: uri names a revision already, after the @; keep one of them")
         return self
 
     @property

@@ -22,7 +22,9 @@ from prefect_raybatch.ledger.ranges import Ranges, merge
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
-FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
+FORMAT = 2  # version of the run directory, of new plans
+RUN_FORMATS = (1, 2)  # that are read; a run stays what it was begun as
+COMMIT_FORMAT = 1
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
@@ -199,9 +201,9 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found != FORMAT:  # said first: of another format the fields may be others, too
+        if found not in RUN_FORMATS:  # said first: of another format the fields may be others, too
             raise CorruptRun(
-                f"plan.json has format {found!r}; this version reads {FORMAT}. "
+                f"plan.json has format {found!r}; this version reads {_READ}. "
                 "Finish the run with the version that began it, or start a new run key."
             )
         plan = read_json(_PLAN, data, "plan.json")
@@ -301,7 +303,7 @@ class Commit:
     failures: Failures
     where: Mapping[str, str]
     committed: Number
-    format: int = FORMAT
+    format: int = COMMIT_FORMAT
 
     def to_bytes(self) -> bytes:
         return dump(_shallow(self))
@@ -309,8 +311,10 @@ class Commit:
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
         commit = read_json(_COMMIT, data, what)
-        if commit.format != FORMAT:
-            raise CorruptRun(f"{what} has format {commit.format!r}; this version reads {FORMAT}")
+        if commit.format != COMMIT_FORMAT:
+            raise CorruptRun(
+                f"{what} has format {commit.format!r}; this version reads {COMMIT_FORMAT}"
+            )
         return commit
 
 
@@ -344,6 +348,7 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
     return value
 
 
+_READ = " and ".join(map(str, RUN_FORMATS))
 _PLAN = TypeAdapter(Plan)
 _COMMIT = TypeAdapter(Commit)
 _RECEIPT = TypeAdapter(_ReceiptText)

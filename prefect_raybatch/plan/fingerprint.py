@@ -27,6 +27,8 @@ FINGERPRINTED = {
     "source.catalog": "another table; which catalog it is counts, its keys do not",
     "source.query": "other rows",
     "source.types": "other values; counts where it is set",
+    "source.config": "other rows; counts where it is set",
+    "source.split": "other rows; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -174,6 +176,9 @@ def fingerprint(
         parts["source.query"] = job.source.query
     if job.source.types:
         parts["source.types"] = job.source.types
+    for name in ("config", "split"):
+        if (value := getattr(job.source, name)) is not None:
+            parts[f"source.{name}"] = value
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":
