@@ -61,7 +61,9 @@ class Output(Group):
         title="Compact",
         text="Write data/ in input order at the end; off leaves the pieces under a manifest.",
     )
-    file_mb: int = field(8, 256, title="File size", text="Aim for result files, in MiB.", gt=0)
+    file_mb: int = field(
+        8, 256, title="File size", text="Aim for result files, in MiB; at most 4096.", gt=0
+    )
     options: dict[str, Any] = field(
         9, {}, title="Store options", text="s3fs options for the output."
     )
