@@ -29,9 +29,9 @@ from prefect_raybatch.ledger.record_texts import COMMIT_TEXT, RECEIPT_TEXT, Piec
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
-FORMAT = 2  # of the run directories that are begun now
-READABLE = (1, 2)  # that are read; a run keeps the one that it was begun in
-_READ = " and ".join(map(str, READABLE))
+FORMAT = 2  # version of the run directory, of new plans
+RUN_FORMATS = (1, 2)  # that are read; a run stays what it was begun as
+_READ = " and ".join(map(str, RUN_FORMATS))
 
 KINDS_OF_ROWS = ("good", "failed", "skipped")
 NO_POSITIONS = Positions()
@@ -202,7 +202,7 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found not in READABLE:  # said first: of another format the fields may be others, too
+        if found not in RUN_FORMATS:  # said first: of another format the fields may be others, too
             raise CorruptRun(
                 f"plan.json has format {found!r}; this version reads {_READ}. "
                 "Finish the run with the version that began it, or start a new run key."
@@ -319,7 +319,7 @@ class Commit:
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
         found = read_json(COMMIT_TEXT, data, what)
-        if found.format not in READABLE:
+        if found.format not in RUN_FORMATS:
             raise CorruptRun(f"{what} has format {found.format!r}; this version reads {_READ}")
         value = dict(found.__dict__)
         rows = value.pop("rows")

@@ -20,7 +20,7 @@ from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Part
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.result.finalize import read_piece
+from prefect_raybatch.result.pieces import read_piece
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.storage.proof import CHUNK
 

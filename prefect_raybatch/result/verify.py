@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Part, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import read_success
-from prefect_raybatch.result.finalize import check_commit, read_pieces
+from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.result.verify_files import check_folder
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import are, counted

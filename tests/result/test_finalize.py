@@ -20,7 +20,8 @@ from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
-from prefect_raybatch.result.finalize import Result, check_commit, finalize, first_rows
+from prefect_raybatch.result.finalize import Result, finalize, first_rows
+from prefect_raybatch.result.pieces import check_commit
 from prefect_raybatch.result.reap import orphans
 
 
