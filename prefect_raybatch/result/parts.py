@@ -77,6 +77,7 @@ def write_part(store: Store, task: PartTask) -> Part:
         return file.end()
     finally:
         file.discard()
+        file.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Table, int]]:
@@ -99,7 +100,7 @@ class _PartFile(PartFiles):
         self._task = task
         self._rows: list[np.ndarray] = []
         self._sums: list[Future[np.ndarray]] = []
-        self._pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
+        self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray) -> None:
         """Rows of these numbers (int64) as a row group of their own."""
@@ -107,7 +108,7 @@ class _PartFile(PartFiles):
         if self._sums:
             self._sums[-1].result()  # at most one table waits
         self._rows.append(numbers)
-        self._sums.append(self._pool.submit(row_sums, table))
+        self._sums.append(self.pool.submit(row_sums, table))
         self.write(table.append_column(self._task.row_number, pa.array(numbers)))
 
     def end(self) -> Part:
@@ -124,10 +125,6 @@ class _PartFile(PartFiles):
             seen = FileSeen.of(made[1]), FileSeen.of(sums)
             PartNote(task.layout, task.span.kind, task.span.index, part, *seen).put(self._store)
         return part
-
-    def discard(self) -> None:
-        super().discard()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers and sums of the rows."""
