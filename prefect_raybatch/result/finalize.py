@@ -33,7 +33,7 @@ from prefect_raybatch.result.pieces import check_commit
 from prefect_raybatch.result.survey import Survey, bare, layout_of, survey
 from prefect_raybatch.storage import Store
 
-Spread = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
+PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
 """Does a function for each task, somewhere and in any order; the number is the bytes of all."""
 
 
@@ -63,12 +63,12 @@ def finalize(
     file_bytes: int,
     compact: bool = True,
     read_back: bool = False,
-    spread: Spread = one_by_one,
+    writers: PartWriters = one_by_one,
 ) -> Result:
     """Writes data/ and the quarantine, or the manifest; proves each planned row exactly once.
 
     `file_bytes` is the aim for a part, in bytes of its pieces; with `read_back` no ETag is taken
-    for a part's contents; `spread` says who writes the parts. Raises `IncompleteRun` when shards
+    for a part's contents; `writers` says who writes the parts. Raises `IncompleteRun` when shards
     are missing and `CorruptRun` naming the piece when coverage does not hold, a stray file of
     the result, or that another finalizer has ended the run. Writes no _SUCCESS: the caller does,
     after its report.
@@ -77,7 +77,7 @@ def finalize(
     if compact:
         layout, spans = layout_of(ledger, plan, found, row_number, file_bytes)
         work = _Work(ledger, plan, shards, found, layout, spans, read_back)
-        result = Result(found.tally, work.done(spread), work.noted_as)
+        result = Result(found.tally, work.done(writers), work.noted_as)
     else:
         check_unfinished(ledger.store)
         name = put_manifest(ledger.store, plan, found.pieces)
@@ -104,7 +104,7 @@ class _Work:
         """The layout that notes of written files are of; none in runs of format 1."""
         return self.layout.table if self.plan.format > 1 else None
 
-    def done(self, spread: Spread) -> list[Part]:
+    def done(self, writers: PartWriters) -> list[Part]:
         """All files in the order of the layout, each there and proved."""
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
@@ -114,7 +114,7 @@ class _Work:
         size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)
         wanted = {span.path(self.plan): span.rows for span in todo}
         write = partial(write_part, store)
-        for part in spread(write, self.tasks(todo), size) if todo else ():
+        for part in writers(write, self.tasks(todo), size) if todo else ():
             if wanted.pop(part.path, None) != part.rows:
                 raise CorruptRun(f"{part.path} was written with {part.rows} rows or not asked for")
             parts[part.path] = part
