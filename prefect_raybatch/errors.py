@@ -52,7 +52,7 @@ class StoreUnavailable(StoreError):
 
 
 class CredentialsUnusable(StoreError):
-    """The store was asked with credentials that have expired or that it refuses, or with none."""
+    """The store was asked with credentials that have expired, or with none at all."""
 
 
 class BadUpload(StoreError):

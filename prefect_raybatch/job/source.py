@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.secrets import hide_signature, holds_password, is_masked
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
@@ -142,6 +144,23 @@ class Source(Group):
         min_length=1,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _signed(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and is_masked(value.get("uri")):
+            raise ValueError(
+                "uri: what signs the URL was hidden on its way through Prefect's parameters; name "
+                "the file by s3:// with a credentials_block, or call the flow where the URL is made"
+            )
+        return value
+
+    def _shown(self, name: str, value: Any) -> Any:
+        if name != "uri" or not value:
+            return super()._shown(name, value)
+        if isinstance(value, str):
+            return hide_signature(value) if is_web(value) else value
+        return [self._shown(name, uri) for uri in value]
+
     @field_validator("catalog")
     @classmethod
     def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +203,11 @@ class Source(Group):
                 check_uri(uri)
             else:
                 without_user(uri)
+                if holds_password(uri):
+                    raise ValueError(
+                        "holds a password behind its ?; name the variable that has it in "
+                        "options.password_env"
+                    )
                 if scheme_of(uri) == "hf":
                     hub_name(uri)
         return value

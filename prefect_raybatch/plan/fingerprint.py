@@ -10,10 +10,9 @@ from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.secrets import catalog_place, hide_argument
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, unsigned
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
-from prefect_raybatch.storage.web import unsigned
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.

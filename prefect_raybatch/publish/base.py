@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, CredentialsUnusable, PublishFailed, RayBatchError
+from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 from prefect_raybatch.storage.library_errors import failure_in
@@ -19,6 +19,7 @@ from prefect_raybatch.storage.library_errors import failure_in
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
+KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -115,17 +116,19 @@ class Sink(ABC):
         except Exception as error:
             if rows is not None and rows.faults:
                 raise rows.faults.pop() from None
-            if failure_in(error) == "denied":
-                raise CredentialsUnusable(
-                    f"{self.what}: access is denied ({type(error).__name__}: {self.scrub(error)}); "
-                    "check the keys in options, catalog, the credentials_block or the environment, "
-                    "and that they may write there. A result that is in data/ is whole; publish it "
-                    "then: raybatch publish RUN_DIR"
+            if (remedy := self.hopeless(error)) is not None:
+                raise ConfigError(
+                    f"{self.what}: {remedy}: {self.scrub(error)}. What is in data/ stays as it is; "
+                    "once this is mended, a finished run goes on with raybatch publish RUN_DIR"
                 ) from error
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
                 "whole; mend the cause and publish again: raybatch publish RUN_DIR"
             ) from error
+
+    def hopeless(self, error: Exception) -> str | None:
+        """What to mend where trying again cannot help; None where it may."""
+        return KEYS_REFUSED if failure_in(error) == "denied" else None
 
     def lost(self) -> PublishFailed:
         return PublishFailed(

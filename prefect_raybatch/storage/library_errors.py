@@ -8,10 +8,13 @@ from typing import Literal
 Failure = Literal["denied", "gone", "away"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# What stores, catalogs and databases say to keys that are wrong, or may not do this.
 _DENIED = re.compile(
-    r"\b403\b|\b401\b|access[ _]?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
-    r"|permission denied|necessary privileges|expired ?token|no credentials|CredentialsNot"
-    r"|AuthorizationExpired|OAuthError|invalid_client|authentication failed|login failed",
+    r"\b403\b|\b401\b|access[ ._]?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
+    r"|permission denied|not permitted|expired ?token|no ?credentials|CredentialsNot"
+    r"|unable to locate credentials|AuthorizationExpired|OAuthError|invalid_client|authentication"
+    r"|login failed|insufficient privilege|necessary privileges|no password supplied|using password"
+    r"|role .* does not exist",
     re.IGNORECASE,
 )
 _GONE = re.compile(r"not found|no such file|NoSuchKey|does not exist|404", re.IGNORECASE)
