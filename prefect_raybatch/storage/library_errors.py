@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Failure = Literal["denied", "gone", "away"]
+LibraryFailure = Literal["denied", "gone", "away"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # What stores, catalogs and databases say to keys that are wrong, or may not do this.
@@ -30,7 +30,7 @@ def text_of(error: BaseException) -> str:
     return _COLOURS.sub("", " ".join(str(error).split()))
 
 
-def failure_in(error: BaseException) -> Failure | None:
+def failure_in(error: BaseException) -> LibraryFailure | None:
     """Whether keys were refused, something is not there, or nobody answered; None where the error
     tells none of it."""
     text = f"{type(error).__name__}: {text_of(error)}"
