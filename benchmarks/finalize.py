@@ -114,6 +114,17 @@ def finalize(args: argparse.Namespace) -> dict[str, Any]:
     output = {**plan.job["output"], "uri": "x", "options": options(args)}
     job = BatchJob.from_dict({**plan.job, "output": output})
     run = Run(store.uri, "key", plan.hash, plan.rows, plan.shards, False)
+    if args.nodes:  # whatever the size, and also with one worker
+        from prefect_raybatch.cluster import side_by_side
+
+        workers_for = side_by_side.workers_for
+
+        @contextmanager
+        def workers(job: Any, size: int) -> Iterator[int]:
+            with workers_for(job, 1 << 40) as found:
+                yield max(2, found)
+
+        side_by_side.workers_for = workers
     with cluster(args.nodes) as seconds:
         before, began = seconds(), time.perf_counter()
         module.finalize_run(job, run)
