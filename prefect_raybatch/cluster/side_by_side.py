@@ -35,7 +35,8 @@ def workers_for(job: BatchJob, size: int) -> Iterator[int]:
             return
     with ExitStack() as stack:
         workers = 0
-        if size >= WORTH_A_START:
+        # With a job server the cluster is elsewhere, and only its jobs work there.
+        if size >= WORTH_A_START and not job.cluster.job_server:
             try:
                 found = stack.enter_context(connected(job, User(f"{job.name}: result")))
                 # A cluster of our own may count more CPUs than there are.

@@ -174,6 +174,9 @@ def test_small_results_and_those_without_a_cluster_are_written_here(monkeypatch)
     monkeypatch.setattr(module, "SHARED", Outside())
     with workers_for(make_job(), (1 << 30) - 1) as workers:
         assert workers == 0 and not asked
+    served = make_job(cluster={"job_server": "http://10.0.0.1:8265"})
+    with workers_for(served, 1 << 40) as workers:
+        assert workers == 0 and not asked
     with workers_for(make_job(), 1 << 30) as workers:
         assert workers == 0 and asked == ["connected"]
 
