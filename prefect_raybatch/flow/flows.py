@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, cast
 from uuid import UUID
@@ -12,6 +13,8 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.failure import told
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -73,12 +76,24 @@ def batch_inference(
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
     """
-    key = key_of(job, run_key, scheduled_for)
-    if run_words(job):
-        job = begun(job, key, scheduled_for or scheduled_start())[0]
+    with told("batch_inference", job, run_key or job.name):
+        key = key_of(job, run_key, scheduled_for)
+        job = _filled(job, key, scheduled_for)
     run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return _published(job, run, finalize_run(job, run, progress))
+
+
+def _filled(job: BatchJob, key: str, scheduled_for: datetime | None) -> BatchJob:
+    """The job with {run_date} and {run_key} filled in where the tasks could not do that of the run
+    key alone. Else it stays as written: what the night has in common with others shows there."""
+    if not run_words(job):
+        return job
+    filled = begun(job, key, scheduled_for or scheduled_start())[0]
+    with suppress(ConfigError):  # the run key tells no date
+        if with_run_words(job, key) == filled:
+            return job
+    return filled
 
 
 @flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)

@@ -22,7 +22,7 @@ from prefect_raybatch.driver.heartbeat import (
     alive,
     newest,
 )
-from prefect_raybatch.flow.artifacts import artifact_key, put, update
+from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
@@ -57,7 +57,7 @@ class Page(Listener):
         observers: Sequence[Observer] = (),
     ):
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key = artifact_key(run.run_key)
+        self.key = artifact_key(job.name)
         self.events = LiveEvents(
             RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
         )
@@ -125,18 +125,18 @@ class Page(Listener):
             raise failed
 
     def _show_share(self, share: float) -> None:
-        text = f"Share of the rows of {self.run.run_key} that are committed."
+        text = "Share of the rows that are committed."
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
         table = "\n".join(table_lines(live_rows(beat)))
-        text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
+        text = f"What the run is doing, every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
         image = self.image(beat)
         if image is not None:
-            text = f"Throughput and shards of {self.run.run_key}."
+            text = "Throughput and shards."
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Beat) -> str | None:
@@ -183,8 +183,9 @@ class Page(Listener):
         retry goes on with it, and a page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)
         if known is None:
-            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}")
+            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}", self.run.run_key)
         else:
+            artifact.description = f"{artifact.description} {of_run(self.run.run_key)}"
             update(known, artifact)
 
 

@@ -132,12 +132,12 @@ def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None
     page.locator(".p-select-option", has_text="Newest to oldest").click()
     expect(line.first).to_be_visible()
     picture(page, "run", tmp_path, 1000)
-    open_artifact(page, prefect, "raybatch-monday-live")
+    open_artifact(page, prefect, "raybatch-dev-live")
     row_in_time(page, f"rows .*of {ROWS:,}")
     row_in_time(page, "state inferring")
     row_in_time(page, "engines alive 1")
     picture(page, "live", tmp_path, 700)
-    open_artifact(page, prefect, "raybatch-monday-progress")
+    open_artifact(page, prefect, "raybatch-dev-progress")
     (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
     refused = prefect.until(
@@ -222,21 +222,21 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     for name in ("plan-shards", "infer-shards", "finalize-run", "result-asset"):
         expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
     tab(page, "Artifacts")
-    expect(page.get_by_text("raybatch-monday-report", exact=True)).to_be_visible()
+    expect(page.get_by_text("raybatch-dev-report", exact=True)).to_be_visible()
 
     page.goto(site(prefect, "/artifacts"))
     for kind in ("progress", "live", "stages", "report"):
-        expect(page.get_by_text(f"raybatch-monday-{kind}", exact=True)).to_be_visible()
+        expect(page.get_by_text(f"raybatch-dev-{kind}", exact=True)).to_be_visible()
     picture(page, "artifacts", tmp_path, 500)
-    open_artifact(page, prefect, "raybatch-monday-report")
+    open_artifact(page, prefect, "raybatch-dev-report")
     expect(page.get_by_role("heading", name="dev: completed")).to_be_visible()
     expect(page.get_by_role("row", name=f"Rows answered {ROWS:,}")).to_be_visible()
     expect(page.get_by_role("heading", name="Stages")).to_be_visible()
     picture(page, "report", tmp_path, 1100)
-    open_artifact(page, prefect, "raybatch-monday-stages")
+    open_artifact(page, prefect, "raybatch-dev-stages")
     for stage in ("read", "prepare", "engine", "finish"):
         expect(page.locator("tr", has_text=stage)).to_contain_text(f"{ROWS:,}")
-    open_artifact(page, prefect, "raybatch-monday-progress")
+    open_artifact(page, prefect, "raybatch-dev-progress")
     expect(page.get_by_text("Progress: 100%")).to_be_visible()
 
 

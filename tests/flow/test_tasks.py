@@ -154,12 +154,13 @@ def test_artifacts_and_logs_are_in_the_page(
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
-    base = artifacts.artifact_key(key)
+    job = make_job(name="Artifacts.of-one")
+    base = artifacts.artifact_key(job.name)
     wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
     with get_client(sync_client=True) as client:
         # Prefect's server on SQLite was once locked for a minute; the page then gives up in time.
         for _ in range(2):
-            state = batch_inference(make_job(), key, return_state=True)
+            state = batch_inference(job, key, return_state=True)
             assert state.is_completed()
             found = {a.key: a for a in artifacts_of(f"{base}-")}
             if wanted <= set(found):
@@ -225,7 +226,7 @@ def test_a_page_that_is_away_stops_nothing(
         asked.append("artifact")
         raise ConnectionError("no API")
 
-    monkeypatch.setattr(artifacts.Artifact, "get", away)
+    monkeypatch.setattr(artifacts, "get_client", away)
 
     @flow
     def infer() -> int:
