@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from textwrap import TextWrapper
 from typing import Any
 from uuid import UUID
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 ROWS_SHOWN = 20
 LONGEST_LINE = 300  # characters of an error's text from elsewhere
 CHANGED = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
+# So wide that the page shows the whole of it; the indent of lists stays.
+WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
 PLAIN = "plain"  # attribute of an error that was told: its message before that
 
 
@@ -197,8 +200,9 @@ def deployment_of(root: UUID | None) -> str | None:
 
 
 def _quoted(text: str) -> list[str]:
-    """As it stands, whatever characters it holds."""
-    return [f"    {line}" for line in text.splitlines()]
+    """As it stands, whatever characters it holds; the page does not break such lines."""
+    lines = [part for line in text.splitlines() for part in (WRAPPED.wrap(line) or [""])]
+    return [f"    {line}" for line in lines]
 
 
 def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -289,3 +289,27 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     command = ["raybatch", "reconcile", job_server, "--json"]
     done = subprocess.run(command, env=prefect.env, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["actions"] == [], done.stderr
+
+
+def test_the_cause_of_a_failure_is_on_the_first_screen(
+    deployed: Prefect, page: Page, folder: Path, tmp_path: Path
+) -> None:
+    dev = deployed.deployments["dev"]
+    given = dev["parameters"]["job"]
+    job = {**given, "prompt": {"template": "What is {Nothing}?"}}
+    job |= {"name": "broken", "output": {"uri": str(folder / "out")}}
+    body = {"parameters": {"job": job, "run_key": "tuesday"}}
+    run = deployed.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
+    deployed.until(lambda: deployed.state(run)["type"] == "FAILED", 120, "the failure")
+    command = "prefect deployment run batch_inference/dev -p run_key=tuesday"
+    assert command in deployed.state(run)["message"]
+    open_run(page, deployed, run)
+    cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
+    expect(cause.first).to_contain_text(command)
+    assert "Traceback" not in page.locator("body").inner_text()
+    picture(page, "failed", tmp_path, 900)
+    open_artifact(page, deployed, "raybatch-broken-failure")
+    expect(page.get_by_role("heading", name="broken: plan_shards failed")).to_be_visible()
+    expect(page.get_by_text("Nothing", exact=False).first).to_be_visible()
+    expect(page.get_by_text(command)).to_be_visible()
+    picture(page, "failure", tmp_path, 700)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.flow import failure
+from prefect_raybatch.flow.away import ApiWatch, one_line
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
@@ -166,3 +169,31 @@ def test_the_command_fits_the_error(
     monkeypatch.setattr(failure, "root_run", lambda: "00000000-0000-0000-0000-000000000007")
     monkeypatch.setattr(failure, "deployment_of", lambda root: "f/d")
     assert failure.command_for(error, make_job(limits=limits), "k", "/o/k") == command
+
+
+def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    watch = ApiWatch(lambda: now[0])
+
+    def ask(error: Exception | None, seconds: float) -> None:
+        with suppress(ConnectionError, ValueError), watch.within():
+            for _ in range(10):  # Prefect's client asks again and again
+                now[0] += seconds / 10
+                watch.look()
+            if error is not None:
+                raise error
+
+    ask(None, 9.0)
+    ask(ValueError("an answer"), 2.0)
+    assert not caplog.messages
+    for _ in range(3):
+        ask(ConnectionError("refused"), 40.0)
+    ask(None, 5.0)
+    ask(None, 5.0)
+    away, back = caplog.messages
+    assert re.match(r"Prefect's API at http://127\.0\.0\.1:\d+/api has not answered for 12 s", away)
+    assert back == "Prefect's API answers again, after 2 min 05 s"
+    with one_line():
+        logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
+        logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
+    assert len(caplog.messages) == 2
