@@ -18,7 +18,7 @@ from prefect import get_run_logger
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import (
@@ -106,8 +106,8 @@ def told(
     try:
         yield
     except Exception as error:
-        if _was_told(error):
-            raise
+        if _was_told(error) or not (flow_run.get_id() or task_run.get_id()):
+            raise  # told within, or called as a plain function, of which no page knows
         if not RunEvents(run_key, name).failed(error, retries):
             raise
         rows = sample() if sample and not isinstance(error, StoreError) else ()
