@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 ARTIFACT_KINDS = (  # what a run shows
     "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
 )  # fmt: skip
-KNOWN = 50  # artifacts of one key that a flow run may have made, one for each of its runs
+MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for each of its runs
 
 
 def artifact_key(job: str) -> str:
@@ -73,7 +73,7 @@ def _mine(key: str, run_key: str | None) -> UUID | None:
                 flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(current))]),
             ),
             sort=ArtifactSort.UPDATED_DESC,
-            limit=KNOWN,
+            limit=MOST_FOUND,
         )
     for one in found:
         if run_key is None or (one.description or "").endswith(of_run(run_key)):

@@ -69,7 +69,7 @@ class _OneLine(logging.Filter):
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
+def said_once() -> Iterator[None]:
     """Keeps Prefect's clients from saying at length, each for itself, that the API is away."""
     added = _OneLine()
     loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]

@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 ROWS_SHOWN = 20
 LONGEST_LINE = 300  # characters of an error's text from elsewhere
-CHANGED = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
+JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
 # So wide that the page shows the whole of it; the indent of lists stays.
 WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
-PLAIN = "plain"  # attribute of an error that was told: its message before that
+TOLD = "plain"  # attribute of an error that was told: its message before that
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Cause:
 
 
 @contextmanager
-def told(
+def explained(
     task: str,
     job: BatchJob | str,
     run_key: str,
@@ -116,14 +116,14 @@ def told(
         command = command_for(error, job, run_key, run)
         cause = Cause(task, name, run_key, kind, message, remedy, command, run, rows)
         _tell(cause)
-        setattr(error, PLAIN, str(error))
+        setattr(error, TOLD, str(error))
         if isinstance(error, RayBatchError):
             error.args = (cause.text,)  # Prefect makes the state's message of it
         raise
 
 
 def _was_told(error: object) -> bool:
-    return getattr(error, PLAIN, None) is not None
+    return getattr(error, TOLD, None) is not None
 
 
 def _of(error: BaseException) -> tuple[str, str]:
@@ -159,7 +159,7 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str, run: str | 
     key = f"{run_key}-2" if isinstance(error, PlanMismatch) else run_key
     root = root_run()
     name = deployment_of(root)
-    if name and (change or isinstance(error, (*CHANGED, PlanMismatch))):
+    if name and (change or isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))):
         more = f" -p {shlex.quote('overrides=' + json.dumps(change))}" if change else ""
         return f"prefect deployment run {shlex.quote(name)} -p run_key={key}{more}"
     if name and root:

@@ -16,7 +16,7 @@ from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.failure import told
+from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -52,8 +52,8 @@ def in_form_order(made: Flow[..., Any], last: str) -> None:
 Key = Annotated[str, Field(title="Given")]
 Night = Annotated[AwareDatetime, Field(title="Given")]
 Classes = Annotated[list[str], Field(title="Given")]
-Day = Annotated[date, Field(title="Given")]
-Rows = Annotated[int, Field(title="Given", gt=0)]
+NightDate = Annotated[date, Field(title="Given")]
+Limit = Annotated[int, Field(title="Given", gt=0)]
 Fields = Annotated[dict[str, Any], Field(title="Given")]
 Job = Annotated[BatchJob, Field(title="Given")]
 Unset = Annotated[None, Field(title="By default")]
@@ -75,7 +75,7 @@ def key_of(
     return default_run_key(with_blocks(job), start)
 
 
-def changed(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
+def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
     """The job with some fields changed: {"sampling.max_tokens": 99}; `limit` is source.limit.
     `ConfigError` for a field that there is not, and for what no job may be."""
     changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
@@ -88,7 +88,7 @@ def changed(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | Non
 def named_by_run_key() -> str:
     """The flow run's name is the run key, so the run directory is found by it."""
     given = flow_run.get_parameters()
-    job = changed(given["job"], given.get("overrides"), given.get("limit"))
+    job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
     return key_of(job, given.get("run_key"), given.get("scheduled_for"), given.get("run_date"))
 
 
@@ -97,8 +97,8 @@ def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
     scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
-    run_date: Annotated[Day | Unset, titled("Run date")] = None,
-    limit: Annotated[Rows | Unset, titled("Limit")] = None,
+    run_date: Annotated[NightDate | Unset, titled("Run date")] = None,
+    limit: Annotated[Limit | Unset, titled("Limit")] = None,
     overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
 ) -> RunReport:
     """Asks a model about every row of a table and writes the answers, each row exactly once.
@@ -115,8 +115,8 @@ def batch_inference(
         limit: Only the first rows of the input, that many: source.limit.
         overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
     """
-    with told("batch_inference", job, run_key or job.name):
-        job = changed(job, overrides, limit)
+    with explained("batch_inference", job, run_key or job.name):
+        job = with_changes(job, overrides, limit)
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
     run = plan_shards(job, key)

@@ -24,7 +24,7 @@ from prefect_raybatch.driver.heartbeat import (
     newest,
 )
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
-from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, one_line
+from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
@@ -78,7 +78,7 @@ class Page(Listener):
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
-        for part in (one_line(), self._watch, self._ticker):
+        for part in (said_once(), self._watch, self._ticker):
             self._open.enter_context(part)
         return self
 

@@ -23,7 +23,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.failure import ROWS_SHOWN, told
+from prefect_raybatch.flow.failure import ROWS_SHOWN, explained
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -87,7 +87,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
-    with logs_in_page(), told("plan_shards", job, run_key, RETRY["retries"]):
+    with logs_in_page(), explained("plan_shards", job, run_key, RETRY["retries"]):
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset)
         get_run_logger().info(
@@ -111,7 +111,7 @@ def plan_retry(
     key = run_dir.rstrip("/").rpartition("/")[2]
     with (
         logs_in_page(),
-        told("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
+        explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
     ):
         made = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
@@ -185,7 +185,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
     no setting worked.
     """
-    with logs_in_page(), told("tune_engine", job, job.name):
+    with logs_in_page(), explained("tune_engine", job, job.name):
         log = get_run_logger()
 
         def show(trial: tune.Trial) -> None:
@@ -202,13 +202,13 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 
 def _told(task_name: str, job: BatchJob, run: Run) -> AbstractContextManager[None]:
-    """`told` of a run that is planned, whose failed rows can be shown."""
+    """`explained` of a run that is planned, whose failed rows can be shown."""
 
     def sample() -> Sequence[Sample]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
         return failed_sample(run.uri, options or None, ROWS_SHOWN)
 
-    return told(task_name, job, run.run_key, RETRY["retries"], run.uri, sample)
+    return explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample)
 
 
 def _job_of(run_dir: str) -> str:

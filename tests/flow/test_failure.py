@@ -28,7 +28,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.flow import failure
-from prefect_raybatch.flow.away import ApiWatch, one_line
+from prefect_raybatch.flow.away import ApiWatch, said_once
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
@@ -193,7 +193,7 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
     away, back = caplog.messages
     assert re.match(r"Prefect's API at http://127\.0\.0\.1:\d+/api has not answered for 12 s", away)
     assert back == "Prefect's API answers again, after 2 min 05 s"
-    with one_line():
+    with said_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
     assert len(caplog.messages) == 2
