@@ -140,7 +140,8 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Writes the result, proves coverage, writes the report and `_SUCCESS`.
+    """Writes the result, proves coverage, writes the report and `_SUCCESS`. The run is completed
+    then, unless `output.publish` names targets: these it is to be in first.
 
     Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
     """
@@ -155,7 +156,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
             materialize_result(report, job, loaded.source)
-            RunEvents(run.run_key, job.name).completed(report)
+            if not job.output.publish:  # else it is completed by `publish_run`
+                RunEvents(run.run_key, job.name).completed(report)
         return report
 
 
@@ -171,10 +173,13 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         loaded = with_blocks(with_run_words(job, run.run_key))
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
-        report = publish(loaded, run.uri)
+        steps: list[str] = []
+        report = publish(loaded, run.uri, steps.append)
         for one in report.published:
             get_run_logger().info("run %s: published to %s", run.run_key, published_text(one))
         put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
+        if not run.finished or "recording" in steps:  # else it was completed before
+            RunEvents(run.run_key, job.name).completed(report)
         return report
 
 
