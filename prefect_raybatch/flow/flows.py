@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
     finalize_run,
@@ -88,8 +88,11 @@ def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int 
 def named_by_run_key() -> str:
     """The flow run's name is the run key, so the run directory is found by it."""
     given = flow_run.get_parameters()
-    job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
-    return key_of(job, given.get("run_key"), given.get("scheduled_for"), given.get("run_date"))
+    try:
+        job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
+        return key_of(job, given.get("run_key"), given.get("scheduled_for"), given.get("run_date"))
+    except RayBatchError:  # which the flow itself will tell of
+        return given.get("run_key") or str(given["job"].name)
 
 
 @flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)

@@ -60,8 +60,7 @@ def logs_of(run: Any, text: str) -> list[str]:
 
 
 def page_of(job: str) -> str:
-    (made,) = artifacts_of(f"raybatch-{job}-failure")
-    return str(made.data)
+    return str(artifacts_of(f"raybatch-{job}-failure")[0].data)
 
 
 def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
@@ -144,6 +143,8 @@ def test_an_error_before_any_task_and_one_of_a_retry_are_explained(tmp_path: Pat
     job = make_job(name="no-key", source={"uri": "in/{run_key}"})
     state = batch_inference(job, "mon/day", return_state=True)
     assert state.is_failed() and "batch_inference failed" in page_of("no-key")
+    state = batch_inference(job, overrides={"sampling.max_tokns": 9}, return_state=True)
+    assert state.is_failed() and "unknown field 'max_tokns'" in str(state.message)
     retried = retry_failed(str(tmp_path / "nobody"), return_state=True)
     assert retried.is_failed() and "What to do" in str(retried.message)
     assert "plan_retry failed" in page_of("nobody")
