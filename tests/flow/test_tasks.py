@@ -31,6 +31,7 @@ from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shard
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, tasks
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.records import RunReport
@@ -53,9 +54,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
         made["infer"].append(run)
         progress = Progress(100, 4)
+        good, none = Positions.spans((0, 25)), Positions()
         for shard in range(4):
             stats = ShardStats(rows=25, started=time.time(), ended=time.time())
-            commit = Commit(shard, "a", "t", "h", ((0, 25),), (), (), (), stats, {}, {}, 0.0)
+            commit = Commit(shard, "a", "t", "h", good, none, none, (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)
         return progress
