@@ -53,7 +53,7 @@ class Disk:
         if self.wire.may_spoil(self.key(target)) and self.wire.happens("spoiled"):
             self.wire.spoiled += 1
             beside = f"{target}.spoiled"
-            Path(beside).write_bytes(spoil(self.content(target) or b""))
+            Path(beside).write_bytes(spoil(self.content(target) or b"", self.scheduler.rng))
             os.utime(beside, ns=(when, when))
             os.replace(beside, target)
         self.watch.changed(self.key(target), before, self.content(target))

@@ -90,8 +90,7 @@ MUTANTS = (
             Edit(
                 "ledger.ledger:Ledger.commit",
                 "return commit if won else None",
-                "put_record(self.store, commit_path(commit.shard), commit.to_bytes())\n"
-                "    return commit",
+                "put_record(self.store, path, commit.body)\n    return commit",
             ),
         ),
         quick=True,
@@ -144,14 +143,15 @@ MUTANTS = (
         (
             Edit(
                 "ledger.ledger:Coverage.add",
-                "union = merge(self._held.get(shard.id, ()), held)\n"
+                "union = disjoint((self._held.get(shard.id, NO_POSITIONS), held))\n"
                 "    if union is None:\n"
                 "        return None",
-                "union = merge(self._held.get(shard.id, ()), held) or ((0, shard.rows),)",
+                "union = disjoint((self._held.get(shard.id, NO_POSITIONS), held)) or (\n"
+                "        Positions.spans((0, shard.rows)))",
             ),
             Edit(
                 "ledger.ledger:Ledger.commit",
-                "if held is None or missing(held, rows) or count(held) != rows:",
+                "if not all(parts) or held != Positions.spans((0, rows)):",
                 "if False:",
             ),
         ),
@@ -161,10 +161,10 @@ MUTANTS = (
         "coverage",
         "a shard is committed before its receipts cover it",
         (
-            Edit("ledger.ledger:Coverage.add", "if count(union) < shard.rows:", "if False:"),
+            Edit("ledger.ledger:Coverage.add", "if len(union) < shard.rows:", "if False:"),
             Edit(
                 "ledger.ledger:Ledger.commit",
-                "if held is None or missing(held, rows) or count(held) != rows:",
+                "if not all(parts) or held != Positions.spans((0, rows)):",
                 "if False:",
             ),
         ),

@@ -6,18 +6,20 @@ Threads that the package starts become tasks of the same process.
 
 from __future__ import annotations
 
+import asyncio
 import datetime as real_datetime
 import random
 import sys
 import time as real_time
 import uuid as real_uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from greenlet import getcurrent, greenlet
 
+PACKAGE = "prefect_raybatch"
 START = 1_750_000_000.0  # seconds since 1970, when every schedule begins
 STEP = 0.01  # seconds a request takes
 MOST_STEPS = 60_000  # of a schedule; ours take hundreds
@@ -273,6 +275,11 @@ class Stand:
         return getattr(self.module, name)
 
 
+async def waited_for(sent: Awaitable[Any], limit: float) -> Any:
+    """`asyncio.wait_for` where there is no loop: no request of this world takes long."""
+    return await sent
+
+
 @contextmanager
 def installed(scheduler: Scheduler) -> Iterator[None]:
     """Puts the schedule's clock, names and tasks into every loaded module of the package."""
@@ -293,21 +300,25 @@ def installed(scheduler: Scheduler) -> Iterator[None]:
         id(real_time): Stand(
             real_time, time=now, monotonic=clock, perf_counter=clock, sleep=scheduler.sleep
         ),
+        id(asyncio): Stand(asyncio, wait_for=waited_for),
         id(real_uuid): Stand(real_uuid, uuid4=scheduler.uuid4),
         id(random): Stand(random, uniform=scheduler.names.uniform, random=scheduler.names.random),
         id(real_datetime.datetime): Moment,
         id(ThreadPoolExecutor): Pool,
     }
-    changed = []
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("prefect_raybatch"):
-            continue
-        for key, value in list(vars(module).items()):
-            if (stand := stands.get(id(value))) is not None:
-                changed.append((module, key, value))
-                setattr(module, key, stand)
+    replace(PACKAGE, stands)
     try:
         yield
     finally:
-        for module, key, value in changed:
-            setattr(module, key, value)
+        before = {id(s): s.module for s in stands.values() if isinstance(s, Stand)}
+        before |= {id(Moment): real_datetime.datetime, id(Pool): ThreadPoolExecutor}
+        replace(PACKAGE, before)
+
+
+def replace(package: str, others: Mapping[int, Any]) -> None:
+    """Other values, by the identity of what they take the place of, in all modules of a package."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for key, value in list(vars(module).items()):
+                if (other := others.get(id(value))) is not None:
+                    setattr(module, key, other)

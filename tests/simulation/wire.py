@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from random import Random
 from typing import Any, NamedTuple
 
 from .scheduler import Scheduler
@@ -83,7 +84,7 @@ class Wire:
             raise ConnectionResetError(f"no answer to {what}")
         kept = data
         if self.may_spoil(key) and self.happens("spoiled"):
-            kept = spoil(data)
+            kept = spoil(data, self.scheduler.rng)
             self.spoiled += 1
         found = apply(kept)
         if self.happens("unheard"):
@@ -133,7 +134,7 @@ class Wire:
         return formatdate(self.scheduler.now, usegmt=True)
 
 
-def spoil(data: bytes) -> bytes:
-    """`data` with a bit turned."""
-    at = len(data) // 2
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"\0"
+def spoil(data: bytes, rng: Random) -> bytes:
+    """`data` with a bit turned, or cut off."""
+    at = rng.randrange(len(data)) if data else 0
+    return data[:at] + (bytes([data[at] ^ 1]) + data[at + 1 :] if rng.random() < 0.7 else b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,21 +23,20 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import InputFile, Plan
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.resolved import Resolved
-from prefect_raybatch.storage import LocalStore, S3Store, Store
+from prefect_raybatch.storage import LocalStore, S3Store, Store, s3
 
 from .disk import Disk
 from .s3 import BUCKET, Wired
-from .scheduler import Process, Scheduler, installed
+from .scheduler import Process, Scheduler, installed, replace
 from .watch import Watch
 from .wire import Weather, Wire
 
 KEY = "key"
 # All that a schedule uses is loaded before the first one: what is loaded later has the real clock.
-for name in (
-    *("runs.finalize_run", "runs.retry", "result.finalize", "result.reap", "result.verify_chain"),
-    *("driver.driver", "source", "source.snapshots", "report.report", "report.html"),
-):
-    importlib.import_module(f"prefect_raybatch.{name}")
+for room in ("driver", "ledger", "plan", "report", "result", "runs", "source", "storage"):
+    package = importlib.import_module(f"prefect_raybatch.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 
 class World:
@@ -49,6 +49,7 @@ class World:
         self.wire = Wire(scheduler, weather, self.watch)
         self.rows, self.per_shard = rng.randrange(3, 13), rng.randrange(1, 5)
         self.file_bytes = rng.choice([1, 4000, 1 << 20])
+        self.single_put = rng.choice([0, s3.SINGLE_PUT_BYTES])  # larger files go another way
         self.compact = rng.random() < 0.75
         self.root = f"s3://{BUCKET}" if kind == "s3" else str(folder / "out")
         if kind != "s3":
@@ -113,6 +114,7 @@ class World:
             stack.enter_context(_replaced(pq.read_table, read_here, "pyarrow.parquet"))
             # A race of eight for a name: a question about a store, not a part of the protocol.
             stack.enter_context(_set(Store, probe=lambda store: None))
+            stack.enter_context(_set(s3, SINGLE_PUT_BYTES=self.single_put))
             stack.enter_context(_set(checkpoints, FOLD=2, LEAST_COMMITS=1))
             stack.enter_context(_set(tempfile, tempdir=str(self.folder)))
             yield
@@ -170,17 +172,8 @@ def _set(module: Any, **values: Any) -> Iterator[None]:
 @contextmanager
 def _replaced(value: Any, other: Any, package: str = "prefect_raybatch") -> Iterator[None]:
     """`other` in place of `value` in every module of a package that has imported it."""
-    found = [
-        (module, key)
-        for name, module in list(sys.modules.items())
-        if name.startswith(package)
-        for key, there in list(vars(module).items())
-        if there is value
-    ]
-    for module, key in found:
-        setattr(module, key, other)
+    replace(package, {id(value): other})
     try:
         yield
     finally:
-        for module, key in found:
-            setattr(module, key, value)
+        replace(package, {id(other): value})  # also where it was imported meanwhile
