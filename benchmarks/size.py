@@ -19,6 +19,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -230,6 +231,7 @@ def main() -> int:
     if args.case:
         print(json.dumps(measured(*args.case)))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the process of the size
     found = []
     for rows in args.rows:
         found.append(one(rows, args.data, args.seed))
