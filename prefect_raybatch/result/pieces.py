@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +11,20 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.layout import KINDS, POSITION, piece_path
-from prefect_raybatch.ledger.ranges import count, merge, to_ranges
+from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import Commit, Piece, digest
 from prefect_raybatch.storage import Store
 
 
 def check_commit(commit: Commit, rows: int) -> None:
     """Whether a commit's positions and pieces add up; raises `CorruptRun` naming the shard."""
-    if merge(commit.good, commit.failed, commit.skipped) != ((0, rows),):
+    held = disjoint((commit.good, commit.failed, commit.skipped))
+    if held != Positions.spans((0, rows)):
         raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
     for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
-        named = sorted(r for p in commit.pieces if p.kind == kind for r in p.positions)
-        if sum(b - a for a, b in named) != count(positions):
+        pieces = [piece for piece in commit.pieces if piece.kind == kind]
+        named = disjoint(piece.positions for piece in pieces)
+        if named != positions or sum(piece.rows for piece in pieces) != len(positions):
             raise CorruptRun(
                 f"the commit of shard {commit.shard} names {kind} pieces of other rows"
             )
@@ -43,11 +44,10 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, i
         if (np.diff(table[POSITION].to_numpy()) < 0).any():
             table = table.sort_by(POSITION)
         wanted = commit.good if kind == "data" else commit.failed
-        found = to_ranges_or_none(table[POSITION].to_numpy())
-        if found != wanted:
+        if (said := _other_positions(table, wanted)) is not None:
             raise CorruptRun(
-                f"shard {commit.shard}: its {kind} pieces hold positions {found}, the commit says "
-                f"{wanted}"
+                f"shard {commit.shard}: its {kind} pieces hold positions {said}, the commit says "
+                f"{wanted.said()}"
             )
         yield kind, table, sum(p.bytes for p in pieces)
 
@@ -62,7 +62,7 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     if len(data) != piece.bytes or digest(data) != piece.sha256:
         raise CorruptRun(
             f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
-            f"{piece.bytes}, or other contents; it held positions {_spans(piece)}"
+            f"{piece.bytes}, or other contents; it held positions {piece.positions.said()}"
         )
     table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
     check_types(table.schema, path)
@@ -71,13 +71,10 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     return table
 
 
-def _spans(piece: Piece) -> str:
-    shown = ", ".join(f"{a} to {b - 1}" for a, b in piece.positions[:5])
-    return shown + (" and more" if len(piece.positions) > 5 else "")
-
-
-def to_ranges_or_none(positions: np.ndarray) -> Any:
+def _other_positions(table: pa.Table, wanted: Positions) -> str | None:
+    """Which positions a table holds, for people, unless they are those that are wanted."""
     try:
-        return to_ranges(positions.tolist())
-    except ValueError:
-        return None
+        found = Positions.of(table[POSITION].to_numpy())
+    except ValueError as error:
+        return f"that are none: {error}"
+    return None if found == wanted else found.said()
