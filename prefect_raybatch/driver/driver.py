@@ -58,7 +58,7 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 
 @dataclass(frozen=True)
-class Share:
+class OtherLedger:
     """What one of the two ledgers of a run that reuses answers has to do; `failed`: rows of the run
     that are known to fail by it."""
 
@@ -88,8 +88,8 @@ class Progress:
     losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    before: Share = Share()
-    later: Share = Share()
+    before: OtherLedger = OtherLedger()
+    later: OtherLedger = OtherLedger()
     weighed: int = 0  # failed rows, of which a request that failed may stand for several
 
     @property

@@ -34,7 +34,7 @@ from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
-ROWS = ("row", "rows")
+ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
@@ -152,7 +152,7 @@ class Page(Listener):
 
     @property
     def _unit(self) -> tuple[str, str]:
-        return self.progress.unit if self.progress is not None else ROWS
+        return self.progress.unit if self.progress is not None else ROW_UNIT
 
     def state(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
@@ -193,7 +193,7 @@ class Page(Listener):
             update(known, artifact)
 
 
-def live_rows(beat: Beat, unit: tuple[str, str] = ROWS) -> list[dict[str, str]]:
+def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
     """The table of the run's present state; `unit`: what its rows are, one and several."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
@@ -210,7 +210,7 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROWS) -> list[dict[str, str]]:
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
-def progress_line(beat: Beat, unit: tuple[str, str] = ROWS) -> str:
+def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = beat.phase

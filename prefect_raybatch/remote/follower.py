@@ -33,7 +33,7 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch import errors
-from prefect_raybatch.driver.driver import Progress, Share
+from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     SILENT_AFTER,
@@ -263,8 +263,8 @@ class Watch:
         begun = begin_asks(ledger.store, increment) if increment is not None else None
         if begun is not None:
             self.asks = Commits(*begun)
-            self.asks.progress.later = Share(plan.rows, plan.shards)
-            self.own.progress.before = Share(begun[1].rows, begun[1].shards)
+            self.asks.progress.later = OtherLedger(plan.rows, plan.shards)
+            self.own.progress.before = OtherLedger(begun[1].rows, begun[1].shards)
         self._next = 0.0
 
     @property

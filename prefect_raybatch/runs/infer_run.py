@@ -30,7 +30,7 @@ from prefect_raybatch.storage import open_store
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.driver.driver import Progress, RunPass, Share
+    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.sizing.sizes import Capacity
 
@@ -58,9 +58,9 @@ def infer_run(
     begun = begin_asks(store, increment)
     if begun is None:
         return _attempt(job, run, observe, engine)
-    from prefect_raybatch.driver.driver import Share
+    from prefect_raybatch.driver.driver import OtherLedger
 
-    first = Share(begun[1].rows, begun[1].shards)
+    first = OtherLedger(begun[1].rows, begun[1].shards)
     if begun[0].finished(begun[1]) is not None:
         return _attempt(job, run, observe, engine, before=first)
     from prefect_raybatch.cluster import connect as cluster
@@ -74,7 +74,7 @@ def infer_run(
     with cluster.connected(job, user) as capacity:
         asks = replace(run_of(begun[0].store, begun[1], begun[0]), probed=run.probed)
         log.info("asking %d requests first, in %s", asks.rows, asks.uri)
-        held, later = (user, capacity), Share(run.rows, run.shards)
+        held, later = (user, capacity), OtherLedger(run.rows, run.shards)
         asked = _attempt(part, asks, observe, engine, held, later=later)
         finalize_run(part, asks, asked)
         before = replace(first, failed=asked.failed)
@@ -87,8 +87,8 @@ def _attempt(
     observe: Callable[[Progress], None],
     engine: type | None,
     held: tuple[User, Capacity] | None = None,
-    before: Share | None = None,
-    later: Share | None = None,
+    before: OtherLedger | None = None,
+    later: OtherLedger | None = None,
 ) -> Progress:
     """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
     by this user of it; `before`, `later`: what the run's other ledger has to do."""
