@@ -21,6 +21,7 @@ from prefect_raybatch.sizing.fit import (
     Fit,
     check_memory,
     cramped,
+    over_network,
     over_pcie,
     step_tokens,
 )
@@ -272,7 +273,9 @@ def _replicas(engine: Engine, have: Capacity, kind: str) -> tuple[tuple[int, int
 def rooms(engine: Engine, have: Capacity) -> int:
     """Copies of the model that the cluster's GPUs have room for."""
     each, nodes = engine.gpus_per_replica, have.gpus_by_node or (have.gpus,)
-    # An engine is one actor, so that all its GPUs are on one node.
+    if engine.spans_nodes:
+        return int(sum(map(int, nodes)) // each)
+    # Such an engine is one actor, so that all its GPUs are on one node.
     return sum(int(gpus // each) for gpus in nodes)
 
 
@@ -335,6 +338,8 @@ def sizes_of(
     )
     arguments, share = replace(arguments, max_num_seqs=seqs), {}
     warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
+    if pool.device == "gpu":
+        warnings += over_network(engine.tensor_parallel_size, max(have.gpus_by_node, default=0))
     if fit is not None:
         fit = fit.asking(max_num_seqs=seqs)
         check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), engine.model, pool.kind)

@@ -378,6 +378,26 @@ def test_tensor_parallel_over_pcie_is_warned_of(kind, parallel, warned):
 
 
 @pytest.mark.parametrize(
+    ("engine", "gpus_by_node", "replicas", "warned"),
+    [
+        ({"tensor_parallel_size": 8}, (8, 8), 2, ""),
+        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, (8, 8), 1, ""),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 3}, (4, 4, 4, 1), 1, ""),
+        ({"tensor_parallel_size": 8}, (4, 4), 1, "tensor_parallel_size 4 and pipeline_parallel"),
+    ],
+)
+def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replicas, warned):
+    have = Capacity(
+        16 * sum(gpus_by_node), sum(gpus_by_node), len(gpus_by_node), "x", gpus_by_node, ("H200",)
+    )
+    job = make_job(engine={**engine, "distributed_executor_backend": "ray"})
+    found = sizes_of(job, 10_000, 50, have)
+    assert found.pool.replicas == (replicas, replicas)
+    check_fit(job, have, found.pool)
+    assert bool(found.warnings) == bool(warned) and warned in "".join(found.warnings)
+
+
+@pytest.mark.parametrize(
     ("config", "kind", "engine", "said"),
     [
         (LLAMA_8B, "L4", {}, "for 137 rows of about 109 tokens, not for max_num_seqs 256"),
