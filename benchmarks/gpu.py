@@ -40,9 +40,11 @@ engine start.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -508,19 +510,37 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     return run_apart([__file__, *given], log, args.limit)
 
 
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a peer: itself, its Ray, its engines."""
+    import psutil
+
+    left: list[Any] = []
+    with contextlib.suppress(psutil.Error):
+        left = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for one in left:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+
+
 def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
     """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
+        # In a session of its own: engines that outlive a peer would be measured with the next.
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            subprocess.run(
-                [sys.executable, *command],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            )
+            child.wait(limit)
         except subprocess.TimeoutExpired:
             return {"error": f"took over {limit:.0f} s"}
+        finally:
+            end_all(child)
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):
