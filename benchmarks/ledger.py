@@ -155,6 +155,7 @@ def receipts() -> Callable[[int, int], Any]:
     """A function (shard, rows) -> receipt of about the size a real one has."""
     import uuid
 
+    from prefect_raybatch.ledger.positions import Positions
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.ledger.stats import ShardStats
 
@@ -167,7 +168,7 @@ def receipts() -> Callable[[int, int], Any]:
         return Receipt(
             shard=shard,
             attempt=attempt,
-            skipped=((0, rows),),
+            skipped=Positions.spans((0, rows)),
             stats=ShardStats(**sums, **times, rows=rows, started=began, ended=began + shard / 100),
             where={"node": "10.0.0.17", "pid": "4711"},
         )

@@ -324,6 +324,7 @@ def publish(
         str | None,
         typer.Option("--job", metavar="JOB", help="Job file whose targets and keys count."),
     ] = None,
+    run_date: RunDate = None,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -333,7 +334,8 @@ def publish(
     if set_ and job is None:
         raise ConfigError("--set changes a field of the job file: name one with --job")
     loaded = with_keys(_job(job, set_)) if job else None
-    report = publish_run(loaded, run_dir)
+    when = date_of(run_date) if run_date else None
+    report = publish_run(loaded, run_dir, run_date=when)
     if as_json:
         print_json(report.to_dict())
         return

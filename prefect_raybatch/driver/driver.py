@@ -33,7 +33,6 @@ from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures
 from prefect_raybatch.ledger.increments import Waiting
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
-from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.words import are, counted
@@ -262,7 +261,7 @@ class Driver:
     def _weighed(self, record: Receipt | Commit) -> int:
         """Failed rows of a record."""
         if self.waiting is None:
-            return count(record.failed)
+            return len(record.failed)
         return self.waiting.count(record.shard, record.failed)
 
     def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
@@ -293,8 +292,7 @@ class Driver:
     def _held(self) -> int:
         """Rows that are committed or held by receipts: what must grow in every pass."""
         pending = np.flatnonzero(~self.done).tolist()
-        gaps = sum(count(self.coverage.gaps(shard)) for shard in pending)
-        return self.plan.rows - gaps
+        return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
     def _missing(self, units: Sequence[Unit]) -> list[Unit]:
         """The parts of `units` that no receipt holds and nobody has committed meanwhile."""

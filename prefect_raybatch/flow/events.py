@@ -47,6 +47,7 @@ class RunEvents:
             skipped=report.skipped,
             seconds=report.seconds,
             rows_per_second=report.rows_per_s,
+            published=[one.target for one in report.published],
         )
 
     @contextmanager

@@ -132,7 +132,8 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Writes the result, proves coverage, writes the report and `_SUCCESS`.
+    """Writes the result, proves coverage, writes the report and `_SUCCESS`. The run is completed
+    then, unless `output.publish` names targets: these it is to be in first.
 
     Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
     """
@@ -169,7 +170,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
             materialize_result(report)
-            events.completed(report)
+            if not job.output.publish:  # else it is completed by `publish_run`
+                events.completed(report)
         return report
 
 
@@ -186,7 +188,8 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         loaded = with_blocks(job)
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
-        report = publish(loaded, run.uri)
+        steps: list[str] = []
+        report = publish(loaded, run.uri, steps.append)
         for one in report.published:
             get_run_logger().info("run %s: published to %s", run.run_key, published_text(one))
         page = MarkdownArtifact(
@@ -194,6 +197,8 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
             description=f"Report of the run {run.run_key}.",
         )
         put(page, f"{artifact_key(report.run_key)}-report")
+        if not run.finished or "recording" in steps:  # else it was completed before
+            events.completed(report)
         return report
 
 

@@ -14,7 +14,8 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import NAME
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.secrets import hide_options, is_masked
+from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.secrets import hide_options, holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code
 
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -36,11 +37,15 @@ class PublishTarget(Group):
         None,
         title="Where",
         text="Folder of the table or the files, local or s3://; for sql a SQLAlchemy URL. "
-        "{run_key}, and environment variables as ${NAME}, are filled in.",
+        "{run_key}, {run_date}, and environment variables as ${NAME}, are filled in.",
         min_length=1,
     )
     table: str | None = field(
-        3, None, title="Table", text="Of sql its name, of iceberg namespace.table.", min_length=1
+        3,
+        None,
+        title="Table",
+        text="Of sql its name, of iceberg namespace.table. {run_key} and {run_date} are filled in.",
+        min_length=1,
     )
     name: str | None = field(
         4,
@@ -90,6 +95,11 @@ class PublishTarget(Group):
         if value is not None and not NAME.match(value):
             raise ValueError(f"{value!r} may only hold letters, digits and ._- (not first)")
         return value
+
+    @field_validator("uri", "table")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        return value if value is None else check_run_words(value)
 
     @field_validator("uri")
     @classmethod
@@ -148,8 +158,10 @@ class PublishTarget(Group):
             name: _filled(getattr(self, name), f"output.publish: {self.label}: {name}")
             for name in ("uri", "catalog", "options")
         }
-        if changed["uri"]:
-            changed["uri"] = changed["uri"].replace("{run_key}", run_key)
+        changed["table"] = self.table
+        for name in ("uri", "table"):
+            if changed[name]:
+                changed[name] = changed[name].replace("{run_key}", run_key)
         return self.model_copy(update=changed)
 
     def public(self) -> dict[str, Any]:
@@ -177,7 +189,7 @@ def _without_password(uri: str) -> str:
         password = urlsplit(VARIABLE.sub("", uri)).password
     except ValueError:
         password = None
-    if password:
+    if password or holds_password(VARIABLE.sub("", uri)):
         raise ValueError(
             "the URL holds a password; set an environment variable where the flow runs, and write "
             "${NAME} in its place"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
 
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
-_STAMP = re.compile(r"-(\d{8})T\d{6}Z$")  # at the end of a default run key
+# At the end of a default run key; a run that retries failed rows has its number behind.
+_STAMP = re.compile(r"-(\d{8})T\d{6}Z(?:\.r\d+)?$")
 RUN_WORDS = frozenset(("run_date", "run_key"))
 
 
@@ -33,9 +34,19 @@ def check_run_words(text: str) -> str:
 
 
 def run_words(job: BatchJob) -> set[str]:
-    """Which of the words a job uses."""
+    """Which of the words a job uses; of its targets the date alone, as {run_key} is filled in there
+    when a run is published: a retry's child has its own."""
+    return _place_words(job) | ({"run_date"} if _dated(job) else set())
+
+
+def _place_words(job: BatchJob) -> set[str]:
     texts = [*job.source.uris, job.source.query, job.source.filter, job.output.uri]
     return {name for text in texts if text for name, _ in _WORD.findall(text)} & RUN_WORDS
+
+
+def _dated(job: BatchJob) -> bool:
+    texts = [text for target in job.output.publish for text in (target.uri, target.table) if text]
+    return any(match[1] == "run_date" for text in texts for match in _WORD.finditer(text))
 
 
 def date_of_key(run_key: str) -> date | None:
@@ -62,26 +73,56 @@ def today() -> date:
 def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """The job with {run_date} and {run_key} filled in. Without `run_date` it is the one in the run
     key; `ConfigError` where that has none. A job without such words stays as it is."""
-    words = run_words(job)
+    return with_dated_targets(with_places(job, run_key, run_date), run_key, run_date)
+
+
+def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """As `with_run_words`, but for the targets to publish to, which stay as they are."""
+    words = _place_words(job)
     if not words:
         return job
-    when = run_date or date_of_key(run_key)
-    if "run_date" in words and when is None:
-        raise ConfigError(
-            f"{{run_date}}: the run key {run_key!r} tells no date; give --run-date, or leave the "
-            "run key to its default"
-        )
+    when = _day(run_key, run_date) if "run_date" in words else None
     key = check_run_key(run_key) if "run_key" in words else run_key
 
     def word(match: re.Match[str]) -> str:
         if match[1] == "run_key":
             return key
-        return format(when, match[2] or "%Y-%m-%d") if match[1] == "run_date" else match[0]
+        return _formatted(match, when) if match[1] == "run_date" else match[0]
 
-    def fill(text: str) -> str:
-        return _WORD.sub(word, text)
+    return _changed(job, lambda text: _WORD.sub(word, text))
 
-    return _changed(job, fill)
+
+def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """The job with {run_date} filled in where it publishes to, as by `with_run_words`."""
+    if not _dated(job):
+        return job
+    when = _day(run_key, run_date)
+
+    def fill(text: str | None) -> str | None:
+        return text and _WORD.sub(
+            lambda match: _formatted(match, when) if match[1] == "run_date" else match[0], text
+        )
+
+    targets = [
+        target.model_copy(update={"uri": fill(target.uri), "table": fill(target.table)})
+        for target in job.output.publish
+    ]
+    output = job.output.model_copy(update={"publish": targets})
+    return job.model_copy(update={"output": output})
+
+
+def _day(run_key: str, run_date: date | None) -> date:
+    when = run_date or date_of_key(run_key)
+    if when is None:
+        raise ConfigError(
+            f"{{run_date}}: the run key {run_key!r} tells no date; give --run-date, write the "
+            "date itself, or leave the run key to its default"
+        )
+    return when
+
+
+def _formatted(match: re.Match[str], when: date | None) -> str:
+    return match[0] if when is None else format(when, match[2] or "%Y-%m-%d")
 
 
 def _changed(job: BatchJob, fill: Callable[[str], str]) -> BatchJob:

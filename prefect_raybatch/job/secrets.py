@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 MASK = "**********"
 CLEAR = {"clear": True}  # pydantic context that asks for a job as it is
@@ -27,7 +28,7 @@ OPTIONS = frozenset(
         *("region", "region_name", "request_checksum_calculation", "requester_pays"),
         *("response_checksum_validation", "signature_version", "tcp_keepalive"),
         *("total_max_attempts", "use_ssl", "user_agent_extra", "verify", "version_aware"),
-        *("username_env", "password_env"),  # names of variables
+        *("username_env", "password_env", "token_env"),  # names of variables
     )
 )
 # Properties of a catalog that hold no secret, beside those.
@@ -50,6 +51,16 @@ ARGUMENT = re.compile(
     re.IGNORECASE,
 )
 USERINFO = re.compile(r"://[^/@\s\"']*@")
+# Parameters of a URL that sign it, or that a database's driver takes a password from.
+SIGNATURE = re.compile(
+    r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
+    r"|(access_?|auth_?|api_?|private_?)?(token|key)|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
+    re.IGNORECASE,
+)
+PASSWORD = re.compile(
+    r"(ssl_?)?(pass(word|wd|phrase)?|pwd)|(access_?|auth_?)?(token|secret)", re.IGNORECASE
+)
+_PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
 def hide_options(value: object, name: str = "") -> Any:
@@ -92,8 +103,34 @@ def hide_argument(value: object, name: str) -> Any:
 
 
 def hide_users(value: object) -> Any:
-    """A text with user and password taken out of the URLs in it; anything else as it is."""
-    return USERINFO.sub(f"://{MASK}@", value) if isinstance(value, str) else value
+    """A text with user, password and signature taken out of the URLs in it; anything else as it
+    is."""
+    return hide_signature(USERINFO.sub(f"://{MASK}@", value)) if isinstance(value, str) else value
+
+
+def unsigned(url: str) -> str:
+    """A URL as records and messages name it: without what signs it, which expires and is secret."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    kept = [(name, value) for name, value in query if not SIGNATURE.fullmatch(name)]
+    return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, urlencode(kept), ""))
+
+
+def hide_signature(url: str) -> str:
+    """A URL with what signs it masked, and a password among its parameters."""
+
+    def shown(match: re.Match[str]) -> str:
+        name = unquote(match[2])
+        hidden = match[3] and (SIGNATURE.fullmatch(name) or PASSWORD.fullmatch(name))
+        return f"{match[1]}{match[2]}={MASK}" if hidden else match[0]
+
+    return _PARAMETER.sub(shown, url)
+
+
+def holds_password(url: str) -> bool:
+    """Whether a database's or catalog's URL has a password among its parameters."""
+    found = _PARAMETER.findall(url)
+    return any(value and PASSWORD.fullmatch(unquote(name)) for _, name, value in found)
 
 
 def safe_option(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Any, Literal
 
@@ -20,17 +21,19 @@ from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.secrets import hide_signature, holds_password, is_masked
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
     check_catalog,
     format_of_scheme,
+    hub_name,
     scheme_of,
 )
 from prefect_raybatch.job.web_options import Web
 
 SourceFormat = Literal[
-    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql"
+    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql", "huggingface"
 ]
 
 
@@ -123,6 +126,39 @@ class Source(Group):
         text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
         "names, such as int64, double, string or timestamp[us, UTC].",
     )
+    config: str | None = field(
+        16,
+        None,
+        title="Configuration",
+        text="Of a Hugging Face dataset, where its page calls it a subset. By default its "
+        "default one.",
+        min_length=1,
+    )
+    split: str | None = field(
+        17,
+        None,
+        title="Split",
+        text="Of a Hugging Face dataset, such as train, or several: train+test. May be left out "
+        "where there is one.",
+        min_length=1,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _signed(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and is_masked(value.get("uri")):
+            raise ValueError(
+                "uri: what signs the URL was hidden on its way through Prefect's parameters; name "
+                "the file by s3:// with a credentials_block, or call the flow where the URL is made"
+            )
+        return value
+
+    def _shown(self, name: str, value: Any) -> Any:
+        if name != "uri" or not value:
+            return super()._shown(name, value)
+        if isinstance(value, str):
+            return hide_signature(value) if is_web(value) else value
+        return [self._shown(name, uri) for uri in value]
 
     @field_validator("catalog")
     @classmethod
@@ -166,6 +202,13 @@ class Source(Group):
                 check_uri(uri)
             else:
                 without_user(uri)
+                if holds_password(uri):
+                    raise ValueError(
+                        "holds a password behind its ?; name the variable that has it in "
+                        "options.password_env"
+                    )
+                if scheme_of(uri) == "hf":
+                    hub_name(uri)
         return value
 
     @field_validator("types")
@@ -203,6 +246,19 @@ class Source(Group):
             raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
             raise ValueError(f"version: {self.format} files have no versions; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_split(self) -> Source:
+        on_hub = scheme_of(self.uris[0]) == "hf"
+        if self.config is not None and not on_hub:
+            raise ValueError(
+                "config: is of datasets on Hugging Face (hf://datasets/...); remove it"
+            )
+        if self.split is not None and self.format not in ("auto", "huggingface"):
+            raise ValueError(f"split: is of Hugging Face datasets, not of {self.format}; remove it")
+        if on_hub and self.version is not None and hub_name(self.uris[0]).revision is not None:
+            raise ValueError("version: uri names a revision already, after the @; keep one of them")
         return self
 
     @property

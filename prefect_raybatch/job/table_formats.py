@@ -5,6 +5,7 @@ How they are opened is in `prefect_raybatch.source.tables`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,15 @@ TABLE_FORMATS: dict[str, TableFormat] = {
     ),
     "lance": TableFormat("Lance", "lance", "lance", "a version number, a tag or a timestamp"),
     "sql": TableFormat("SQL", "sqlalchemy", "postgresql", None, SQL_SCHEMES),
+    "huggingface": TableFormat(
+        "Hugging Face", "datasets", "huggingface", "a commit, a branch or tag", (*SCHEMES, "hf")
+    ),
 }
+
+
+HUB_NAME = re.compile(
+    r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+(?:/[\w.-]+)*))?/?"
+)
 
 
 def scheme_of(uri: str) -> str:
@@ -59,6 +68,26 @@ def scheme_of(uri: str) -> str:
 def format_of_scheme(scheme: str) -> str | None:
     """The table format that a scheme tells, where it is no store's."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A dataset of the Hugging Face Hub as `source.uri` names it."""
+
+    repository: str
+    revision: str | None
+
+
+def hub_name(uri: str) -> HubName:
+    """Of `hf://datasets/OWNER/NAME[@REVISION]`; ValueError for another form."""
+    match = HUB_NAME.fullmatch(uri)
+    if match is None:
+        raise ValueError(
+            f"{uri!r} names no dataset of Hugging Face; write hf://datasets/OWNER/NAME or "
+            "hf://datasets/OWNER/NAME@REVISION, and choose of it with source.config and "
+            "source.split"
+        )
+    return HubName(match["repository"], match["revision"])
 
 
 def check_catalog_code(properties: Mapping[str, Any]) -> None:

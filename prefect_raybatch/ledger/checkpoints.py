@@ -22,7 +22,7 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.layout import CHECKPOINT_NAME, CHECKPOINTS
-from prefect_raybatch.ledger.record_files import limit_of, put_record, read_record
+from prefect_raybatch.ledger.record_files import EARLIER_COMMIT, put_record, read_record
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
@@ -57,7 +57,7 @@ class Listing:
 
     def note(self, shard: int, info: FileInfo) -> None:
         self.done[shard] = True
-        self.sizes[shard] = min(info.size, limit_of(info.path) + 1)
+        self.sizes[shard] = min(info.size, EARLIER_COMMIT + 1)
         if info.etag and _MD5.match(info.etag):
             self.md5[shard] = bytes.fromhex(info.etag)
 
@@ -85,7 +85,7 @@ class Folder:
         self._bytes = 0
 
     def add(self, commit: Commit) -> None:
-        self._lines.append(b"%d %b\n" % (commit.shard, commit.to_bytes()))
+        self._lines.append(b"%d %b\n" % (commit.shard, commit.body))
         self._bytes += len(self._lines[-1])
         if len(self._lines) >= FOLD or self._bytes >= FOLD_BYTES:
             self.flush(1)

@@ -19,7 +19,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
-from prefect_raybatch.ledger.ranges import Ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan, dump, load
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
@@ -177,10 +177,10 @@ class Waiting:
     starts: np.ndarray
     weights: np.ndarray
 
-    def count(self, shard: int, positions: Ranges) -> int:
+    def count(self, shard: int, positions: Positions) -> int:
         """Rows that wait for the asks at these positions of a shard."""
         start = int(self.starts[shard])
-        return sum(int(self.weights[start + a : start + b].sum()) for a, b in positions)
+        return int(self.weights[start + positions.numbers].sum())
 
 
 def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waiting | None:

@@ -29,14 +29,16 @@ from prefect_raybatch.ledger.layout import (
     table_path,
 )
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
-from prefect_raybatch.ledger.ranges import Ranges, count, merge, missing
+from prefect_raybatch.ledger.positions import Positions, Ranges, disjoint
 from prefect_raybatch.ledger.record_files import (
+    EARLIER_COMMIT,
     put_record,
     put_record_if_absent,
     put_record_proved,
     read_record,
 )
 from prefect_raybatch.ledger.records import (
+    NO_POSITIONS,
     Commit,
     InputFile,
     Plan,
@@ -192,7 +194,7 @@ class Ledger:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
         path = commit_path(shard)
         try:
-            return _commit_of(plan, shard, read_record(self.store, path))
+            return _commit_of(plan, shard, read_record(self.store, path, _most_bytes(plan)))
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
 
@@ -201,8 +203,9 @@ class Ledger:
 
         Raises `CorruptRun` unless the receipts are disjoint and hold exactly [0, rows).
         """
-        held = merge(*(r.held or ((0, 0),) for r in receipts))
-        if held is None or missing(held, rows) or count(held) != rows:
+        parts = [receipt.held for receipt in receipts]
+        held = disjoint(part for part in parts if part)
+        if not all(parts) or held != Positions.spans((0, rows)):
             raise CorruptRun(
                 f"shard {receipts[0].shard}: receipts do not cover its {rows} rows exactly once"
             )
@@ -219,8 +222,10 @@ class Ledger:
             failures=_commonest(add_failures(r.failures for r in receipts)),
             where=receipts[-1].where,
             committed=time.time(),
+            format=plan.format,
         )
-        won = put_record_if_absent(self.store, commit_path(commit.shard), commit.to_bytes())
+        path = commit_path(commit.shard)
+        won = put_record_if_absent(self.store, path, commit.body, _most_bytes(plan))
         return commit if won else None
 
     # --- the end ----------------------------------------------------------------------------
@@ -280,27 +285,31 @@ class Coverage:
     def __init__(self, shards: Shards):
         self._shards = shards
         self._parts: dict[int, list[Receipt]] = {}
-        self._held: dict[int, Ranges] = {}
+        self._held: dict[int, Positions] = {}
 
     def add(self, receipt: Receipt) -> list[Receipt] | None:
         """Takes a receipt; returns all receipts of its shard once they cover it, else None."""
         held = receipt.held
         shard = self._shards[receipt.shard]
-        if not held or held[-1][1] > shard.rows or held[0][0] < 0:
+        if not held or held.end > shard.rows:
             return None
-        union = merge(self._held.get(shard.id, ()), held)
+        union = disjoint((self._held.get(shard.id, NO_POSITIONS), held))
         if union is None:
             return None
         self._held[shard.id] = union
         self._parts.setdefault(shard.id, []).append(receipt)
-        if count(union) < shard.rows:
+        if len(union) < shard.rows:
             return None
         del self._held[shard.id]
         return self._parts.pop(shard.id)
 
     def gaps(self, shard: int) -> Ranges:
         """Positions of an uncommitted shard that no receipt holds yet."""
-        return missing(self._held.get(shard, ()), self._shards[shard].rows)
+        return self._held.get(shard, NO_POSITIONS).lacking(self._shards[shard].rows).ranges
+
+    def lacking(self, shard: int) -> int:
+        """How many positions those are."""
+        return self._shards[shard].rows - len(self._held.get(shard, NO_POSITIONS))
 
     def drop(self, shard: int) -> None:
         """Forgets a shard that somebody else committed."""
@@ -316,7 +325,14 @@ def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
     # A commit under another plan's hash may count other rows: never mix the two.
     if commit.plan_hash != plan.hash:
         raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
+    if commit.format != plan.format:
+        raise CorruptRun(f"{path} has format {commit.format}, its run has {plan.format}")
     return commit
+
+
+def _most_bytes(plan: Plan) -> int | None:
+    """Of a commit, where it is another number than for its kind."""
+    return EARLIER_COMMIT if plan.format == 1 else None
 
 
 def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
@@ -337,5 +353,5 @@ def _commonest(failures: Failures) -> Failures:
     return kept
 
 
-def _union(parts: Iterable[Ranges]) -> Ranges:
-    return merge(*parts) or ()
+def _union(parts: Iterable[Positions]) -> Positions:
+    return disjoint(parts) or NO_POSITIONS

@@ -26,8 +26,9 @@ _URIS = "source.uri names very many files one by one: name their folder or a glo
 _PARTS = "the result would have very many files: raise output.file_mb, under a new run key"
 RECORD_KINDS = (
     Kind(layout.PLAN, 64 << 20, _URIS),
-    # A commit of 1,000,000 rows, the most a shard may have, needs 34 MB at worst.
-    Kind(f"{layout.COMMITS}/", 64 << 20, "lower source.rows_per_shard, under a new run key"),
+    # A commit of 1,000,000 rows, the most a shard may have, needs 0.7 MB and 160 bytes for each
+    # piece beyond the fourth.
+    Kind(f"{layout.COMMITS}/", 8 << 20, "lower source.rows_per_shard, under a new run key"),
     Kind(layout.SUCCESS, 64 << 20, _PARTS),
     Kind(layout.REPORT, 64 << 20, _PARTS),
     Kind(layout.ANSWERS_RECORD, 64 << 20, _PARTS),
@@ -43,14 +44,18 @@ TABLE = Kind(
 )
 
 
+EARLIER_COMMIT = 64 << 20  # bytes of a commit in a run of format 1: 34 MB at worst, as ranges
+
+
 def limit_of(path: str) -> int:
     """The most bytes that a reader takes of the record at `path`."""
     return _kind(path).limit
 
 
-def read_record(store: Store, path: str) -> bytes:
-    """The record's bytes. FileNotFoundError; CorruptRun when it is larger than any of ours."""
-    return store.read(path, limit_of(path))
+def read_record(store: Store, path: str, limit: int | None = None) -> bytes:
+    """The record's bytes. FileNotFoundError; CorruptRun when it is larger than any of ours, or
+    than `limit` where another holds than for its kind."""
+    return store.read(path, limit or limit_of(path))
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:
@@ -66,18 +71,18 @@ def put_record_proved(store: Store, path: str, data: bytes) -> None:
     put_proved(store, path, data)
 
 
-def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
+def put_record_if_absent(store: Store, path: str, data: bytes, limit: int | None = None) -> bool:
     """As `put_record`, unless something is there; what it returns: `Store.put_if_absent`."""
-    _check(store, path, data)
+    _check(store, path, data, limit)
     return store.put_if_absent(path, data)
 
 
-def _check(store: Store, path: str, data: bytes) -> None:
+def _check(store: Store, path: str, data: bytes, limit: int | None = None) -> None:
     kind = _kind(path)
-    if len(data) > kind.limit:
+    if len(data) > (limit or kind.limit):
         raise ConfigError(
             f"{store.uri}/{path} would have {len(data):,} bytes and is not written: readers take "
-            f"at most {kind.limit:,}. What to change: {kind.change}"
+            f"at most {limit or kind.limit:,}. What to change: {kind.change}"
         )
 
 

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, FailFast, TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Failures, Loss, failure_texts
 from prefect_raybatch.ledger.layout import DATA_FOLDER, EARLIER_QUARANTINE, QUARANTINE_FOLDER
-from prefect_raybatch.ledger.ranges import Ranges, merge
+from prefect_raybatch.ledger.positions import (
+    MOST_POSITIONS,
+    Positions,
+    PositionsText,
+    disjoint,
+)
+from prefect_raybatch.ledger.record_texts import COMMIT_TEXT, RECEIPT_TEXT, PieceKind
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
-FORMAT = 1  # version of the run directory; older versions stay readable or are refused by name
+FORMAT = 2  # version of the run directory, of new plans
+RUN_FORMATS = (1, 2)  # that are read; a run stays what it was begun as
+_READ = " and ".join(map(str, RUN_FORMATS))
+
+KINDS_OF_ROWS = ("good", "failed", "skipped")
+NO_POSITIONS = Positions()
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
@@ -38,12 +50,6 @@ def _run_key(key: str) -> str:
     if "/" in key:
         raise PydanticCustomError("run_key", "not a run key")
     return key
-
-
-def _piece_name(name: str) -> str:
-    if "/" in name:
-        raise PydanticCustomError("piece_name", "not one of ours")
-    return name
 
 
 def _folder(name: str) -> str:
@@ -68,12 +74,9 @@ def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
-PieceKind = Literal["data", "quarantine"]
-PieceName = Annotated[str, AfterValidator(_piece_name)]
 QuarantineFolder = Annotated[str, AfterValidator(_folder)]
 Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
 InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
-Positions = Annotated[Ranges, FailFast()]
 
 
 def dump(value: Any) -> bytes:
@@ -199,9 +202,9 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found != FORMAT:  # said first: of another format the fields may be others, too
+        if found not in RUN_FORMATS:  # said first: of another format the fields may be others, too
             raise CorruptRun(
-                f"plan.json has format {found!r}; this version reads {FORMAT}. "
+                f"plan.json has format {found!r}; this version reads {_READ}. "
                 "Finish the run with the version that began it, or start a new run key."
             )
         plan = read_json(_PLAN, data, "plan.json")
@@ -214,12 +217,10 @@ class Plan:
 class Piece:
     """One Parquet file that finish wrote; `kind` is data or quarantine."""
 
-    __pydantic_config__: ClassVar = STRICT
-
-    path: PieceName
+    path: str
     kind: PieceKind
-    rows: Count
-    bytes: Count
+    rows: int
+    bytes: int
     sha256: str
     positions: Positions
 
@@ -235,9 +236,9 @@ class Receipt:
 
     shard: int
     attempt: str
-    good: Ranges = ()
-    failed: Ranges = ()
-    skipped: Ranges = ()
+    good: Positions = NO_POSITIONS
+    failed: Positions = NO_POSITIONS
+    skipped: Positions = NO_POSITIONS
     pieces: tuple[Piece, ...] = ()
     stats: ShardStats = field(default_factory=ShardStats)
     failures: Failures = field(default_factory=dict)
@@ -245,39 +246,26 @@ class Receipt:
     lost: Loss | None = None
 
     @property
-    def held(self) -> Ranges | None:
+    def held(self) -> Positions | None:
         """All positions the receipt accounts for; None when its own parts overlap."""
-        return merge(self.good, self.failed, self.skipped)
+        return disjoint((self.good, self.failed, self.skipped))
 
     def to_json(self) -> str:
         lost = None if self.lost is None else str(self.lost)
         fatal = self.lost is not None and self.lost.fatal
-        return dump({**_shallow(self), "lost": lost, "fatal": fatal}).decode()
+        value = {**_shallow(self), "lost": lost, "fatal": fatal}
+        for name in KINDS_OF_ROWS:
+            value[name] = getattr(self, name).to_text()
+        for text, piece in zip(value["pieces"], self.pieces, strict=True):
+            text["positions"] = piece.positions.to_text()
+        return dump(value).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Receipt:
-        value = dict(read_json(_RECEIPT, text, "receipt").__dict__)
+        value = dict(read_json(RECEIPT_TEXT, text, "receipt").__dict__)
         lost, fatal = value.pop("lost"), value.pop("fatal")
+        _take_positions(value, None, "receipt")
         return cls(**value, lost=None if lost is None else Loss.parse(lost, fatal))
-
-
-@dataclass(frozen=True)
-class _ReceiptText:
-    """A receipt as `to_json` writes it."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    shard: Count
-    attempt: str
-    good: Positions
-    failed: Positions
-    skipped: Positions
-    pieces: tuple[Piece, ...]
-    stats: ShardStats = field(default_factory=ShardStats)
-    failures: Failures = field(default_factory=dict)
-    where: Mapping[str, str] = field(default_factory=dict)
-    lost: str | None = None
-    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -287,9 +275,7 @@ class Commit:
     `token` is fresh for every write, so a writer can tell its own record from another's.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
-    shard: Count
+    shard: int
     attempt: str
     token: str
     plan_hash: str
@@ -300,17 +286,51 @@ class Commit:
     stats: ShardStats
     failures: Failures
     where: Mapping[str, str]
-    committed: Number
+    committed: float
     format: int = FORMAT
 
+    @property
+    def rows(self) -> int:
+        return len(self.good) + len(self.failed) + len(self.skipped)
+
     def to_bytes(self) -> bytes:
-        return dump(_shallow(self))
+        value = _shallow(self)
+        if self.format == 1:
+            for name in KINDS_OF_ROWS:
+                value[name] = getattr(self, name).ranges
+            for text, piece in zip(value["pieces"], self.pieces, strict=True):
+                text["positions"] = piece.positions.ranges
+        else:
+            value["rows"] = self.rows
+            del value["good"]
+            value["failed"], value["skipped"] = self.failed.to_text(), self.skipped.to_text()
+            kinds = Counter(piece.kind for piece in self.pieces)
+            for text, piece in zip(value["pieces"], self.pieces, strict=True):
+                if kinds[piece.kind] > 1:
+                    text["positions"] = piece.positions.to_text()
+        return dump(value)
+
+    @cached_property
+    def body(self) -> bytes:
+        """The bytes that are stored: of a commit that was read those that were there, since the
+        same positions may be written in another way."""
+        return self.to_bytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
-        commit = read_json(_COMMIT, data, what)
-        if commit.format != FORMAT:
-            raise CorruptRun(f"{what} has format {commit.format!r}; this version reads {FORMAT}")
+        found = read_json(COMMIT_TEXT, data, what)
+        if found.format not in RUN_FORMATS:
+            raise CorruptRun(f"{what} has format {found.format!r}; this version reads {_READ}")
+        value = dict(found.__dict__)
+        rows = value.pop("rows")
+        absent, foreign = ("good", "rows") if found.format == 1 else ("rows", "good")
+        if getattr(found, absent) is None:
+            raise CorruptRun(f"{what} is malformed: {absent} is missing")
+        if getattr(found, foreign) is not None:
+            raise CorruptRun(f"{what} has unknown fields {foreign}")
+        _take_positions(value, rows, what)
+        commit = cls(**value)
+        commit.__dict__["body"] = data
         return commit
 
 
@@ -336,14 +356,44 @@ class Part:
 
 
 def _shallow(record: Receipt | Commit) -> dict[str, Any]:
-    """As `asdict`, without a copy of each position: of those there may be a million."""
+    """The fields for JSON; positions are written as the record's format has them."""
     value = dict(record.__dict__)
-    value["pieces"] = [piece.__dict__ for piece in record.pieces]
+    value.pop("body", None)
+    value["pieces"] = [
+        {k: v for k, v in piece.__dict__.items() if k != "positions"} for piece in record.pieces
+    ]
     value["stats"] = record.stats.to_dict()
     value["failures"] = failure_texts(record.failures)
     return value
 
 
+def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
+    """Unpacks the positions of a record of `rows` rows; of None it names the good ones itself."""
+    most = MOST_POSITIONS if rows is None else rows
+    for name in KINDS_OF_ROWS:
+        if value[name] is not None:
+            value[name] = _positions(value[name], most, what, name)
+    if value["good"] is None:
+        value["good"] = (value["failed"] | value["skipped"]).lacking(most)
+    kinds = Counter(piece.kind for piece in value["pieces"])
+    pieces = []
+    for number, piece in enumerate(value["pieces"]):
+        text, name = piece.positions, f"pieces.{number}.positions"
+        if text is not None:
+            positions = _positions(text, most, what, name)
+        elif kinds[piece.kind] == 1 and value.get("format") != 1:
+            positions = value["good" if piece.kind == "data" else "failed"]
+        else:
+            raise CorruptRun(f"{what} is malformed: {name} is missing")
+        pieces.append(Piece(**{**piece.__dict__, "positions": positions}))
+    value["pieces"] = tuple(pieces)
+
+
+def _positions(text: PositionsText, rows: int, what: str, name: str) -> Positions:
+    try:
+        return Positions.from_text(text, rows)
+    except ValueError as error:
+        raise CorruptRun(f"{what} is malformed: {name}: {error}") from None
+
+
 _PLAN = TypeAdapter(Plan)
-_COMMIT = TypeAdapter(Commit)
-_RECEIPT = TypeAdapter(_ReceiptText)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,21 +29,54 @@ Number = (
         ),
     ]
 )
+AS_RANGES, AS_BITMAP = "ranges", "bitmap"  # the two ways in which positions are written
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Number, in a location
+MOST_KEYS = 20_000  # of a record that are no fields of ours: each costs memory that it is told of
+_KEY = re.compile(rb'"([^"]*)"\s*:')
 
 
 def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:
     """The record in `data`; `CorruptRun` names `what` and the field that is wrong."""
+    text = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    _refuse_strangers(adapter, text, what)
     try:
-        _refuse_constants(data, what)
+        _refuse_constants(text, what)
         return adapter.validate_json(data)
     except ValidationError as error:
         raise CorruptRun(_said(error, what)) from None
 
 
-def _refuse_constants(data: bytes | str, what: str) -> None:
+def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None:
+    """Of millions of keys that are no fields pydantic would collect an error each, some GB."""
+    if text.count(b":") <= MOST_KEYS:
+        return
+    ours = _fields(adapter)
+    strange = sum(found[1] not in ours for found in _KEY.finditer(text))
+    if strange > MOST_KEYS:
+        raise CorruptRun(f"{what} is malformed: it has {strange:,} keys that are no fields of it")
+
+
+@cache
+def _fields(adapter: TypeAdapter[Any]) -> frozenset[bytes]:
+    """The names of all fields in records that `adapter` reads."""
+    found: set[bytes] = set()
+    _note_fields(adapter.core_schema, found)
+    return frozenset(found)
+
+
+def _note_fields(schema: Any, found: set[bytes]) -> None:
+    if isinstance(schema, Mapping):
+        if schema.get("type") == "dataclass-field":
+            found.add(schema["name"].encode())
+        for inner in schema.values():
+            _note_fields(inner, found)
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            _note_fields(inner, found)
+
+
+def _refuse_constants(text: bytes, what: str) -> None:
     """NaN and Infinity are no JSON, but pydantic takes them in a field of free JSON."""
-    text = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     if b"NaN" not in text and b"Infinity" not in text:
         return
     try:
@@ -67,6 +102,7 @@ def _said(error: ValidationError, what: str) -> str:
 
 
 def _place(location: Sequence[Any]) -> str:
-    """`pieces.0.path`; without the name of the type that a number was tried as."""
+    """`pieces.0.path`; without the name of the type that a value was tried as."""
     parts = location[:-1] if location and location[-1] in _BRANCHES else location
+    parts = [part for part in parts if part not in (AS_RANGES, AS_BITMAP)]
     return ".".join(str(part)[:40] for part in parts)

@@ -10,10 +10,9 @@ from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.secrets import catalog_place, hide_argument
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, unsigned
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
-from prefect_raybatch.storage.web import unsigned
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
@@ -28,6 +27,8 @@ FINGERPRINTED = {
     "source.catalog": "another table; which catalog it is counts, its keys do not",
     "source.query": "other rows",
     "source.types": "other values; counts where it is set",
+    "source.config": "other rows; counts where it is set",
+    "source.split": "other rows; counts where it is set",
     "source.csv": "other values; counts where it is set",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
@@ -175,6 +176,9 @@ def fingerprint(
         parts["source.query"] = job.source.query
     if job.source.types:
         parts["source.types"] = job.source.types
+    for name in ("config", "split"):
+        if (value := getattr(job.source, name)) is not None:
+            parts[f"source.{name}"] = value
     if job.source.filter is not None:
         parts["source.filter"] = job.source.filter
     if job.prompt.on_too_long == "quarantine":

@@ -14,11 +14,11 @@ from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.checks import RESERVED
+from prefect_raybatch.job.checks import RESERVED, is_web
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
-from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, unsigned
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
@@ -226,11 +226,14 @@ def _is_text(kind: Any) -> bool:
 
 
 def public_job(job: BatchJob) -> dict[str, Any]:
-    """The job as the run directory keeps it: without store options and environment, which may
-    hold secrets."""
+    """The job as the run directory keeps it: without store options, environment and what signs a
+    URL, which may be secrets."""
     value = job.to_dict()
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
+    if any(is_web(uri) for uri in job.source.uris):
+        plain = [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
+        value["source"]["uri"] = plain[0] if isinstance(job.source.uri, str) else plain
     if job.output.publish:
         value["output"]["publish"] = [target.public() for target in job.output.publish]
     if job.source.catalog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,15 @@ from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
+# What stores, catalogs and databases say to keys that are wrong, or may not do this.
+DENIED = re.compile(
+    r"authentication|no password supplied|using password|access.?denied|permission denied"
+    r"|not permitted|login failed|forbidden|unauthorized|insufficient privilege|InvalidAccessKeyId"
+    r"|SignatureDoesNotMatch|ExpiredToken|NoCredentials|unable to locate credentials"
+    r"|role .* does not exist",
+    re.IGNORECASE,
+)
+KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -114,10 +124,19 @@ class Sink(ABC):
         except Exception as error:
             if rows is not None and rows.faults:
                 raise rows.faults.pop() from None
+            if (remedy := self.hopeless(error)) is not None:
+                raise ConfigError(
+                    f"{self.what}: {remedy}: {self.scrub(error)}. What is in data/ stays as it is; "
+                    "once this is mended, a finished run goes on with raybatch publish RUN_DIR"
+                ) from error
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
                 "whole; mend the cause and publish again: raybatch publish RUN_DIR"
             ) from error
+
+    def hopeless(self, error: Exception) -> str | None:
+        """What to mend where trying again cannot help; None where it may."""
+        return KEYS_REFUSED if DENIED.search(f"{type(error).__name__}: {error}") else None
 
     def lost(self) -> PublishFailed:
         return PublishFailed(

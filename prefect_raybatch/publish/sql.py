@@ -18,6 +18,7 @@ from pyarrow import types as kinds
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE
 
 OURS = "_raybatch_published"
 INSERT_ROWS = 1000  # of one INSERT
@@ -76,7 +77,7 @@ class SqlSink(Sink):
     def _insert(
         self, engine: Any, table: Any, marks: Any, rows: AnsweredRows, observe: Observe
     ) -> None:
-        from sqlalchemy import and_, bindparam
+        from sqlalchemy import and_, bindparam, true
 
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
@@ -87,7 +88,7 @@ class SqlSink(Sink):
             if keys:  # else two runs with one key might both find it absent, and both add it
                 turn = marks.c.hash == self._turn
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
-            where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in keys))
+            where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
             for batch in _values(rows, wanted, engine.dialect.name):
                 if keys:
                     named = [{f"k_{name}": row[name] for name in keys} for row in batch]
@@ -147,12 +148,26 @@ class SqlSink(Sink):
         except NoSuchTableError:
             return None
 
+    def hopeless(self, error: Exception) -> str | None:
+        from sqlalchemy.exc import DataError, IntegrityError, NotSupportedError, ProgrammingError
+
+        if NO_PLACE.search(str(error)):
+            return "there is no such database, so create it or correct uri"
+        if (denied := super().hopeless(error)) is not None:
+            return denied
+        refused = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
+        return "the database refuses the rows" if isinstance(error, refused) else None
+
     def _engine(self) -> Any:
-        from sqlalchemy import create_engine
+        from sqlalchemy import create_engine, make_url
         from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+        from sqlalchemy.pool import NullPool
 
         try:
-            return create_engine(self.target.uri or "", hide_parameters=True)
+            url = make_url(self.target.uri or "")
+            url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+            # A connection for each look: one that was kept may have been cut off meanwhile.
+            return create_engine(url, hide_parameters=True, poolclass=NullPool)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"{self.what}: needs {error.name}, which is not installed; pip install it "

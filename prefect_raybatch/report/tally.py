@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats, StatsFold
 from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
@@ -91,7 +90,7 @@ class Tally:
         self.finished_on: dict[Place, int] = {}  # rows by the node that finish ran on
 
     def add(self, commit: Commit) -> None:
-        good, failed, skipped = map(count, (commit.good, commit.failed, commit.skipped))
+        good, failed, skipped = map(len, (commit.good, commit.failed, commit.skipped))
         self.shards += 1
         self.good += good
         self.failed += failed

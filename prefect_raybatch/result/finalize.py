@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import KINDS, MANIFEST, POSITION, piece_path
+from prefect_raybatch.ledger.layout import MANIFEST, POSITION
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
-from prefect_raybatch.ledger.ranges import count, merge, to_ranges
-from prefect_raybatch.ledger.records import Commit, Part, Piece, Plan, digest, dump
+from prefect_raybatch.ledger.records import Commit, Part, Plan, dump
 from prefect_raybatch.ledger.success import check_no_strays, check_parts
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.result.parts import ResultParts
+from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.storage import Store, put_proved, read_ahead
 from prefect_raybatch.words import are, counted
 
@@ -107,72 +107,6 @@ def _tables(
         return commit, list(read_pieces(ledger.store, commit))
 
     return read_ahead(load, ledger.commits(plan, listing), SHARDS_AHEAD, SHARDS_AHEAD)
-
-
-def check_commit(commit: Commit, rows: int) -> None:
-    """Whether a commit's positions and pieces add up; raises `CorruptRun` naming the shard."""
-    if merge(commit.good, commit.failed, commit.skipped) != ((0, rows),):
-        raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
-    for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
-        named = sorted(r for p in commit.pieces if p.kind == kind for r in p.positions)
-        if sum(b - a for a, b in named) != count(positions):
-            raise CorruptRun(
-                f"the commit of shard {commit.shard} names {kind} pieces of other rows"
-            )
-
-
-def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, int]]:
-    """(kind, table sorted by position, bytes) of a commit's pieces; checks size, hash, positions.
-
-    Raises `CorruptRun` naming the piece and, where a row is at fault, its position.
-    """
-    for kind in KINDS:
-        pieces = [p for p in commit.pieces if p.kind == kind]
-        if not pieces:
-            continue
-        tables = [read_piece(store, commit.shard, piece) for piece in pieces]
-        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
-        if (np.diff(table[POSITION].to_numpy()) < 0).any():
-            table = table.sort_by(POSITION)
-        wanted = commit.good if kind == "data" else commit.failed
-        found = to_ranges_or_none(table[POSITION].to_numpy())
-        if found != wanted:
-            raise CorruptRun(
-                f"shard {commit.shard}: its {kind} pieces hold positions {found}, the commit says "
-                f"{wanted}"
-            )
-        yield kind, table, sum(p.bytes for p in pieces)
-
-
-def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
-    """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
-    path = piece_path(piece.path)
-    try:
-        data = store.read(path)
-    except FileNotFoundError:
-        raise CorruptRun(f"{path}, which shard {shard} is committed with, is missing") from None
-    if len(data) != piece.bytes or digest(data) != piece.sha256:
-        raise CorruptRun(
-            f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
-            f"{piece.bytes}, or other contents; it held positions {_spans(piece)}"
-        )
-    table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
-    check_types(table.schema, path)
-    if table.num_rows != piece.rows or POSITION not in table.column_names:
-        raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
-    return table
-
-
-def _spans(piece: Piece) -> str:
-    shown = ", ".join(f"{a} to {b - 1}" for a, b in piece.positions[:5])
-    return shown + (" and more" if len(piece.positions) > 5 else "")
-
-
-def to_ranges_or_none(positions: np.ndarray) -> Any:
-    try:
-        return to_ranges(positions.tolist())
-    except ValueError:
-        return None
 
 
 def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:

@@ -17,10 +17,10 @@ from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import KINDS, POSITION
 from prefect_raybatch.ledger.part_files import local_disk
-from prefect_raybatch.ledger.ranges import Ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Part
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.result.finalize import read_piece
+from prefect_raybatch.result.pieces import read_piece
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.storage.proof import CHUNK
 
@@ -104,14 +104,13 @@ def data_of(member: Member) -> Iterator[pa.RecordBatch]:
 
 
 def _committed(commit: Commit, numbers: RowNumbers, start: int) -> Iterator[Rows]:
-    for kind, ranges in (("data", commit.good), ("quarantine", commit.failed)):
+    for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
         where = next((p.path for p in commit.pieces if p.kind == kind), "no piece")
-        yield kind, where, _of(numbers, start, ranges)
+        yield kind, where, _of(numbers, start, positions)
 
 
-def _of(numbers: RowNumbers, start: int, ranges: Ranges) -> np.ndarray:
-    spans = [np.arange(start + a, start + b, dtype=np.int64) for a, b in ranges]
-    return numbers.of(np.concatenate(spans)) if spans else np.zeros(0, np.int64)
+def _of(numbers: RowNumbers, start: int, positions: Positions) -> np.ndarray:
+    return numbers.of(start + positions.numbers)
 
 
 def _compact(member: Member) -> bool:

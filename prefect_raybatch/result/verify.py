@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Part, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import read_success
-from prefect_raybatch.result.finalize import check_commit, read_pieces
+from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.result.verify_files import check_folder
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import are, counted
@@ -124,7 +124,7 @@ def _commits(
         except CorruptRun as error:
             fault(error)
             continue
-        for first, stop in commit.skipped:
+        for first, stop in commit.skipped.ranges:
             starts.append(start + first)
             stops.append(start + stop)
             found.skipped += stop - first
@@ -146,12 +146,13 @@ def _check_pieces(
         if size != piece.bytes:
             whole = False
             what = "is missing" if size is None else f"has {size} bytes, not {piece.bytes}"
-            named = (numbers.name(start + a, start + b) for a, b in piece.positions[:5])
+            held = piece.positions.ranges
+            named = (numbers.name(start + a, start + b) for a, b in held[:5])
             spans = ", ".join(name.removeprefix("rows ") for name in named)
             _fault(
                 found,
                 f"{path}, which shard {commit.shard} is committed with, {what}; it held rows "
-                f"{spans}{' and more' if len(piece.positions) > 5 else ''}",
+                f"{spans}{' and more' if len(held) > 5 else ''}",
             )
     if whole:
         for kind, table, _ in read_pieces(store, commit):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
@@ -17,12 +19,16 @@ from prefect_raybatch.storage import open_store
 
 
 def publish_run(
-    job: BatchJob | None, uri: str, observe: Callable[[str], None] = lambda step: None
+    job: BatchJob | None,
+    uri: str,
+    observe: Callable[[str], None] = lambda step: None,
+    run_date: date | None = None,
 ) -> RunReport:
     """Publishes the finished run at `uri` to what `output.publish` of the job names, each target
     once; returns the report, which tells of it.
 
-    `job` None: that of the run's plan, which holds no keys. Raises `IncompleteRun` while the run is
+    `job` None: that of the run's plan, which holds no keys. `run_date` is what {run_date} in a
+    target stands for, by default the date in the run key. Raises `IncompleteRun` while the run is
     not finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.publish.publish import publish
@@ -38,6 +44,7 @@ def publish_run(
             f"was begun with (raybatch run JOB --run-key {plan.run_key})"
         )
     job = job or BatchJob.from_dict(plan.job, "plan.json")
+    job = with_dated_targets(job, plan.run_key, run_date)
     if not job.output.publish:
         raise ConfigError(
             f"{store.uri}: its job names no target to publish to; set output.publish in the job "

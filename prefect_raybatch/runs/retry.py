@@ -21,6 +21,7 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -221,7 +222,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
     }
     changed = made.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
-    return BatchJob.from_dict(changed, told)
+    return with_dated_targets(BatchJob.from_dict(changed, told), parent.key)
 
 
 def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:

@@ -9,7 +9,14 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.run_words import date_of_key, run_words, today, with_run_words
+from prefect_raybatch.job.run_words import (
+    date_of_key,
+    run_words,
+    today,
+    with_dated_targets,
+    with_places,
+    with_run_words,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
@@ -74,8 +81,9 @@ def begun(
     if not words:
         return job, run_key or default_run_key(job, scheduled)
     if run_key is None and scheduled is None and "run_key" not in words:
-        known = with_run_words(job, "", today())
-        return known, default_run_key(known)
+        known = with_places(job, "", today())
+        key = default_run_key(known)  # perhaps of a run that another day has begun
+        return with_dated_targets(known, key, date_of_key(key) or today()), key
     key = run_key or default_run_key(job, scheduled or datetime.now(UTC))
     when = run_date or date_of_key(key)
     if when is None and scheduled is not None:

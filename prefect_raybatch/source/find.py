@@ -17,7 +17,7 @@ from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import OPENED, Places, look, mark
+from prefect_raybatch.source.places import OPENED, Places, look, mark, saved_dataset
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -124,6 +124,11 @@ def table_format(source: Source) -> str | None:
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
         raise ConfigError(f"source.version: is of tables ({', '.join(OPENED)}), not of files")
+    if source.split is not None and found != "huggingface":
+        raise ConfigError(
+            "source.split: is of Hugging Face datasets: hf://datasets/OWNER/NAME, or a folder as "
+            "save_to_disk writes it (dataset_info.json and state.json, or dataset_dict.json)"
+        )
     return found
 
 
@@ -133,7 +138,8 @@ def _by_look(source: Source) -> str | None:
     root, pattern = _as_it_stands(source.uris[0], source.options)
     if pattern is not None or (ending(root)[0] and not _is_folder(root, source.uris[0])):
         return None
-    return OPENED.get(look(open_store(root, source.options, links=True)) or "")
+    store = open_store(root, source.options, links=True)
+    return OPENED.get(look(store) or "") or ("huggingface" if saved_dataset(store) else None)
 
 
 def _is_folder(root: str, given: str) -> bool:

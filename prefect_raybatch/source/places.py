@@ -81,6 +81,15 @@ def look(store: Store) -> str | None:
     return None
 
 
+def saved_dataset(store: Store) -> bool:
+    """Whether a local folder is a dataset, or a dict of them, as `save_to_disk` of Hugging Face's
+    `datasets` writes it. Its Arrow files may be read as files as well: they hold all its rows."""
+    if is_remote(store.uri):
+        return False
+    names = {info.path for info in store.list("", recursive=False)}
+    return "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
+
+
 class Places:
     """What folders are, by their URI: as listings show it, or looked at once."""
 

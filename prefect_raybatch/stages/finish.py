@@ -28,9 +28,10 @@ from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
-from prefect_raybatch.ledger.ranges import Ranges, to_ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import Piece, PieceKind, Receipt, Unit, digest
+from prefect_raybatch.ledger.record_texts import PieceKind
+from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
@@ -147,9 +148,9 @@ class Finish:
         return Receipt(
             shard=shard,
             attempt=self.attempt,
-            good=_ranges(positions[good]),
-            failed=_ranges(positions[failed]),
-            skipped=_ranges(positions[skipped]),
+            good=Positions.of(positions[good]),
+            failed=Positions.of(positions[failed]),
+            skipped=Positions.of(positions[skipped]),
             pieces=tuple(pieces),
             stats=_reused(table, self._stats(load, table, began)),
             failures=dict(Counter(map(_key, failures))),
@@ -164,7 +165,7 @@ class Finish:
         return Receipt(
             shard=unit.shard,
             attempt=self.attempt,
-            failed=_ranges(positions),
+            failed=Positions.of(positions),
             pieces=(piece,),
             stats=ShardStats(rows=unit.rows),
             failures={_key(failure): unit.rows},
@@ -354,7 +355,7 @@ class Finish:
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
         # Found bad when it is written, a piece costs a PUT; at the end it would cost the rows.
         put_proved(self.store, piece_path(name), data)
-        return Piece(name, kind, table.num_rows, len(data), digest(data), _ranges(positions))
+        return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
     def _stats(self, load: ShardStats, table: pa.Table, began: float) -> ShardStats:
         """What is known of the engine's `load`, with what is counted of the rows."""
@@ -526,10 +527,6 @@ def _spent(table: pa.Table, stage: str) -> float:
 
 def _sum(table: pa.Table, name: str) -> int:
     return int(np.nansum(table[name].to_numpy(zero_copy_only=False).astype(float)))
-
-
-def _ranges(positions: np.ndarray) -> Ranges:
-    return to_ranges(sorted(positions.tolist()))
 
 
 def _receipts(receipts: list[Receipt]) -> pa.Table:

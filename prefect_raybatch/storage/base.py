@@ -111,15 +111,17 @@ class Store(ABC):
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
         """`put_file` unless `path` is there, and `local_path` stays: False when nothing was done.
 
-        Atomic but for uploads in parts, which look first and then write.
+        Atomic: a link on a disk, one PUT on S3. Over 5 GiB, the most of a PUT, it looks and then
+        writes. False may be said of our own file, after an answer that was lost: look at it.
         """
 
     @abstractmethod
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
         """`put_file` in the place of `seen` (of `stat`): False when another is there by now.
 
-        Tied to the etag in one request on S3, but for uploads in parts; there and on a disk it
-        looks first and then writes. FileNotFoundError on S3 when nothing is there any more.
+        Tied to the etag in one PUT on S3 (over 5 GiB it looks and then writes); on a disk under a
+        lock of the file that is replaced. FileNotFoundError when nothing is there any more, and
+        `UnsafeStore` where the store can do neither.
         """
 
     @abstractmethod

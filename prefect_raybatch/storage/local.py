@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat as stat_module
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import BinaryIO
 
 from prefect_raybatch.errors import StoreError, UnsafeStore
@@ -128,11 +129,13 @@ class LocalStore(Store):
         return True
 
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
-        with suppress(FileNotFoundError):
-            if self.stat(path) != seen:
+        with _locked(self._path(path)) as found:
+            # Another had the lock first: what it locked is not what is at this path any more.
+            now = self.stat(path)
+            if (now, now.inode) != (seen, seen.inode) or now.inode != found:
                 return False
-        self._land_file(path, local_path, os.replace)
-        return True
+            self._land_file(path, local_path, os.replace)
+            return True
 
     def _land_file(
         self,
@@ -254,6 +257,22 @@ def _link(temporary: str, target: str) -> None:
                 "choose an output on another file system or on S3"
             ) from error
         raise
+
+
+@contextmanager
+def _locked(place: str) -> Iterator[int]:
+    """Its inode, locked for the block against others that replace this very file."""
+    with ExitStack() as stack:
+        with _os_errors(place):  # NFS locks only what is open to write
+            handle = stack.enter_context(open(place, "r+b"))
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UnsafeStore(
+                f"{place} has to be replaced, and this file system has no locks "
+                f"({error.strerror}); remove this file, then run the same command again"
+            ) from error
+        yield os.fstat(handle.fileno()).st_ino
 
 
 def _temporary_in(folder: str) -> tuple[str, BinaryIO]:

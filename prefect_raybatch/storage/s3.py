@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, cast
 from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, too_large
 from prefect_raybatch.storage.s3_answers import judge
-from prefect_raybatch.storage.s3_client import Connection, Send, request, upload
+from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
 from prefect_raybatch.storage.uri import checked, join
 
-SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts
+SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
+MOST_PUT_BYTES = 5 * 2**30  # S3's limit of one PUT
 PART_BYTES = 32 * 2**20
 READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
 LISTING_PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
@@ -130,6 +131,8 @@ class S3Store(Store):
         size = os.stat(source).st_size
         if size <= SINGLE_PUT_BYTES:
             return self.put_if_absent(path, _content(source))
+        if size <= MOST_PUT_BYTES:
+            return self._put_at_once(path, source, IfNoneMatch="*")
         with suppress(FileNotFoundError):
             self.stat(path)
             return False
@@ -139,12 +142,10 @@ class S3Store(Store):
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
         source = os.fspath(local_path)
         size = os.stat(source).st_size
-        if size <= SINGLE_PUT_BYTES:
-            data, key = _content(source), self._key(path)
-            body: dict[str, Any] = {"Body": data, "ContentMD5": _md5(data)}
+        if size <= MOST_PUT_BYTES:
             # The header wants quotes; radosgw compares it, in a PUT, with what has none.
             for wanted in (f'"{seen.etag}"', str(seen.etag)):
-                if self._call("put_object", key, accept=412, IfMatch=wanted, **body):
+                if self._put_at_once(path, source, IfMatch=wanted):
                     return True
                 if self.stat(path).etag != seen.etag:
                     return False
@@ -156,6 +157,18 @@ class S3Store(Store):
             return False
         self._upload(path, source, size)
         return True
+
+    def _put_at_once(self, path: str, source: str, **condition: str) -> bool:
+        """One PUT of a local file, however large, under a condition: whether that held.
+
+        The last step of an upload in parts ignores conditions on some stores.
+        """
+        key = self._key(path)
+        with open(source, "rb") as handle:
+            md5 = hashlib.file_digest(handle, _weak_md5).digest()
+        sent = {"Bucket": self._bucket, "Key": key, "ContentMD5": base64.b64encode(md5).decode()}
+        send = put_file_at_once({**sent, **condition}, source)
+        return self._until_answered("put_object", key, send, accept=412) is not None
 
     def _upload(self, path: str, source: str, size: int) -> None:
         key = self._key(path)
@@ -298,9 +311,13 @@ class S3Store(Store):
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
+def _weak_md5(data: bytes = b"") -> Any:
+    return hashlib.md5(data, usedforsecurity=False)
+
+
 def _md5(data: bytes) -> str:
     """Content-MD5, by which the store itself refuses a body that was changed on the way."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+    return base64.b64encode(_weak_md5(data).digest()).decode()
 
 
 def _content(source: str) -> bytes:

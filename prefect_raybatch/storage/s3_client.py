@@ -5,6 +5,7 @@ One request is one answer here: no retries, and nothing between us and the HTTP 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
+SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
+LEAST_WAIT = 60.0  # seconds that even a small one may take
 
 Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
 
@@ -168,6 +171,22 @@ async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> byte
             found["ContentLength"] = size
             return None
     return b"".join(parts)
+
+
+def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
+    """One `put_object` whose body is the local file, read as it is sent and anew at each try.
+
+    A body that is a file goes with `Expect: 100-continue`, so where a condition fails nothing is
+    sent. A store that never answers that would keep us for ever, hence the limit.
+    """
+    limit = LEAST_WAIT + os.stat(source).st_size / SLOWEST
+
+    async def send(fs: Any) -> Any:
+        with open(source, "rb") as body:
+            sent = request("put_object", {**arguments, "Body": body}, None)(fs)
+            return await asyncio.wait_for(sent, limit)
+
+    return send
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import io
 import os
-import re
 import ssl
 import tempfile
 import threading
@@ -19,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn, cast
-from urllib.parse import parse_qsl, unquote, urlencode, urljoin, urlsplit, urlunsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import SourceError, StoreError, StoreUnavailable
+from prefect_raybatch.job.secrets import unsigned
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.internet import (
     AGAIN,
@@ -39,19 +39,6 @@ WEB_TRIES = 5
 WEB_PAUSE = 0.5  # seconds before the second try, twice that before each further one
 WEB_WAIT = 60.0  # seconds for a name, an answer, or the next bytes
 PART = 1 << 18
-_SIGNATURE = re.compile(
-    r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
-    r"|(access_?|auth_?|api_?|private_?)?(token|key)|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
-    re.IGNORECASE,
-)
-
-
-def unsigned(url: str) -> str:
-    """A URL as records and messages name it: without what signs it, which expires and is secret."""
-    parts = urlsplit(url)
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    kept = [(name, value) for name, value in query if not _SIGNATURE.fullmatch(name)]
-    return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, urlencode(kept), ""))
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,11 @@ def test_blocks_of_a_bundle_come_back_whole(gather: Gather, monkeypatch: Any) ->
     got = found(gather, rays([Spread(SAMPLING)(block) for block in blocks], fails={3}))
     assert set(got) == {4, 5, 6}
     # The unit of shard 5 begins at its row 2; row 3 of a block is one that vLLM refused.
-    assert got[4].good == ((0, 1), (2, 3), (4, 5)) and got[4].failed == ((1, 2), (3, 4))
-    assert got[5].good == ((2, 5),) and not got[5].failed
+    assert got[4].good.ranges == ((0, 1), (2, 3), (4, 5)) and got[4].failed.ranges == (
+        (1, 2),
+        (3, 4),
+    )
+    assert got[5].good.ranges == ((2, 5),) and not got[5].failed
     assert got[6].lost == Loss("", "gone")
     assert got[4].failures == {
         FailureKey("prepare", "PromptTooLong", "too long"): 1,
@@ -129,7 +132,7 @@ def test_an_answer_of_all_the_tokens_it_may_have_is_cut_off(gather: Gather) -> N
 def test_a_block_without_a_well_row_goes_round_the_engine(gather: Gather) -> None:
     table = Spread(SAMPLING)(prepared(Unit(0, 0, 2), failed={0, 1}))
     assert table.num_rows == 1 and table[RAY_LLM_ERROR][0].as_py()
-    assert found(gather, rays([table]))[0].failed == ((0, 2),)
+    assert found(gather, rays([table]))[0].failed.ranges == ((0, 2),)
 
 
 def test_rows_that_are_missing_lose_the_block_and_not_the_run(gather: Gather) -> None:
@@ -142,7 +145,7 @@ def test_a_row_with_other_sampling_fields_fails_alone(gather: Gather, monkeypatc
     monkeypatch.syspath_prepend(Path(__file__).parent)
     block = prepared(Unit(0, 0, 4), own={1: {"top_k": 5}, 2: {"temperature": 0.0}})
     got = found(gather, rays([Spread(SAMPLING)(block)]))[0]
-    assert got.good == ((0, 1), (2, 4)) and got.failed == ((1, 2),)
+    assert got.good.ranges == ((0, 1), (2, 4)) and got.failed.ranges == ((1, 2),)
     assert "all rows of a shard need the same sampling fields" in next(iter(got.failures)).message
 
 

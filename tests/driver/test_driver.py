@@ -26,7 +26,6 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import commit_path
-from prefect_raybatch.ledger.ranges import count
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
 
@@ -145,7 +144,7 @@ def test_a_poison_row_is_cut_down_to_and_all_others_are_kept(tmp_path, poison, s
     assert all(reason.startswith("EngineDied") for _, reason in passes.quarantined)
     for commit in commits(run):
         dead = sorted(p for s, p in poison if s == commit.shard)
-        assert [p for a, b in commit.failed for p in range(a, b)] == dead
+        assert commit.failed.numbers.tolist() == dead
     check_whole(run)
 
 
@@ -307,7 +306,7 @@ def test_whatever_rows_kill_and_fail_the_rest_is_kept(
     passes = Passes(run, poison, failed, window=window)
     progress = drive(run, passes, suspects=suspects, limits={"max_failed": rows})
     assert progress.done == rows
-    found = {(c.shard, p) for c in commits(run) for a, b in c.failed for p in range(a, b)}
+    found = {(c.shard, p) for c in commits(run) for p in c.failed.numbers.tolist()}
     assert found == poison | failed
     check_whole(run)
 
@@ -480,7 +479,7 @@ def test_a_part_held_of_a_shard_that_others_committed_is_forgotten(tmp_path):
         run.commit(0, attempt="theirs")
 
     progress = drive(run, passes)
-    assert progress.done == 10 and sum(count(c.good) for c in commits(run)) == 10
+    assert progress.done == 10 and sum(len(c.good) for c in commits(run)) == 10
 
 
 def test_a_commit_of_another_plan_stops_the_driver(tmp_path):

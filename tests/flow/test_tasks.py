@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,32 @@ def test_a_page_that_is_away_stops_nothing(
 
     assert infer() == 100
     assert asked
+
+
+def test_a_night_is_completed_once_it_is_published_to_all(tmp_path, monkeypatch):
+    told: list[tuple[str, Any]] = []
+
+    def emit(self: Any, name: str, **payload: Any) -> None:
+        told.append((name, payload.get("published")))
+
+    monkeypatch.setattr(tasks.RunEvents, "emit", emit)
+    (tmp_path / "file").write_text("in the way")
+    broken = {"format": "jsonl", "uri": str(tmp_path / "file")}
+    made = first_run(tmp_path / "out", finish=False, output={"publish": [delta(tmp_path), broken]})
+    job, run = made.job, Run(made.store.uri, "key", made.plan.hash, 20, 4, False)
+
+    @flow
+    def night(begun: Run) -> None:
+        tasks.finalize_run(job, begun)
+        tasks.publish_run.with_options(retries=0)(job, begun)
+
+    assert night(run, return_state=True).is_failed()
+    assert [name for name, _ in told] == ["run.failed"]
+    (tmp_path / "file").unlink()
+    again = replace(run, finished=True)
+    assert night(again, return_state=True).is_completed()
+    assert told[1:] == [("run.completed", ["delta", "jsonl"])]
+    assert night(again, return_state=True).is_completed() and len(told) == 2  # it was before
 
 
 def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

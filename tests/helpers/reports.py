@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Part, Piece, Receipt
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.records import Charts, NodeStats, RunReport, StageStats, WorkerStats
 
-PIECE = Piece("00000000-ab.parquet", "data", 3, 100, "f" * 64, ((0, 2), (4, 5)))
+PIECE = Piece("00000000-ab.parquet", "data", 3, 100, "f" * 64, Positions.spans((0, 2), (4, 5)))
 
 RECEIPT = Receipt(
     7,
     "attempt",
-    good=((0, 2), (4, 5)),
-    failed=((2, 3),),
-    skipped=((3, 4),),
+    good=Positions.spans((0, 2), (4, 5)),
+    failed=Positions.spans((2, 3)),
+    skipped=Positions.spans((3, 4)),
     pieces=(PIECE,),
     stats=ShardStats(rows=5, started=1.5, ended=2.5),
     failures={FailureKey("engine", "ValueError", "no | pipe"): 1},
@@ -89,9 +89,9 @@ def timed_commit(started: float, ended: float, rows: int = 10, **stats: float) -
     """A commit of these times and sums alone."""
     return replace(
         COMMIT,
-        good=to_ranges(range(rows)),
-        failed=(),
-        skipped=(),
+        good=Positions.spans((0, rows)),
+        failed=Positions(),
+        skipped=Positions(),
         pieces=(),
         failures={},
         stats=ShardStats.of({"rows": rows, "started": started, "ended": ended, **stats}),

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import job_dict, make_job
+from helpers.small import MODEL, job_dict, make_job
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
@@ -21,6 +21,7 @@ from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import run_store
@@ -122,6 +123,32 @@ def test_prefect_keeps_no_key_of_a_flow_called_in_python(tmp_path, prefect_api):
         kept = client.read_flow_run(run_id).parameters
         assert found_in(json.dumps(kept)) == []
         assert kept["job"]["output"]["options"]["secret"] == MASK
+
+
+def test_what_signs_a_url_is_shown_and_kept_nowhere(tmp_path, monkeypatch):
+    """Nor is it what tells one job from another: tomorrow's signature is a new one."""
+    url = "https://h/a.csv?version=7&X-Amz-Signature={}&sig={}"
+    job, other = (
+        make_job(source={"uri": [url.format(*keys), "s3://b/x?.csv"]})
+        for keys in (("PLANTEDkey0001", "PLANTEDsecret0002"), ("a", "b"))
+    )
+    shown = [job.model_dump_json(), repr(job), str(job.source), json.dumps(public_job(job))]
+    assert found_in(" ".join([*shown, json.dumps(sendable(job))])) == []
+    assert f"version=7&X-Amz-Signature={MASK}&sig={MASK}" in shown[0]
+    assert public_job(job)["source"]["uri"] == ["https://h/a.csv?version=7", "s3://b/x?.csv"]
+    assert fingerprint(job, MODEL) == fingerprint(other, MODEL)
+    assert BatchJob.from_dict(job.to_dict()).source.uris[0] == job.source.uris[0]
+    with pytest.raises(ConfigError, match=r"signs the URL was hidden .* s3:// with a credentials"):
+        BatchJob.from_dict(job.model_dump(mode="json"))
+
+
+def test_a_password_behind_the_question_mark_of_a_database_is_refused():
+    for uri in ("postgresql://h/x?user=u&password=PLANTEDkey0001", "mysql://h/x?passwd=q"):
+        with pytest.raises(ConfigError, match=r"behind its \?; .*password_env") as caught:
+            make_job(source={"uri": uri, "query": "SELECT 1"})
+        assert found_in(str(caught.value)) == []
+    plain = "postgresql://h/x?sslmode=require&sslkey=/etc/key.pem"
+    assert make_job(source={"uri": plain, "query": "SELECT 1"}).source.uri == plain
 
 
 # --- what is secret goes by a list of what is not -------------------------------------------------

@@ -274,7 +274,7 @@ def test_a_store_that_keeps_no_piece_whole_loses_the_shard_for_this_pass(tmp_pat
     run = small_run(tmp_path)
     receipt = shard_of(run, Spoils(tmp_path, "pieces/", truncated, 99))
     assert receipt.lost and "pieces/" in receipt.lost.message and not receipt.lost.fatal
-    assert receipt.held == ()
+    assert receipt.held.ranges == ()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -28,9 +28,16 @@ from prefect_raybatch.ledger.layout import (
     heartbeat_path,
 )
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.ranges import to_ranges
-from prefect_raybatch.ledger.record_files import RECORD_KINDS, limit_of, put_record, read_record
-from prefect_raybatch.ledger.records import Part, Piece, Receipt, Unit
+from prefect_raybatch.ledger.positions import Positions
+from prefect_raybatch.ledger.record_files import (
+    EARLIER_COMMIT,
+    RECORD_KINDS,
+    limit_of,
+    put_record,
+    read_record,
+)
+from prefect_raybatch.ledger.record_texts import PieceKind
+from prefect_raybatch.ledger.records import Commit, Part, Piece, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
@@ -45,9 +52,7 @@ def left_out_alternately(run: SmallRun, rows: int) -> Receipt:
     good = positions[::2]
     table = pa.table({"__rb_pos": pa.array(good, pa.int32()), "response": ["a"] * len(good)})
     piece = run.finish().write_piece(0, "data", table, good)
-    return Receipt(
-        0, "a", to_ranges(good.tolist()), (), to_ranges(positions[1::2].tolist()), (piece,)
-    )
+    return Receipt(0, "a", Positions.of(good), Positions(), Positions.of(positions[1::2]), (piece,))
 
 
 def test_a_shard_with_every_second_row_left_out_is_committed_resumed_and_proved(tmp_path):
@@ -127,30 +132,43 @@ def test_a_plan_that_nobody_could_read_is_refused_and_nothing_is_planned(tmp_pat
 
 
 def test_a_commit_that_nobody_could_read_is_refused_and_the_others_hold(tmp_path, monkeypatch):
-    run = small_run(tmp_path, rows=400, per_shard=200)
+    run = small_run(tmp_path, rows=4_000, per_shard=2_000)
     run.commit(0)
-    smaller(monkeypatch, 2_000)
+    smaller(monkeypatch, 1_000)
     with pytest.raises(ConfigError, match=r"lower source\.rows_per_shard, under a new run key"):
-        run.commit(1, failed=range(0, 200, 2))
+        run.commit(1, failed=np.flatnonzero(np.random.default_rng(0).random(2_000) < 0.5).tolist())
     assert run.ledger.committed(run.plan).tolist() == [True, False]
     with pytest.raises(ConfigError, match=r"raise output\.file_mb"):
         run.ledger.succeed(replace(success_of(run), row_number="x" * 3_000))
-    assert run.ledger.finished() is None
+    assert run.ledger.finished(run.plan) is None
 
 
 def test_the_largest_shard_fits_into_a_commit_whatever_its_rows_become(tmp_path):
-    """1,000,000 rows, each a range of its own among its neighbours: two ranges a row at most, one
-    in good, failed or skipped and one in a piece. Measured on the last, longest, 10,000 rows."""
+    """1,000,000 rows, each a range of its own among its neighbours. In format 2 the positions of
+    two pieces of each kind; in format 1 two ranges a row at most, one in good, failed or skipped
+    and one in a piece, measured on the last, longest, 10,000 rows."""
     run = small_run(tmp_path, rows=10, per_shard=10)
     commit = run.commit(0)
     assert commit is not None
     rows = type(run.job.source).model_fields["rows_per_shard"].metadata
     most = max(bound.le for bound in rows if hasattr(bound, "le"))
-    alone = tuple((i, i + 1) for i in range(most - 10_000, most, 2))
-    other = tuple((i, i + 1) for i in range(most - 9_999, most, 2))
-    pieces = [Piece("p.parquet", "data", 5_000, 1, "0" * 64, alone) for _ in range(2)]
-    worst = replace(commit, good=alone, failed=other, pieces=tuple(pieces))
-    assert len(worst.to_bytes()) / 10_000 * most < limit_of(commit_path(0)) * 0.6
+    chosen = np.random.default_rng(1).random(most) < 0.5
+    worst = _worst(commit, np.flatnonzero(chosen), np.flatnonzero(~chosen))
+    assert len(worst.to_bytes()) < 700_000
+    few = _worst(commit, np.arange(most - 10_000, most, 2), np.arange(most - 9_999, most, 2))
+    first = replace(few, format=1)
+    assert len(first.to_bytes()) / 10_000 * most < EARLIER_COMMIT * 0.6
+
+
+def _worst(commit: Commit, good: np.ndarray, failed: np.ndarray) -> Commit:
+    """The commit with two pieces of each kind."""
+    kinds: list[tuple[PieceKind, np.ndarray]] = [("data", good), ("quarantine", failed)]
+    pieces = tuple(
+        Piece("p.parquet", kind, len(part), 1, "0" * 64, Positions.of(part))
+        for kind, rows in kinds
+        for part in np.array_split(rows, 2)
+    )
+    return replace(commit, good=Positions.of(good), failed=Positions.of(failed), pieces=pieces)
 
 
 def test_ten_thousand_different_failures_do_not_make_a_commit_large(tmp_path):
@@ -159,7 +177,9 @@ def test_ten_thousand_different_failures_do_not_make_a_commit_large(tmp_path):
     kinds = {FailureKey("engine", "ValueError", f"{i:0100d}"): 1 for i in range(10_000)}
     often = FailureKey("engine", "ValueError", "often")
     kinds |= {often: 9_000, FailureKey("postprocess", "KeyError", "seldom"): 980}
-    whole = replace(receipt, good=(), failed=((0, 20_000),), failures=kinds, pieces=())
+    whole = replace(
+        receipt, good=Positions(), failed=Positions.spans((0, 20_000)), failures=kinds, pieces=()
+    )
     commit = run.ledger.commit(run.plan, 20_000, [whole])
     assert commit is not None and len(commit.failures) <= 1_002
     assert commit.failures[often] == 9_000

@@ -1,12 +1,12 @@
-"""Ranges against sets, records against damage, errors across processes."""
+"""Records against damage, errors across processes."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import pickle
+import tracemalloc
 from dataclasses import FrozenInstanceError
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,64 +17,10 @@ from hypothesis import strategies as st
 from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.ledger.ranges import count, merge, missing, to_ranges
+from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import FORMAT, Commit, Plan, Receipt, digest, dump, load
 from prefect_raybatch.ledger.stats import ShardStats, fold_stats
 from prefect_raybatch.report.records import RunReport
-
-positions = st.sets(st.integers(0, 60), max_size=40)
-
-
-def members(ranges: Any) -> set[int]:
-    return {p for start, stop in ranges for p in range(start, stop)}
-
-
-def of(held: set[int]) -> Any:
-    return to_ranges(sorted(held))
-
-
-# --- ranges -------------------------------------------------------------------------------------
-
-
-@given(positions)
-def test_ranges_are_their_set(held):
-    ranges = of(held)
-    assert members(ranges) == held
-    assert count(ranges) == len(held)
-    assert all(start < stop for start, stop in ranges)
-    # The shortest form: no two ranges touch.
-    assert all(a[1] < b[0] for a, b in pairwise(ranges))
-
-
-@given(st.lists(st.integers(0, 30), max_size=20))
-def test_to_ranges_takes_only_ascending_positions(given_positions):
-    ascending = all(a < b for a, b in pairwise(given_positions))
-    if ascending:
-        assert members(to_ranges(given_positions)) == set(given_positions)
-    else:
-        with pytest.raises(ValueError, match="repeated or out of order"):
-            to_ranges(given_positions)
-
-
-@given(st.lists(positions, max_size=5))
-def test_merge_is_union_or_none(parts):
-    union: set[int] = set().union(*parts)
-    found = merge(*(of(p) for p in parts))
-    if sum(len(p) for p in parts) == len(union):
-        assert found == of(union)
-    else:
-        assert found is None
-
-
-@pytest.mark.parametrize("bad", [((3, 3),), ((5, 2),), ((0, 4), (2, 6)), ((0, 2), (0, 2))])
-def test_merge_refuses_what_is_no_set(bad):
-    assert merge(bad) is None
-
-
-@given(positions, st.integers(0, 61))
-def test_missing_is_the_complement(held, rows):
-    held = {p for p in held if p < rows}
-    assert members(missing(of(held), rows)) == set(range(rows)) - held
 
 
 @given(
@@ -138,7 +84,7 @@ def test_a_wrong_field_is_named():
     for change, said in (
         ({"shard": -1}, "shard is '-1'"),
         ({"stats": {"rows": "many"}}, r"stats\.rows is 'many'"),
-        ({"good": [[0, "x"]]}, r"good\.0\.1 is 'x'"),
+        ({"failed": [[0, "x"]]}, r"failed\.0\.1 is 'x'"),
         ({"failures": {"a|b|c": -1}}, r"failures\.a\|b\|c is '-1'"),
         ({"pieces": [{**value["pieces"][0], "kind": "other"}]}, r"pieces\.0\.kind is 'other'"),
         ({"pieces": [{**value["pieces"][0], "more": 1}]}, r"unknown fields pieces\.0\.more"),
@@ -166,10 +112,39 @@ def test_records_are_frozen():
             record.shard = 1  # type: ignore[misc]
 
 
+def _commit_with(name: str, item: bytes) -> bytes:
+    data = dump({**json.loads(COMMIT.to_bytes()), name: []})
+    return data.replace(
+        b'"%b":[]' % name.encode(), b'"%b":[%b%b]' % (name.encode(), item, (b"," + item) * 300_000)
+    )
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"{%b}" % b",".join(b'"x%d":1' % i for i in range(300_000)),
+        b'{"stats":{%b}}' % b",".join(b'"x%d":"1"' % i for i in range(300_000)),
+        b'{"pieces":[{%b}]}' % b",".join(b'"x%d" : 1' % i for i in range(300_000)),
+        _commit_with("pieces", b'{"path":1}'),
+        _commit_with("failed", b'[0,"x"]'),
+    ],
+    ids=["keys", "figures", "keys of a piece", "pieces", "ranges"],
+)
+def test_a_record_of_very_many_faults_costs_no_error_for_each(hostile):
+    tracemalloc.start()
+    with pytest.raises(CorruptRun) as caught:
+        Commit.from_bytes(hostile)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value)) < 300 and most < 20 * len(hostile)
+
+
 def test_a_receipt_whose_own_parts_overlap_holds_nothing():
-    assert Receipt(0, "a", good=((0, 3),), failed=((2, 4),)).held is None
-    assert RECEIPT.held == ((0, 5),)
-    assert Receipt(0, "a", lost=Loss("", "x")).held == ()
+    assert (
+        Receipt(0, "a", good=Positions.spans((0, 3)), failed=Positions.spans((2, 4))).held is None
+    )
+    assert RECEIPT.held == Positions.spans((0, 5))
+    assert Receipt(0, "a", lost=Loss("", "x")).held == Positions()
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -282,7 +257,7 @@ def test_a_damaged_record_is_read_or_corrupt_never_another_error(kind, data):
 
         assert record.shard >= 0
         assert isinstance(record.attempt, str)
-        merge(record.good, record.failed, record.skipped)
+        disjoint((record.good, record.failed, record.skipped))
         if isinstance(record, Commit):
             Tally().add(record)
         fold_stats([record.stats])

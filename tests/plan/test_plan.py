@@ -230,6 +230,8 @@ CHANGED: dict[str, Any] = {
     "source.catalog": {"name": "lake"},
     "source.query": "SELECT 2",
     "source.types": {"id": "int32"},
+    "source.config": "fr",
+    "source.split": "test",
     "source.web.max_mb": 7,
     "source.web.allow_private": True,
     "source.csv.delimiter": ";",
@@ -274,6 +276,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "source.media_root": WITH_IMAGES,
     "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
+    "source.config": {"source.uri": "hf://datasets/team/rows", "source.config": "de"},
     **{
         f"prompt.images.{name}": WITH_IMAGES
         for name in (

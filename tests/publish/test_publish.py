@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,23 @@ def test_another_target_under_the_same_name_is_refused(run, tmp_path):
         publish_run(other, str(run))
     named = job_of(run, {"format": "delta", "uri": str(tmp_path / "other"), "name": "second"})
     assert [one.target for one in publish_run(named, str(run)).published] == ["delta", "second"]
+
+
+def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path):
+    target = {"format": "jsonl", "uri": str(tmp_path / "lake/{run_date}")}
+    job = first_run(tmp_path / "out", key="night").job
+    job = BatchJob.from_dict(
+        job.to_dict() | {"output": {**job.to_dict()["output"], "publish": [target]}}
+    )
+    run = str(tmp_path / "out/night")
+    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+        publish_run(job, run)
+    publish_run(job, run, run_date=date(2026, 7, 1))
+    assert [p.name for p in (tmp_path / "lake").iterdir()] == ["2026-07-01"]
+    key = "nightly-20260702T010000Z"
+    parent = first_run(tmp_path / "out", key=key, output={"publish": [target]}).store.uri
+    publish_run(None, retried(parent))
+    assert {p.name for p in (tmp_path / "lake").iterdir()} == {"2026-07-01", "2026-07-02"}
 
 
 def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):

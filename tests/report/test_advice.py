@@ -13,7 +13,7 @@ from helpers.small import make_job, small_run
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.advice import advise
@@ -41,9 +41,9 @@ def shard(number: int, engine: str = "a:1", rows: int = 500, **stats: float) -> 
     return replace(
         COMMIT,
         shard=number,
-        good=to_ranges(range(rows)),
-        failed=(),
-        skipped=(),
+        good=Positions.spans((0, rows)),
+        failed=Positions(),
+        skipped=Positions(),
         pieces=(),
         failures={},
         where={"engine": engine, "node": "a"},

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.ranges import to_ranges
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import drawing, plots
@@ -159,7 +159,7 @@ def test_charts_of_a_tally_and_back_from_a_report():
     for shard in range(3):
         began = 10.0 * shard + 1
         stats = ShardStats(rows=5, started=began, ended=began + 8, engine_s=8.0)
-        made.add(replace(COMMIT, shard=shard, stats=stats, good=to_ranges(range(5))))
+        made.add(replace(COMMIT, shard=shard, stats=stats, good=Positions.spans((0, 5))))
     found = charts(made, 4)
     assert [cell[1] for cell in found.cells] == [1, 1, 1, 0]
     assert found.durations == {"engine": (8.0,) * 6}

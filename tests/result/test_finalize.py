@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
-from prefect_raybatch.result.finalize import Result, check_commit, finalize, first_rows
+from prefect_raybatch.result.finalize import Result, finalize, first_rows
+from prefect_raybatch.result.pieces import check_commit
 from prefect_raybatch.result.reap import orphans
 
 
@@ -251,11 +253,11 @@ def test_rows_in_a_piece_are_believed_and_not_the_record(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"good": ((0, 4),)},
-        {"good": ((0, 6),)},
-        {"skipped": ((0, 5),)},
+        {"good": Positions.spans((0, 4))},
+        {"good": Positions.spans((0, 6))},
+        {"skipped": Positions.spans((0, 5))},
         {"pieces": ()},
-        {"good": ((0, 4),), "failed": ((4, 5),)},
+        {"good": Positions.spans((0, 4)), "failed": Positions.spans((4, 5))},
     ],
 )
 def test_a_commit_that_does_not_add_up_is_named(tmp_path, change):

@@ -82,6 +82,7 @@ def test_a_plan_without_numbers_keeps_the_bytes_and_hash_it_had(tmp_path):
         files_table="files-0.parquet",
         snapshot=False,
         job={"name": "nightly"},
+        format=1,
     )
     assert (
         old.hash == "5e8ae86c686dcdadc9a90a2c7ea16e96146c72d2e95fb0a8b9f4acc001df3c91"

@@ -51,6 +51,42 @@ def test_words_are_filled_in_everywhere_they_may_stand():
     assert with_run_words(several, "k", NIGHT).source.uris == ["in/2026-07-01", "in/x"]
 
 
+def to_publish(*targets: dict[str, Any]) -> BatchJob:
+    return make_job(output={"uri": "out", "publish": list(targets)})
+
+
+def test_targets_take_the_date_where_the_run_begins_and_the_key_where_it_is_published():
+    job = to_publish(
+        {"format": "jsonl", "uri": "s3://lake/day={run_date}/{run_key}"},
+        {"format": "sql", "uri": "sqlite:///a.db", "table": "t_{run_date:%y%m%d}_{run_key}"},
+    )
+    assert run_words(job) == {"run_date"}
+    made = with_run_words(job, "night", NIGHT)
+    files, table = made.output.publish
+    assert (files.uri, table.table) == ("s3://lake/day=2026-07-01/{run_key}", "t_260701_{run_key}")
+    assert files.place("k.r1") == "s3://lake/day=2026-07-01/k.r1"
+    assert table.place("k.r1") == "sqlite:///a.db#t_260701_k.r1"
+    assert table.filled("k.r1").table == "t_260701_k.r1"
+    assert run_words(made) == set() and with_run_words(made, "other") is made
+    retry = with_run_words(job, "job-20260702T013000Z.r1").output.publish[0]
+    assert retry.uri == "s3://lake/day=2026-07-02/{run_key}"
+    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+        with_run_words(job, "night")
+    with pytest.raises(ConfigError, match="run_dat"):
+        to_publish({"format": "jsonl", "uri": "out/{run_dat}"})
+
+
+def test_a_run_that_is_continued_on_another_day_publishes_to_its_own(tmp_path):
+    job = nightly(tmp_path, uri=f"{tmp_path}/2026-07-01/*.csv")
+    output = {"uri": f"{tmp_path}/out", "publish": [{"format": "jsonl", "uri": "p/{run_date}"}]}
+    job = BatchJob.from_dict({**job.to_dict(), "output": output})
+    first, key = begun(job, None, datetime(2026, 7, 1, 23, 50, tzinfo=UTC))
+    plan_run(first, key)
+    again, same = begun(job, None, None)
+    assert same == key
+    assert again.output.publish[0].uri == first.output.publish[0].uri == "p/2026-07-01"
+
+
 @pytest.mark.parametrize("word", ["{run_day}", "{run_dat}", "{run_key:%Y}"])
 def test_a_word_that_is_nearly_one_is_no_job(word):
     for fields in ({"source": {"uri": f"in/{word}"}}, {"output": {"uri": f"out/{word}"}}):

@@ -15,6 +15,7 @@ from helpers.small import MODEL, input_rows, receipts
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.stages.block import (
     ANSWERS,
@@ -69,7 +70,7 @@ def piece(root: Path, receipt: Receipt, kind: str = "data") -> pa.Table:
     data = (root / "_raybatch/pieces" / found.path).read_bytes()
     assert (found.bytes, found.sha256) == (len(data), digest(data))
     table = pq.read_table(pa.BufferReader(data))
-    assert table.num_rows == found.rows == sum(b - a for a, b in found.positions)
+    assert table.num_rows == found.rows == len(found.positions)
     return table
 
 
@@ -84,8 +85,11 @@ def reasons(root: Path, receipt: Receipt) -> dict[int, tuple[str, str, str]]:
 def test_good_and_failed_rows_go_to_a_piece_each(tmp_path):
     receipt = one(tmp_path, block(Unit(7, 10, 5), failed=[1, 4]))
     assert receipt.shard == 7 and receipt.attempt == "attempt"
-    assert receipt.good == ((10, 11), (12, 14)) and receipt.failed == ((11, 12), (14, 15))
-    assert receipt.skipped == () and receipt.held == ((10, 15),)
+    assert receipt.good.ranges == ((10, 11), (12, 14)) and receipt.failed.ranges == (
+        (11, 12),
+        (14, 15),
+    )
+    assert receipt.skipped.ranges == () and receipt.held.ranges == ((10, 15),)
     table = piece(tmp_path, receipt)
     assert table.column_names == ["__rb_pos", "id", "Company", "tags", "response"]
     assert table["response"].to_pylist() == ["answer 0", "answer 2", "answer 3"]
@@ -138,13 +142,13 @@ def test_nested_and_odd_input_columns_survive_in_quarantine(tmp_path):
     assert bad["stage"].to_pylist() == ["engine", "engine"]
     found = [row["input"] for row in bad.to_pylist()]
     assert found == rows.to_pylist()
-    assert receipt.good == ()
+    assert receipt.good.ranges == ()
 
 
 def test_several_shards_in_a_block_give_a_receipt_each(tmp_path):
     parts = [block(Unit(4, 0, 2), failed=[0]), block(Unit(2, 3, 3)), block(Unit(4, 2, 1))]
     made = receipts(stage(tmp_path)(pa.concat_tables(parts)))
-    assert [(r.shard, r.good, r.failed) for r in made] == [
+    assert [(r.shard, r.good.ranges, r.failed.ranges) for r in made] == [
         (4, ((1, 3),), ((0, 1),)),
         (2, ((3, 6),), ()),
     ]
@@ -232,7 +236,7 @@ def cut(rows: int, at: Any, formed: Any = None) -> pa.Table:
 @pytest.mark.parametrize("way", ["auto", "keep"])
 def test_a_cut_off_answer_is_kept_unless_the_job_says_otherwise(tmp_path, way):
     receipt = one(tmp_path, cut(4, {1, 2}, formed={0, 2}), on_cut_off=way)
-    assert receipt.good == ((0, 4),)
+    assert receipt.good.ranges == ((0, 4),)
     assert (receipt.stats.cut_off, receipt.stats.cut_off_structured) == (2, 1)
     assert one(tmp_path, cut(4, {1})).stats.cut_off_structured is None
 
@@ -240,7 +244,7 @@ def test_a_cut_off_answer_is_kept_unless_the_job_says_otherwise(tmp_path, way):
 @pytest.mark.parametrize("post", [None, "helpers.functions:skip_odd"])
 def test_a_job_may_fail_cut_off_answers_and_keeps_their_text(tmp_path, post):
     receipt = one(tmp_path, cut(4, {1, 2}), on_cut_off="fail", postprocess=post)
-    assert receipt.failed == ((1, 3),)
+    assert receipt.failed.ranges == ((1, 3),)
     found = reasons(tmp_path, receipt)
     for i in (1, 2):
         stage, kind, message = found[i]
@@ -272,11 +276,11 @@ def test_what_postprocess_returns_takes_the_answers_place(tmp_path):
 
 def test_none_leaves_a_row_out(tmp_path):
     receipt = one(tmp_path, block(Unit(0, 5, 4)), postprocess="helpers.functions:skip_odd")
-    assert receipt.good == ((5, 6), (7, 8)) and receipt.skipped == ((6, 7), (8, 9))
+    assert receipt.good.ranges == ((5, 6), (7, 8)) and receipt.skipped.ranges == ((6, 7), (8, 9))
     assert piece(tmp_path, receipt)["even"].to_pylist() == [0, 2]
     only = block(Unit(1, 0, 1), start=1)
     receipt = one(tmp_path, only, postprocess="helpers.functions:skip_odd")
-    assert receipt.pieces == () and receipt.held == ((0, 1),)
+    assert receipt.pieces == () and receipt.held.ranges == ((0, 1),)
 
 
 @pytest.mark.parametrize("schema", ["declared", "of a good shard", "of this shard"])
@@ -287,8 +291,8 @@ def test_each_row_that_postprocess_spoils_fails_alone(tmp_path, schema):
     elif schema == "of a good shard":  # the run's first
         one(tmp_path, block(Unit(9, 0, 2), start=20), **output)
     receipt = one(tmp_path, block(Unit(0, 0, 12)), **output)
-    assert receipt.skipped == ((7, 8),)
-    assert receipt.good == ((0, 1), (9, 12))
+    assert receipt.skipped.ranges == ((7, 8),)
+    assert receipt.good.ranges == ((0, 1), (9, 12))
     assert piece(tmp_path, receipt)["value"].to_pylist() == [0, 9, 10, 11]
     found = reasons(tmp_path, receipt)
     assert sorted(found) == [1, 2, 3, 4, 5, 6, 8]
@@ -307,7 +311,7 @@ def test_the_first_shard_fixes_the_schema_and_the_second_adopts_it(tmp_path):
     first = one(tmp_path, block(Unit(0, 0, 5)), **output)
     second = one(tmp_path, block(Unit(1, 0, 5), start=8), **output)
     assert piece(tmp_path, first).schema.equals(piece(tmp_path, second).schema)
-    assert second.good == ((0, 2),)
+    assert second.good.ranges == ((0, 2),)
     assert {r[1] for r in reasons(tmp_path, second).values()} == {"SchemaError"}
 
 
@@ -354,20 +358,20 @@ def test_an_unknown_declared_type_is_a_value_error(kind):
 def test_columns_that_exist_already_cannot_be_returned(tmp_path):
     """`return {**row, ...}` is the likeliest mistake: two columns of a name are unreadable."""
     receipt = one(tmp_path, block(Unit(0, 0, 2)), postprocess="helpers.functions:whole_row")
-    assert receipt.good == () and receipt.failed == ((0, 2),)
+    assert receipt.good.ranges == () and receipt.failed.ranges == ((0, 2),)
     stage, kind, message = reasons(tmp_path, receipt)[0]
     assert (stage, kind) == ("postprocess", "SchemaError")
     assert "column id is written already" in message and "output.columns" in message
     receipt = one(
         tmp_path, block(Unit(1, 0, 2)), postprocess="helpers.functions:whole_row", columns=[]
     )
-    assert receipt.good == ((0, 2),)
+    assert receipt.good.ranges == ((0, 2),)
 
 
 @pytest.mark.parametrize("name", ["raises_surrogate_after", "raises_unprintable"])
 def test_an_error_whose_text_cannot_be_kept_fails_only_its_row(tmp_path, name):
     receipt = one(tmp_path, block(Unit(0, 0, 2)), postprocess=f"helpers.functions:{name}")
-    assert receipt.failed == ((0, 2),)
+    assert receipt.failed.ranges == ((0, 2),)
 
 
 def test_a_cell_that_is_not_utf8_fails_its_row_in_postprocess(tmp_path):
@@ -375,7 +379,7 @@ def test_a_cell_that_is_not_utf8_fails_its_row_in_postprocess(tmp_path):
     rows = pa.table({"id": [0, 2], "Company": raw})
     table = block(Unit(0, 0, 2), rows=rows)
     receipt = one(tmp_path, table, postprocess="helpers.functions:skip_odd")
-    assert receipt.good == ((0, 1),) and receipt.failed == ((1, 2),)
+    assert receipt.good.ranges == ((0, 1),) and receipt.failed.ranges == ((1, 2),)
 
 
 # --- what is lost -------------------------------------------------------------------------------
@@ -406,7 +410,7 @@ def test_a_store_that_fails_loses_the_shard_and_raises_nothing(tmp_path, error, 
 
     finish.store.put = put  # type: ignore[method-assign]
     (receipt,) = receipts(finish(block(Unit(2, 0, 3))))
-    assert (receipt.shard, receipt.held) == (2, ())
+    assert (receipt.shard, receipt.held) == (2, Positions())
     assert receipt.lost == Loss(type(error).__name__, str(error), fatal)
 
 
@@ -420,7 +424,7 @@ def test_a_row_that_killed_its_engine_is_quarantined_with_its_input(tmp_path):
     rows = tag(input_rows(30, 1), Unit(3, 7, 1))
     finish = stage(tmp_path)
     receipt = finish.failed(Unit(3, 7, 1), rows, Failure("engine", "EngineDied", "signal 9"), 2)
-    assert receipt.failed == ((7, 8),) and receipt.good == ()
+    assert receipt.failed.ranges == ((7, 8),) and receipt.good.ranges == ()
     (row,) = piece(tmp_path, receipt, "quarantine").to_pylist()
     assert (row["error"], row["attempts"], row["input"]["id"]) == ("EngineDied", 2, 30)
     assert Receipt.from_json(receipt.to_json()) == receipt

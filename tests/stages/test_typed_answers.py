@@ -123,7 +123,7 @@ def tables(root: Any, receipt: Receipt) -> dict[str, pa.Table]:
 def test_misfits_and_answers_that_were_cut_off_go_to_quarantine_with_their_text(tmp_path):
     texts = [json.dumps(GOOD), "no", '{"name": "A", "st', json.dumps({**GOOD, "share": 1})]
     made = tables(tmp_path, receipt := finish(tmp_path, texts, {2: "length"}, columns=["id"]))
-    assert (receipt.good, receipt.failed) == (((0, 1), (3, 4)), ((1, 3),))
+    assert (receipt.good.ranges, receipt.failed.ranges) == (((0, 1), (3, 4)), ((1, 3),))
     data = made["data"]
     assert data.column_names == ["__rb_pos", "id", *SCHEMA["properties"]]
     assert data.schema.field("staff") == pa.field("staff", pa.int64(), nullable=False)

@@ -447,6 +447,91 @@ def test_a_large_file_that_is_there_is_not_written_again(
     assert s3_store.read("x") == b"second"
 
 
+# --- files under a condition --------------------------------------------------------------------
+
+
+def files_of(tmp_path: Path, count: int, size: int) -> dict[int, bytes]:
+    """`count` local files 0, 1, ... of that size, each of its own bytes."""
+    bodies = {number: bytes([65 + number]) * size for number in range(count)}
+    for number, body in bodies.items():
+        (tmp_path / str(number)).write_bytes(body)
+    return bodies
+
+
+def at_one_moment(count: int, write: Callable[[int], bool]) -> list[int]:
+    """Those of `count` writers, begun at one moment, that won."""
+    start = threading.Barrier(count)
+
+    def one(number: int) -> bool:
+        start.wait()
+        return write(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [number for number, won in enumerate(pool.map(one, range(count))) if won]
+
+
+@pytest.mark.parametrize("size", [1 << 10, 4 << 20])
+def test_of_files_that_race_for_a_name_one_is_there(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1 << 20)  # the larger one is streamed
+    bodies = files_of(tmp_path, 8, size)
+    won = at_one_moment(8, lambda number: store.put_file_if_absent("a/b", tmp_path / str(number)))
+    assert len(won) == 1 and store.read("a/b") == bodies[won[0]]
+    assert "-" not in str(store.stat("a/b").etag)  # an upload in parts would not be atomic
+
+
+@pytest.mark.parametrize("size", [1 << 10, 4 << 20])
+def test_of_files_that_race_for_the_place_of_another_one_is_there(
+    store: Store, tmp_path: Path, size: int
+) -> None:
+    for _ in range(2):
+        bodies = files_of(tmp_path, 8, size)  # a local store moves the winner's
+        seen = store.put("a", os.urandom(9))
+        won = at_one_moment(
+            8, lambda n, seen=seen: store.replace_file("a", tmp_path / str(n), seen)
+        )
+        assert len(won) == 1 and store.read("a") == bodies[won[0]]
+
+
+@pytest.mark.parametrize("how", ["lose", "reset", "flip", "503"])
+def test_a_streamed_file_is_there_whole_whatever_the_network_does(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1 << 10)
+    bodies = files_of(tmp_path, 2, 1 << 20)
+    with proxy(s3, First(how, 2)) as between:
+        store = behind(s3, between.endpoint)
+        store.put_file_if_absent("a", tmp_path / "0")
+        between.decide = lambda *request: "pass"
+        assert how == "flip" or store.read("a") == bodies[0]
+        seen = store.stat("a")
+        between.decide = First(how, 2)
+        store.replace_file("a", tmp_path / "1", seen)
+        assert how == "flip" or store.read("a") == bodies[1]
+        assert how in {decision for _, _, decision in between.seen}
+
+
+def test_a_store_that_cannot_replace_says_so(
+    tmp_path: Path, monkeypatch: Any, s3: S3Server
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    files_of(tmp_path, 1, 9)
+    here = open_store(str(tmp_path / "store"))
+    seen = here.put("a", b"old")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UnsafeStore, match="no locks"):
+        here.replace_file("a", tmp_path / "0", seen)
+    assert here.read("a") == b"old"
+    with proxy(s3, lambda m, p, h: "501" if "If-Match" in h and m == "PUT" else "pass") as between:
+        there = behind(s3, between.endpoint)
+        seen = there.put("a", b"old")
+        with pytest.raises(UnsafeStore, match="/a: the store cannot"):
+            there.replace_file("a", tmp_path / "0", seen)
+
+
 @pytest.mark.parametrize("how", ["flip", "truncate", "garble"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_body_that_was_changed_on_the_way_is_sent_again(

@@ -10,6 +10,7 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.delta import open_delta
+from prefect_raybatch.source.tables.huggingface import open_huggingface
 from prefect_raybatch.source.tables.iceberg import open_iceberg
 from prefect_raybatch.source.tables.lance_sets import open_lance
 from prefect_raybatch.source.tables.sql import open_sql
@@ -19,6 +20,7 @@ OPENERS: dict[str, Callable[[Source], TableSource]] = {
     "iceberg": open_iceberg,
     "lance": open_lance,
     "sql": open_sql,
+    "huggingface": open_huggingface,
 }
 
 

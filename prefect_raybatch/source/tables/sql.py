@@ -33,7 +33,7 @@ _DENIED = re.compile(
     r"does not exist|insufficient privilege",
     re.IGNORECASE,
 )
-_NO_PLACE = re.compile(r"database .* does not exist|unknown database", re.IGNORECASE)
+NO_PLACE = re.compile(r"database .* does not exist|unknown database", re.IGNORECASE)
 # PostgreSQL's types, by the number that it gives each column of an answer.
 _OIDS: dict[int, pa.DataType] = {
     **{16: pa.bool_(), 17: pa.binary(), 18: pa.string(), 19: pa.string(), 20: pa.int64()},
@@ -265,7 +265,7 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
             yield
         except sqlalchemy.exc.DBAPIError as error:
             said = scrub(" ".join(str(error.orig).split())[:300])
-            if _NO_PLACE.search(said):
+            if NO_PLACE.search(said):
                 raise SourceError(f"{what}: {said}; check its name") from None
             if _DENIED.search(said):
                 raise SourceError(

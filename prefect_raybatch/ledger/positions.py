@@ -1,0 +1,180 @@
+"""Sets of positions in a shard, packed to a bit a position; and how they stand in records.
+
+A set of few ranges stands there as these, any other as a bitmap: what is written is in proportion
+to what it says, and never more than a sixth of a byte a row.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]  # sorted, disjoint, half-open
+PositionsText = Ranges | str
+"""Positions as records hold them: ranges, or base64 of zlib of a bitmap."""
+
+FEW_RANGES = 4  # in a record; from about here on the bitmap is the shorter one
+MOST_POSITIONS = 1 << 24  # of a shard, so that no record makes a reader hold more than 2 MB a set
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A set of positions from 0 on: bit i of `bits` stands for position i.
+
+    A Python int: of 4,000 positions the operations take 0.1 to 0.6 us, a tenth of numpy's, and of
+    1,000,000 about as long.
+    """
+
+    bits: int = 0
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> Positions:
+        """Of whole numbers in any order; ValueError when one is repeated or none of a shard."""
+        if not len(numbers):
+            return cls()
+        most = int(numbers.max())
+        if int(numbers.min()) < 0 or most >= MOST_POSITIONS:
+            raise ValueError(f"positions {numbers.min()} to {most} are not those of a shard")
+        flags = np.zeros(most + 1, bool)
+        flags[numbers] = True
+        if np.count_nonzero(flags) != len(numbers):
+            raise ValueError("a position is repeated")
+        return cls(int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little"))
+
+    @classmethod
+    def spans(cls, *ranges: Range) -> Positions:
+        """Of half-open ranges, ascending; ValueError unless they are that."""
+        if len(ranges) > FEW_RANGES:
+            try:
+                return cls._of_many(np.array(ranges, dtype=np.int64))
+            except OverflowError as error:
+                raise ValueError(f"no position of a shard: {error}") from None
+        bits = reached = 0
+        for start, stop in ranges:
+            if not reached <= start < stop <= MOST_POSITIONS:
+                raise ValueError(f"{start} to {stop} is no range after {reached}")
+            bits |= (1 << stop) - (1 << start)
+            reached = stop
+        return cls(bits)
+
+    @classmethod
+    def _of_many(cls, ranges: np.ndarray) -> Positions:
+        edges = ranges.reshape(-1)
+        ascending = (np.diff(edges) >= 0).all() and (ranges[:, 0] < ranges[:, 1]).all()
+        if not ascending or edges[0] < 0 or edges[-1] > MOST_POSITIONS:
+            raise ValueError("the ranges are not ascending, or not those of a shard")
+        steps = np.zeros(int(edges[-1]) + 1, np.int8)  # neighbours that touch add up to 0
+        np.add.at(steps, ranges[:, 0], 1)
+        np.add.at(steps, ranges[:, 1], -1)
+        flags = np.cumsum(steps[:-1], dtype=np.int8)
+        return cls(int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little"))
+
+    def __len__(self) -> int:
+        return self.bits.bit_count()
+
+    def __bool__(self) -> bool:
+        return self.bits != 0
+
+    def __or__(self, other: Positions) -> Positions:
+        return Positions(self.bits | other.bits)
+
+    def __and__(self, other: Positions) -> Positions:
+        return Positions(self.bits & other.bits)
+
+    def __repr__(self) -> str:
+        return f"Positions({self.said()})"
+
+    @property
+    def end(self) -> int:
+        """One more than the last position; 0 of none."""
+        return self.bits.bit_length()
+
+    def lacking(self, rows: int) -> Positions:
+        """The positions of [0, rows) that are not in here."""
+        return Positions(~self.bits & ((1 << rows) - 1))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The positions, int64, ascending."""
+        packed = np.frombuffer(self._packed(), np.uint8)
+        found: np.ndarray = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+        return found
+
+    @property
+    def ranges(self) -> Ranges:
+        """The positions in as few ranges as there are."""
+        if (self.bits & ~(self.bits << 1)).bit_count() <= FEW_RANGES:
+            return self._few_ranges()
+        numbers = self.numbers
+        breaks = np.flatnonzero(np.diff(numbers) != 1)
+        starts = numbers[np.concatenate([[0], breaks + 1])].tolist()
+        stops = (numbers[np.concatenate([breaks, [len(numbers) - 1]])] + 1).tolist()
+        return tuple(zip(starts, stops, strict=True))
+
+    def _few_ranges(self) -> Ranges:
+        found, bits, at = [], self.bits, 0
+        while bits:
+            gap = (bits & -bits).bit_length() - 1
+            bits >>= gap
+            length = (~bits & (bits + 1)).bit_length() - 1
+            bits >>= length
+            found.append((at + gap, at + gap + length))
+            at += gap + length
+        return tuple(found)
+
+    def said(self, most: int = 5) -> str:
+        """The first ranges, for people: `0 to 3, 7 to 7 and more`."""
+        ranges = self.ranges
+        shown = ", ".join(f"{start} to {stop - 1}" for start, stop in ranges[:most])
+        return shown + (" and more" if len(ranges) > most else "")
+
+    def to_text(self) -> PositionsText:
+        """As a record holds them: the ranges if they are few, else the bitmap."""
+        if (self.bits & ~(self.bits << 1)).bit_count() <= FEW_RANGES:
+            return self._few_ranges()
+        return base64.b64encode(zlib.compress(self._packed())).decode()
+
+    @classmethod
+    def from_text(cls, text: PositionsText, rows: int) -> Positions:
+        """What `to_text` made of positions below `rows`; ValueError says what is wrong.
+
+        Unpacked is not more than such a set can have, however much there is.
+        """
+        if not isinstance(text, str):
+            found = cls.spans(*text)
+        else:
+            found = cls(int.from_bytes(_unpacked(text, rows), "little"))
+        if found.end > rows:
+            raise ValueError(f"position {found.end - 1} is not in a shard of {rows} rows")
+        return found
+
+    def _packed(self) -> bytes:
+        return self.bits.to_bytes(-(-self.end // 8), "little")
+
+
+def _unpacked(text: str, rows: int) -> bytes:
+    most = min(rows, MOST_POSITIONS) // 8 + 1
+    unzip = zlib.decompressobj()
+    try:
+        data = unzip.decompress(base64.b64decode(text, validate=True), most + 1)
+    except (ValueError, binascii.Error, zlib.error) as error:
+        raise ValueError(f"no bitmap: {error}") from None
+    if not unzip.eof or unzip.unused_data or len(data) > most:
+        raise ValueError(f"no bitmap of {rows} rows")
+    return data
+
+
+def disjoint(parts: Iterable[Positions]) -> Positions | None:
+    """The union of sets that share no position, or None when two share one."""
+    bits = 0
+    for part in parts:
+        if bits & part.bits:
+            return None
+        bits |= part.bits
+    return Positions(bits)

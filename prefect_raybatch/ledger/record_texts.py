@@ -1,0 +1,108 @@
+"""Pieces, receipts and commits as JSON holds them, and how positions are written there.
+
+Format 1 of a run: a commit holds good, failed and skipped positions as ranges, however many there
+are, and each piece its own. Format 2: it holds the failed and the skipped ones, as few ranges or a
+bitmap, and good are the others; the only piece of its kind holds what the commit says of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, FailFast, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import PydanticCustomError, core_schema
+
+from prefect_raybatch.ledger.failures import Failures
+from prefect_raybatch.ledger.positions import MOST_POSITIONS, PositionsText
+from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.ledger.strict import AS_BITMAP, AS_RANGES, STRICT, Count, Number
+
+PieceKind = Literal["data", "quarantine"]
+
+
+def _piece_name(name: str) -> str:
+    if "/" in name:
+        raise PydanticCustomError("piece_name", "not one of ours")
+    return name
+
+
+PieceName = Annotated[str, AfterValidator(_piece_name)]
+
+
+class _RangesOrBitmap:
+    """Of `PositionsText`: stops at the first range that is none, of which there may be millions."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        number = core_schema.int_schema(strict=True)
+        pair = core_schema.tuple_positional_schema([number, number])
+        ranges = core_schema.tuple_schema([pair], variadic_item_index=0, fail_fast=True)
+        bitmap = core_schema.str_schema(strict=True)
+        choices: list[Any] = [(ranges, AS_RANGES), (bitmap, AS_BITMAP)]
+        return core_schema.union_schema(choices, mode="left_to_right")
+
+
+ShardRows = Annotated[Count, Field(le=MOST_POSITIONS)]
+SomePositions = Annotated[PositionsText, _RangesOrBitmap()]
+
+
+@dataclass(frozen=True)
+class PieceText:
+    """`positions` None: those that the record has of its kind."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    path: PieceName
+    kind: PieceKind
+    rows: Count
+    bytes: Count
+    sha256: str
+    positions: SomePositions | None = None
+
+
+PieceTexts = Annotated[tuple[PieceText, ...], FailFast()]
+
+
+@dataclass(frozen=True)
+class ReceiptText:
+    __pydantic_config__: ClassVar = STRICT
+
+    shard: Count
+    attempt: str
+    good: SomePositions
+    failed: SomePositions
+    skipped: SomePositions
+    pieces: PieceTexts
+    stats: ShardStats = field(default_factory=ShardStats)
+    failures: Failures = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+    lost: str | None = None
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class CommitText:
+    """Of either format: `good` stands in the first, `rows` in the second."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    shard: Count
+    attempt: str
+    token: str
+    plan_hash: str
+    failed: SomePositions
+    skipped: SomePositions
+    pieces: PieceTexts
+    stats: ShardStats
+    failures: Failures
+    where: Mapping[str, str]
+    committed: Number
+    format: Count
+    good: SomePositions | None = None
+    rows: ShardRows | None = None
+
+
+RECEIPT_TEXT, COMMIT_TEXT = TypeAdapter(ReceiptText), TypeAdapter(CommitText)

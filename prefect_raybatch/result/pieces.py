@@ -1,0 +1,80 @@
+"""Commits and the pieces that they name, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.layout import KINDS, POSITION, piece_path
+from prefect_raybatch.ledger.positions import Positions, disjoint
+from prefect_raybatch.ledger.records import Commit, Piece, digest
+from prefect_raybatch.storage import Store
+
+
+def check_commit(commit: Commit, rows: int) -> None:
+    """Whether a commit's positions and pieces add up; raises `CorruptRun` naming the shard."""
+    held = disjoint((commit.good, commit.failed, commit.skipped))
+    if held != Positions.spans((0, rows)):
+        raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
+    for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
+        pieces = [piece for piece in commit.pieces if piece.kind == kind]
+        named = disjoint(piece.positions for piece in pieces)
+        if named != positions or sum(piece.rows for piece in pieces) != len(positions):
+            raise CorruptRun(
+                f"the commit of shard {commit.shard} names {kind} pieces of other rows"
+            )
+
+
+def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, int]]:
+    """(kind, table sorted by position, bytes) of a commit's pieces; checks size, hash, positions.
+
+    Raises `CorruptRun` naming the piece and, where a row is at fault, its position.
+    """
+    for kind in KINDS:
+        pieces = [p for p in commit.pieces if p.kind == kind]
+        if not pieces:
+            continue
+        tables = [read_piece(store, commit.shard, piece) for piece in pieces]
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+        if (np.diff(table[POSITION].to_numpy()) < 0).any():
+            table = table.sort_by(POSITION)
+        wanted = commit.good if kind == "data" else commit.failed
+        if (said := _other_positions(table, wanted)) is not None:
+            raise CorruptRun(
+                f"shard {commit.shard}: its {kind} pieces hold positions {said}, the commit says "
+                f"{wanted.said()}"
+            )
+        yield kind, table, sum(p.bytes for p in pieces)
+
+
+def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
+    """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
+    path = piece_path(piece.path)
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise CorruptRun(f"{path}, which shard {shard} is committed with, is missing") from None
+    if len(data) != piece.bytes or digest(data) != piece.sha256:
+        raise CorruptRun(
+            f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
+            f"{piece.bytes}, or other contents; it held positions {piece.positions.said()}"
+        )
+    table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
+    check_types(table.schema, path)
+    if table.num_rows != piece.rows or POSITION not in table.column_names:
+        raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
+    return table
+
+
+def _other_positions(table: pa.Table, wanted: Positions) -> str | None:
+    """Which positions a table holds, for people, unless they are those that are wanted."""
+    try:
+        found = Positions.of(table[POSITION].to_numpy())
+    except ValueError as error:
+        return f"that are none: {error}"
+    return None if found == wanted else found.said()

@@ -1,0 +1,314 @@
+"""Hugging Face datasets by the `datasets` library: of the Hub at a commit, streamed.
+
+Images and other media are not decoded: they are structs of {bytes, path}, as image columns take
+them. What a dataset names outside of itself, a local file or another place, is not opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.bounded import within
+from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.table_formats import hub_name, scheme_of
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.huggingface_folder import open_saved
+from prefect_raybatch.source.tables.huggingface_rows import (
+    ROWS_AT_ONCE,
+    as_typed,
+    choose_split,
+    has_media,
+    media_in,
+    stored_type,
+)
+from prefect_raybatch.storage import read_ahead
+
+HUB_SECONDS = 20.0  # for the Hub to say which commit a revision is
+MEDIA_AT_ONCE = 64  # rows whose media are fetched and held together
+MEDIA_THREADS = 8
+FOOTERS = 50  # Parquet files whose footers are read for the number of rows
+
+
+def open_huggingface(source: Source) -> TableSource:
+    """A dataset of the Hub (`hf://datasets/OWNER/NAME`), or in a local folder."""
+    if scheme_of(source.uris[0]) == "hf":
+        return _of_hub(source)
+    return open_saved(source)
+
+
+def _of_hub(source: Source) -> TableSource:
+    name = hub_name(source.uris[0])
+    token = _token(source)
+    what = f"source.uri: the Hugging Face dataset {name.repository}"
+    revision = name.revision or source.version
+    with _explained(what, token):
+        commit, made = _commit(what, name.repository, revision, token)
+        builder = _builder(name.repository, commit, source.config, token)
+        _refuse_elsewhere(what, builder, name.repository, commit)
+        split = choose_split(source.split, list(builder.as_streaming_dataset()), "source.split")
+        uri = f"hf://datasets/{name.repository}"
+        pin = TablePin(
+            format="huggingface",
+            uri=uri,
+            id=f"{uri}/{builder.config.name}/{split}",
+            version=commit,
+            made=made,
+        )
+        return HubSource(builder, split, pin, token, source.config)
+
+
+def _token(source: Source) -> str | None:
+    """The key for the Hub; None where its library looks for one itself."""
+    variable = source.options.get("token_env")
+    if variable is None:
+        return source.options.get("token")
+    value = os.environ.get(str(variable))
+    if not value:
+        raise ConfigError(
+            f"source.options.token_env: the variable {variable} is not set where the run is planned"
+        )
+    return value
+
+
+def _commit(
+    what: str, repository: str, revision: str | None, token: str | None
+) -> tuple[str, str | None]:
+    """(the commit that `revision` is now, when it was made)."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def ask() -> Any:
+        api = HfApi(token=token)
+        return api.dataset_info(repository, revision=revision, timeout=HUB_SECONDS)
+
+    try:
+        found = within(HUB_SECONDS, ask)
+    except RevisionNotFoundError:
+        raise SourceError(
+            f"source.version: the Hugging Face dataset {repository} has no revision {revision!r} "
+            "(a commit, branch or tag); was it removed or rewritten there? Name another, or none "
+            "for the newest"
+        ) from None
+    made = found.last_modified
+    return str(found.sha), None if made is None else made.isoformat(timespec="seconds")
+
+
+def _builder(
+    repository: str, commit: str, config: str | None, token: str | None, **more: Any
+) -> Any:
+    """The library's reader of a dataset at a commit, and of nothing else it may have stored."""
+    from datasets import get_dataset_config_names, load_dataset_builder
+
+    # With the scheme: without it a local folder of that name would be taken.
+    uri = f"hf://datasets/{repository}"
+    try:
+        return load_dataset_builder(uri, config, revision=commit, token=token, **more)
+    except ValueError as error:
+        names = get_dataset_config_names(uri, revision=commit, token=token)
+        if config in names or (config is None and len(names) == 1):
+            raise
+        said = "has several" if config is None else f"has no {config!r}"
+        raise ConfigError(
+            f"source.config: the Hugging Face dataset {repository} {said} configurations "
+            f"({', '.join(names)}); name one"
+        ) from error
+
+
+def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
+    """Raises SourceError unless all data files are of the dataset at its commit: its card may name
+    any, and of a Hub that fails the library takes what an earlier commit left in its cache."""
+    own = _own(repository, commit)
+    files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
+    if not files:
+        raise StoreUnavailable(f"{what}: its files cannot be listed; try again")
+    for file in files:
+        if not file.rpartition("::")[2].startswith(own):
+            raise SourceError(
+                f"{what}: names {file!r} as one of its files, which is not of the dataset; such "
+                "files are not read. Fetch them yourself, and name them in source.uri"
+            )
+
+
+def _own(repository: str, commit: str) -> str:
+    """What the paths of a dataset's files begin with."""
+    return f"hf://datasets/{repository}@{commit}/"
+
+
+class HubSource(TableSource):
+    """A split of a dataset at a commit, streamed from the Hub in the order of its files."""
+
+    def __init__(
+        self, builder: Any, split: str, pin: TablePin, token: str | None, config: str | None
+    ) -> None:
+        self._builder, self._split, self._token, self._config = builder, split, token, config
+        self.pin = pin
+        self._repository = hub_name(pin.uri).repository
+        data = builder.as_streaming_dataset(split)
+        if data.features is not None:
+            schema = data.features.arrow_schema
+        else:  # of text, which has no types before it is read
+            first = next(data.with_format("arrow").iter(ROWS_AT_ONCE), None)
+            schema = pa.schema([]) if first is None else first.schema
+        self.schema = pa.schema([pa.field(f.name, stored_type(f.type)) for f in schema])
+
+    @property
+    def what(self) -> str:
+        return f"source.uri: the Hugging Face dataset {self._repository} at {self.pin.version}"
+
+    @cached_property
+    def rows(self) -> int | None:  # type: ignore[override]
+        """By the dataset's card, or the footers of Parquet; None where there are neither."""
+        told = self._builder.info.splits or {}
+        parts = self._split.split("+")
+        if all(part in told and told[part].num_examples for part in parts):
+            return sum(int(told[part].num_examples) for part in parts)
+        files = [str(f) for part in parts for f in self._builder.config.data_files.get(part, ())]
+        if not self._is_parquet or not 0 < len(files) <= FOOTERS:
+            return None
+        from pyarrow.parquet import read_metadata
+
+        with _explained(self.what, self._token):
+            return sum(int(read_metadata(self._hub.open(file)).num_rows) for file in files)
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        names = list(columns or self.schema.names)
+        with _explained(self.what, self._token):
+            before = 0
+            for table in self._reader(names).with_format("arrow").iter(ROWS_AT_ONCE):
+                rows = as_typed(self.what, table, [self.schema.field(n) for n in names], before)
+                before += rows.num_rows
+                yield from self._with_media(rows)
+
+    def _reader(self, names: Sequence[str]) -> Any:
+        """Of all columns, or of Parquet of these alone."""
+        builder = self._builder
+        if self._is_parquet:
+            more = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
+            builder = _builder(
+                self._repository, self.pin.version, self._config, self._token, **more
+            )
+            _refuse_elsewhere(self.what, builder, self._repository, self.pin.version)
+        return builder.as_streaming_dataset(self._split)
+
+    @property
+    def _is_parquet(self) -> bool:
+        from datasets.packaged_modules.parquet.parquet import ParquetConfig
+
+        return isinstance(self._builder.config, ParquetConfig)
+
+    @property
+    def _hub(self) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem(token=self._token)
+
+    def _with_media(self, rows: pa.Table) -> Iterator[pa.RecordBatch]:
+        """The rows, with the content of media that they name among the dataset's files."""
+        at = [i for i, field in enumerate(rows.schema) if has_media(field.type)]
+        if not at:
+            yield from rows.to_batches()
+            return
+        for start in range(0, rows.num_rows, MEDIA_AT_ONCE):
+            part = rows.slice(start, MEDIA_AT_ONCE)
+            values = {i: part.column(i).to_pylist() for i in at}
+            named = [m for column in values.values() for v in column for m in media_in(v)]
+            own = _own(self._repository, self.pin.version)
+            open_ones = [
+                one
+                for one in named
+                if one["bytes"] is None and str(one["path"]).rpartition("::")[2].startswith(own)
+            ]
+            paths = [str(one["path"]) for one in open_ones]
+            found = read_ahead(self._fetched, paths, MEDIA_THREADS, MEDIA_AT_ONCE)
+            for one, data in zip(open_ones, found, strict=True):
+                one["bytes"] = data
+            for i, column in values.items():
+                field = part.schema.field(i)
+                part = part.set_column(i, field, pa.array(column, field.type))
+            yield from part.combine_chunks().to_batches()
+
+    def _fetched(self, path: str) -> bytes:
+        import fsspec
+
+        # A file within an archive is named as zip://NAME::hf://datasets/...
+        options = {"hf": {"token": self._token}} if "::" in path else {"token": self._token}
+        with fsspec.open(path, "rb", **options) as file:
+            return bytes(file.read())
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The status with which the Hub answered, as the causes of an error tell it."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return int(status)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _unanswered(error: BaseException | None) -> bool:
+    """Whether nobody answered. The Hub's HTTP client has errors of its own, and is another library
+    from version to version."""
+    while error is not None:
+        own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
+        if isinstance(error, ConnectionError | TimeoutError) or "TransportError" in own:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceError:
+    said = scrub(" ".join(str(error).split()))[:300]
+    return SourceError(
+        f"{what}: Hugging Face answers {_status(error)}: access is denied ({said}); check HF_TOKEN "
+        "or source.options.token_env, and for a gated dataset ask for access on its page"
+    )
+
+
+@contextmanager
+def _explained(what: str, token: str | None) -> Iterator[None]:
+    """What the libraries raise, as our errors and without the token."""
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    def scrub(text: str) -> str:
+        return text.replace(token, "***") if token else text
+
+    with said_plainly(what, scrub):
+        try:
+            yield
+        except (ConfigError, SourceError, StoreUnavailable):
+            raise
+        except OfflineModeIsEnabled:
+            raise SourceError(
+                f"{what}: HF_HUB_OFFLINE is set, and it is streamed from the Hub; unset it where "
+                "the run is planned, or name a local folder that save_to_disk wrote"
+            ) from None
+        except RepositoryNotFoundError as error:
+            if isinstance(error, GatedRepoError):
+                raise _denied(what, error, scrub) from None
+            raise SourceError(
+                f"{what}: is not there, or is private and the token may not read it; check OWNER/"
+                "NAME, and HF_TOKEN or source.options.token_env"
+            ) from None
+        except Exception as error:
+            status, said = _status(error), scrub(" ".join(str(error).split()))[:300]
+            if status in (401, 403):
+                raise _denied(what, error, scrub) from None
+            if status == 429 or (status is not None and status >= 500) or _unanswered(error):
+                raise StoreUnavailable(f"{what}: {said or type(error).__name__}") from None
+            if "scripts are no longer supported" in said:
+                raise SourceError(
+                    f"{what}: is a Python script, which is not run; convert it to Parquet (its "
+                    "page may have a branch refs/convert/parquet: write @refs/convert/parquet)"
+                ) from None
+            raise

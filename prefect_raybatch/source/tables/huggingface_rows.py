@@ -1,0 +1,91 @@
+"""Rows of Hugging Face datasets, as Arrow stores them for others: what Hub and folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError
+
+ROWS_AT_ONCE = 1000
+MEDIA = {"bytes", "path"}  # fields of an image, as the library stores it
+
+
+def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
+    if asked is None and len(names) == 1:
+        return names[0]
+    wrong = [part for part in (asked or "").split("+") if part not in names]
+    if wrong:
+        said = f"has no {wrong[0]!r}" if asked else "has several"
+        raise ConfigError(
+            f"{field}: the dataset {said} ({', '.join(names)}); name one, or several as a+b"
+        )
+    return str(asked)
+
+
+def stored_type(kind: pa.DataType) -> pa.DataType:
+    """`kind` without the library's own types around it, at any depth: arrays of several dimensions
+    are lists of lists, JSON is text."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return stored_type(kind.storage_type)
+    types = pa.types
+    if types.is_struct(kind):
+        return pa.struct([pa.field(f.name, stored_type(f.type)) for f in kind])
+    if types.is_fixed_size_list(kind):
+        return pa.list_(stored_type(kind.value_type), kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(stored_type(kind.value_type))
+    return pa.list_(stored_type(kind.value_type)) if types.is_list(kind) else kind
+
+
+def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
+    """The columns `fields` of rows of which `before` came earlier. SourceError where text in later
+    rows is of another type than in the first."""
+    made = []
+    for field in fields:
+        if field.name not in table.column_names:
+            made.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = table.column(field.name)
+        if isinstance(column.type, pa.BaseExtensionType):
+            column = pa.chunked_array([c.storage for c in column.chunks], column.type.storage_type)
+        if pa.types.is_null(field.type) and not pa.types.is_null(column.type):
+            raise _changed(what, field, column.type, before)
+        try:
+            made.append(column if column.type == field.type else column.cast(field.type))
+        except pa.ArrowException:
+            raise _changed(what, field, column.type, before) from None
+    return pa.Table.from_arrays(made, schema=pa.schema(fields))
+
+
+def _changed(what: str, field: pa.Field, kind: pa.DataType, before: int) -> SourceError:
+    return SourceError(
+        f"{what}: column {field.name!r} is {field.type} in its first rows, and {kind} in those "
+        f"from row {before:,} (from 0) on; declare its type in the dataset's card (dataset_info), "
+        "leave it out with source.columns, or fetch the files and name them in source.uri"
+    )
+
+
+def _is_media(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(kind)) and {field.name for field in kind} == MEDIA
+
+
+def has_media(kind: pa.DataType) -> bool:
+    if _is_media(kind):
+        return True
+    return any(has_media(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def media_in(value: Any) -> Iterator[dict[str, Any]]:
+    """The media in a value, at any depth."""
+    if isinstance(value, dict):
+        if value.keys() == MEDIA:
+            yield value
+        else:
+            for inner in value.values():
+                yield from media_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from media_in(inner)

@@ -1,0 +1,224 @@
+"""Publishing to a real PostgreSQL: once, whatever is killed, and by keys that are right."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from helpers.postgresql import PASSWORD, postgresql
+from helpers.retries import FAILED, first_run, retried
+from helpers.small import make_job, read_json
+
+from prefect_raybatch.errors import ConfigError, PublishFailed
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.publish_run import publish_run
+
+ANSWERED = [n for n in range(20) if n not in FAILED]
+STEPS = ["opened", "looked", "in transaction", "inserted", "committed", "recording"]
+
+
+class Killed(BaseException):
+    """As a signal would, it passes by whatever catches exceptions."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgresql() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(first_run(tmp_path_factory.mktemp("finished")).store.uri)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_PG_PASSWORD", PASSWORD)
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "out/key")
+    return tmp_path / "out/key"
+
+
+def target(server: str, table: str, **more: Any) -> dict[str, Any]:
+    uri = server.replace("://", "://reader:${TEST_PG_PASSWORD}@", 1)
+    return {"format": "sql", "uri": uri, "table": table, **more}
+
+
+def job_of(run: Path, *targets: dict[str, Any]) -> BatchJob:
+    value = read_json(run / "_raybatch/plan.json")["job"]
+    value["output"] = {**value["output"], "publish": list(targets)}
+    return BatchJob.from_dict(value)
+
+
+def connect(server: str) -> psycopg.Connection:
+    return psycopg.connect(server, user="reader", password=PASSWORD, autocommit=True)
+
+
+def forget(server: str) -> None:
+    """What was published before: all copies of a run share the hash of its plan."""
+    with connect(server) as own:
+        own.execute("DROP TABLE IF EXISTS _raybatch_published")
+
+
+def rows_of(server: str, table: str) -> dict[int, str]:
+    """Answers by id; each id stands there once."""
+    with connect(server) as own:
+        found = own.execute(f"SELECT id, response FROM {table}").fetchall()
+    assert len(found) == len(dict(found)), "a key stands there twice"
+    return dict(found)
+
+
+def cut_off(server: str) -> None:
+    """What becomes of a publisher's connections when its machine dies."""
+    with connect(server) as own:
+        own.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+
+
+def test_a_publisher_that_is_cut_off_at_any_step_leaves_each_row_once(server, run, tmp_path):
+    for at, step in enumerate(STEPS):
+        root = tmp_path / step.replace(" ", "_")
+        shutil.copytree(run, root)
+        table, seen = f"cut_{at}", []
+        job = job_of(root, target(server, table, mode="merge", key=["id"]))
+
+        def stop(found: str, step: str = step, seen: list[str] = seen) -> None:
+            if step in seen:  # a transaction that it could not roll back, which it tries again
+                raise Killed(step)
+            seen.append(found)
+            if found == step:
+                cut_off(server)
+                raise Killed(step)
+
+        forget(server)
+        with pytest.raises(Killed):
+            publish_run(job, str(root), stop)
+        assert seen == STEPS[: at + 1]
+        publish_run(job, str(root))
+        assert sorted(rows_of(server, table)) == ANSWERED, step
+
+
+@pytest.mark.parametrize("step", ["looked", "inserted"])
+def test_a_connection_that_breaks_is_made_anew(step, server, run):
+    table, cut = f"broken_{STEPS.index(step)}", []
+    forget(server)
+
+    def once(found: str) -> None:
+        if found == step and not cut:
+            cut.append(found)
+            cut_off(server)
+
+    publish_run(job_of(run, target(server, table)), str(run), once)
+    assert cut and sorted(rows_of(server, table)) == ANSWERED
+
+
+def together(*works: Callable[[], object]) -> list[BaseException]:
+    """All at once, each in a thread of its own; what they raised."""
+    failed: list[BaseException] = []
+    ready = threading.Barrier(len(works))
+
+    def work(one: Callable[[], object]) -> None:
+        ready.wait(30)
+        try:
+            one()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(one,)) for one in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return failed
+
+
+def test_two_publishers_of_one_run_and_two_runs_by_one_key_at_once(server, run, tmp_path):
+    """Four at once into a table that none has made: two of each run, with the same keys."""
+    merged = target(server, "busy", mode="merge", key=["id"])
+    other = first_run(tmp_path / "other", {}, text="old")
+    pairs = []
+    for at, uri in enumerate([str(run), other.store.uri] * 2):
+        own = tmp_path / f"{at}/key"
+        shutil.copytree(uri, own)
+        pairs.append((job_of(own, merged), str(own)))
+    forget(server)
+    assert together(*(lambda p=pair: publish_run(*p) for pair in pairs)) == []
+    found = rows_of(server, "busy")
+    assert sorted(found) == list(range(20))
+    kinds = {found[n].split()[0] for n in ANSWERED}
+    assert kinds in ({"answer"}, {"old"}), "rows of one run stand between another's"
+    with connect(server) as base:
+        (runs,) = base.execute(
+            "SELECT count(*) FROM _raybatch_published WHERE rows IS NOT NULL"
+        ).fetchone()
+    assert runs == 2
+
+
+def test_a_retry_of_failed_rows_is_published_beside_its_parent(server, tmp_path):
+    parent = first_run(
+        tmp_path / "out", output={"publish": [target(server, "family", mode="merge", key=["id"])]}
+    )
+    publish_run(None, parent.store.uri)
+    child = retried(parent.store.uri)
+    assert publish_run(None, child).published[0].rows == len(FAILED)
+    assert sorted(rows_of(server, "family")) == list(range(20))
+
+
+def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monkeypatch):
+    job, columns = job_of(run, target(server, "denied")), pa.schema([("id", pa.int64())])
+
+    def refused(job: BatchJob, *words: str, kind: type[Exception] = ConfigError) -> None:
+        for work in (lambda: publish_run(job, str(run)), lambda: check_targets_of(job, columns)):
+            with pytest.raises(kind) as caught:
+                work()
+            for word in words:
+                assert word in str(caught.value), str(caught.value)
+            assert "wr0ng" not in str(caught.value)
+
+    monkeypatch.setenv("TEST_PG_PASSWORD", "wr0ng")
+    refused(job, "output.publish: sql: access is denied", "password authentication failed")
+    monkeypatch.delenv("TEST_PG_PASSWORD")
+    refused(job, "the environment variable TEST_PG_PASSWORD is not set")
+    monkeypatch.setenv("TEST_PG_PASSWORD", PASSWORD)
+    nowhere = target(server.rpartition("/")[0] + "/none", "t")
+    refused(job_of(run, nowhere), "there is no such database", '"none" does not exist')
+    away = target("postgresql://127.0.0.1:1/x", "t")
+    refused(job_of(run, away), "127.0.0.1", "raybatch publish RUN_DIR", kind=PublishFailed)
+
+
+def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
+    with connect(server) as own:
+        own.execute("CREATE ROLE guest LOGIN PASSWORD 'g'")
+        own.execute("CREATE TABLE theirs (LIKE pg_class)")
+        own.execute("CREATE SCHEMA closed")
+        own.execute("CREATE TABLE narrow (id int, _row int, tags text, response varchar(3))")
+        own.execute('ALTER TABLE narrow ADD COLUMN "Company" text')
+    forget(server)
+    uri = server.replace("://", "://guest:${GUEST}@", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GUEST", "g")
+        guest = job_of(run, {"format": "sql", "uri": uri, "table": "closed.t"})
+        with pytest.raises(ConfigError, match=r"access is denied.*permission denied"):
+            publish_run(guest, str(run))
+    with pytest.raises(ConfigError, match=r"refuses the rows.*too long"):
+        publish_run(job_of(run, target(server, "narrow")), str(run))
+    assert rows_of(server, "narrow") == {}  # given up whole
+
+
+def test_a_job_with_a_password_in_its_url_is_none():
+    for uri in ("postgresql://u:p@h/x", "postgresql://h/x?user=u&password=p"):
+        with pytest.raises(ConfigError, match=r"holds a password.*\$\{NAME\}"):
+            make_job(output={"publish": [{"format": "sql", "uri": uri, "table": "t"}]})
