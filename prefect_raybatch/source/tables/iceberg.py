@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from prefect_raybatch.job.filter_text import (
     Literal,
     OneOf,
 )
+from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of
@@ -31,6 +33,7 @@ METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
 )
 SQLITE = "sqlite:///"
+SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
 
 def open_iceberg(source: Source) -> TableSource:
@@ -39,15 +42,28 @@ def open_iceberg(source: Source) -> TableSource:
     place = given if source.catalog else join(given)
     remote = bool(source.catalog) or is_remote(place)
     keys = s3_settings(source.options) if remote else None
-    scrub = keys.scrub if keys else str
+    properties = fill_variables(source.catalog, "source.catalog")
+    scrub = _scrub(keys, properties)
     name = f"source.uri: the Iceberg table {place}"
     with said_plainly(name, scrub):
         if source.catalog:
-            table = _from_catalog(place, {**iceberg_options(keys), **source.catalog})
+            table = _from_catalog(place, {**iceberg_options(keys), **properties})
         else:
             table = _from_folder(place, source.options, iceberg_options(keys))
         snapshot = _snapshot(table, source.version, place)
         return IcebergSource(table, snapshot, place, scrub)
+
+
+def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[str], str]:
+    """Takes the keys of store and catalog out of a text."""
+    secrets = sorted(catalog_secrets(properties), key=len, reverse=True)
+
+    def scrub(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***") if len(secret) > SHORTEST_KEY else text
+        return keys.scrub(text) if keys else text
+
+    return scrub
 
 
 def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
