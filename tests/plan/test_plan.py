@@ -451,7 +451,7 @@ def test_a_run_goes_on_that_counted_an_argument_which_is_free_by_now():
     assert plan.fingerprint != now[0]
     check_same(plan, *now, "/run")
     other = fingerprint(job_with(**{"engine.dtype": "half"}), MODEL)
-    with pytest.raises(PlanMismatch, match="engine.dtype: None -> 'half'"):
+    with pytest.raises(PlanMismatch, match=r"engine\.dtype: None -> 'half'"):
         check_same(plan, *other, "/run")
 
 
