@@ -15,17 +15,18 @@ from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
 
 
 class PartFiles:
-    """FOLDER/part-00000.parquet ... of `store`; `rows` are those in the part being written.
+    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on; `rows` are those in the
+    part being written.
 
     A part appears whole, when it is finished, and is proved to be what was written. Raises
     StoreError for a full local disk (TMPDIR), and the store's errors; `discard` cleans up after
     any of them.
     """
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, store: Store, folder: str, first: int = 0) -> None:
         self.rows = 0
         self._store, self._folder = store, folder
-        self._finished = 0
+        self._finished = first
         self._writer: Any = None
         self._local: tempfile.TemporaryDirectory[str] | None = None
 

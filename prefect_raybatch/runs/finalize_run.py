@@ -66,7 +66,13 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         return _end(ledger, plan, output.compact)
     try:
         result = finalize(
-            ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
+            ledger,
+            plan,
+            shards,
+            output.row_number,
+            output.file_mb << 20,
+            output.compact,
+            output.read_back,
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
@@ -154,6 +160,8 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
         row_number=output.row_number,
         finished=time.time(),
         plan=plan.hash,
+        layout=result.layout,
+        manifest=result.manifest,
     )
 
 
@@ -182,10 +190,11 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 
     Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
     """
-    from prefect_raybatch.result.reap import orphans
+    from prefect_raybatch.result.reap import ended_notes, orphans
 
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
+        ledger.store.delete(info.path for info in ended_notes(ledger, plan))
     return load_report(ledger.store)
 
 
