@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.ledger.records import Part
-from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
+from prefect_raybatch.storage import FileInfo, Store, Sums, is_remote, put_file_proved
 
 
 class PartFiles:
@@ -52,7 +52,7 @@ class PartFiles:
         with local_disk():
             self._writer.close()
             with open(self._path, "rb") as stream:
-                sums = Sums.of_stream(stream)
+                sums = Sums.of_stream(stream, etag=is_remote(self._store.uri))
         path = f"{self._folder}/part-{self._finished:05d}.parquet"
         checksum, info = self._land(path, self._path, sums)
         part = Part(path, self.rows, info.size, checksum, etag=info.etag)

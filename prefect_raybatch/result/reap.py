@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ REAPED_KINDS = {
     "answers": "raw answers that are kept no longer (output.keep_answers)",
 }
 _TABLE = re.compile(
-    r"(shards|files|numbers|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
+    r"(shards|files|numbers|uris|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
 )
 _PROBE = re.compile(r"_probe-[^/]+/")
 
@@ -182,13 +181,14 @@ def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     increment = increment_of(plan)
-    named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
+    named = plan.tables
     named |= set(increment.tables) if increment is not None else set()
     layout, success = read_layout(ledger, plan), ledger.finished(plan)
     # Whose record is not there yet may be about to be named.
     going = ("layout-",) * (layout is None) + ("parts-", "manifest-") * (success is None)
     named |= {layout[0].table} if layout is not None else set()
-    named |= {success.manifest, success.parts_table} if success is not None else set()
+    told = (success.manifest, success.parts_table) if success is not None else ()
+    named |= {name for name in told if name is not None}
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
         if _TABLE.match(name) and name not in named and not name.startswith(going):

@@ -407,6 +407,7 @@ def test_with_read_back_an_etag_is_not_believed(tmp_path, monkeypatch):
         return replace(stat(self, path), etag=hashlib.md5(body).hexdigest())
 
     monkeypatch.setattr(LocalStore, "stat", with_etag)
+    monkeypatch.setattr("prefect_raybatch.ledger.part_files.is_remote", lambda uri: True)
     finalize(run.ledger, run.plan, run.shards, "_row", 1 << 20)
     once = opened.count("data/part-00000.parquet")  # the listing here says no ETag
     shutil.rmtree(tmp_path / "data")
