@@ -90,7 +90,7 @@ def _fields(name: str, uri: str, template: str, model: str, output: str) -> dict
 
 
 def _leaves(value: dict[str, Any], above: str = "") -> list[tuple[str, str]]:
-    found = []
+    found: list[tuple[str, str]] = []
     for key, inner in value.items():
         path = f"{above}{key}"
         found += _leaves(inner, f"{path}.") if isinstance(inner, dict) else [(path, inner)]
