@@ -20,9 +20,13 @@ from prefect_raybatch.runs.listing import RunLine
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
+    from prefect_raybatch.runs.preview import Preview
     from prefect_raybatch.runs.prune import Pruned
 
 app = typer.Typer()
+PROMPTS_SHOWN, TEXT_SHOWN, CELL_SHOWN = 3, 2000, 60  # prompts; characters of one, of a cell
+INPUTS_SHOWN = 3  # columns of the input beside an answer
+WRONG_SHOWN = ("stage", "error", "message")
 
 Output = Annotated[
     str, typer.Argument(metavar="OUTPUT", help="Folder of runs, local or s3://: output.uri.")
@@ -63,6 +67,55 @@ def init(
     file.write_text(text, encoding="utf-8")
     err.print(f"wrote {file}: {counted(len(columns), 'column')} seen in {table}", markup=False)
     err.print(f"next: raybatch plan {file}", markup=False)
+
+
+@app.command()
+def preview(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")],
+    rows: Annotated[int, typer.Option(min=1, max=1000, help="First rows of the input.")] = 5,
+    no_answers: Annotated[
+        bool, typer.Option("--no-answers", help="Types and prompts alone; starts no engine.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show types, prompts and answers of a job's first rows, without Prefect, Ray or a run."""
+    from prefect_raybatch.cli.drive import with_keys
+    from prefect_raybatch.job.run_words import today, with_run_words
+    from prefect_raybatch.runs import preview as previewing
+
+    loaded = with_keys(BatchJob.from_yaml(job))
+    loaded = with_run_words(loaded, f"{loaded.name}-{today():%Y%m%d}T000000Z")
+    found = previewing.preview(loaded, rows, not no_answers)
+    if as_json:
+        print_json(found)
+    else:
+        _show_preview(found)
+
+
+def _show_preview(found: Preview) -> None:
+    out.print("[bold]columns[/]")
+    for name, kind in found.columns:
+        out.print(f"  {name}: {kind}", markup=False)
+    for one in found.prompts[:PROMPTS_SHOWN]:
+        out.print(f"[bold]prompt of row {one.row}[/], {counted(one.tokens, 'token')}")
+        text = one.trouble or one.text
+        more = f" ... {len(text) - TEXT_SHOWN:,} characters more" * (len(text) > TEXT_SHOWN)
+        out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
+    given = {name for name, _ in found.columns}
+    asked = set(found.asked[:INPUTS_SHOWN])
+    made = [{k: v for k, v in row.items() if k in asked or k not in given} for row in found.answers]
+    wrong = [{name: row[name] for name in WRONG_SHOWN} for row in found.failed]
+    for title, rows in (("answers", made), ("failed rows", wrong)):
+        if rows:
+            out.print(f"[bold]{title}[/]")
+            show_rows([{name: _short(value) for name, value in row.items()} for row in rows])
+    took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in found.seconds.items())
+    out.print(f"took {took}", markup=False)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= CELL_SHOWN else f"{text[:CELL_SHOWN]}..."
 
 
 def _asked(question: str, given: str | None, default: str) -> str:

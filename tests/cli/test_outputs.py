@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -76,6 +78,13 @@ def test_the_schema_takes_every_job_file_of_ours_and_names_a_wrong_field(capsys)
     assert "nmae" in next(checker.iter_errors(wrong)).message
 
 
+def test_preview_prints_types_and_prompts(table, capsys):
+    assert said(capsys, "init", "firms.parquet")[0] == 0
+    code, text, _ = said(capsys, "preview", "job.yaml", "--rows", "1", "--no-answers")
+    assert code == 0 and "  Company: string" in text and "What is this? Acme" in text
+    assert "prompt of row 0" in text and "took plan" in text and not Path("out").exists()
+
+
 def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsys):
     for key in ("one", "two"):
         first_run(tmp_path, key=key)
@@ -95,3 +104,26 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
     assert not (tmp_path / "one").exists()
     code, text, _ = said(capsys, "runs", str(tmp_path / "nowhere"))
     assert code == 0 and "no runs in" in text
+
+
+@pytest.mark.e2e
+def test_a_real_engine_answers_the_first_rows_without_leaving_anything(tmp_path):
+    choice = ["Law Firm", "Real Estate", "Retail", "Other"]
+    job = {
+        "name": "industries",
+        "source": {"uri": str(ROOT / "deployments/customers.csv")},
+        "prompt": {"template": "What industry is this company in: {Company}"},
+        "sampling": {"temperature": 0, "choice": choice},
+        "engine": {"model": "demo"},
+        "output": {"uri": "out"},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [str(Path(sys.executable).with_name("raybatch")), "preview", "job.yaml", "--json"]
+    done = subprocess.run(
+        [*command, "--rows", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["prompts"]) == len(found["answers"]) == 3
+    assert {row["response"] for row in found["answers"]} <= set(choice)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
