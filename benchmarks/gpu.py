@@ -10,6 +10,9 @@ Work, greedy in all cases:
   long       512 tokens out for each of short prompts, end tokens ignored
   varied     the same with 128 to 512 tokens out, another number for each row
   prefix     256 prefixes of about 512 tokens, shuffled, with a short ending; 128 tokens out
+  triage     about 150 prompt tokens of which half are shared, 24 tokens out
+  mid        about 370 prompt tokens, 64 tokens out
+  rag        about 2,000 prompt tokens, 32 tokens out
 
 Weights are random (load_format="dummy") at the dimensions of a Llama of that size,
 so speed is real and answers are not. Each peer is a process of its own, one after the other.
@@ -100,8 +103,11 @@ DIMENSIONS = {
         "vocab_size": 32000,
     },
 }
-WORK = ("company", "long", "varied", "prefix")
-OUT = {"long": 512, "varied": 512, "prefix": 128}  # tokens at most
+OUT = {"long": 512, "varied": 512, "prefix": 128, "triage": 24, "mid": 64, "rag": 32}  # at most
+WORK = ("company", *OUT)
+# Words of a row of its own, of about 2.8 tokens each, beside the system message.
+OWN_WORDS = {"triage": 20, "mid": 100, "rag": 670}
+LENGTH = {"company": 256, "rag": 4096}  # max_model_len, where it is not 1024
 WORDS = [
     "Acme",
     "Stone",
@@ -189,6 +195,11 @@ def make_rows(work: str, count: int) -> list[dict[str, Any]]:
             {"text": f"{draw.choice(prefixes)} {draw.randint(1, 10**9)} {words(8)}", "out": 128}
             for _ in range(count)
         ]
+    if work in OWN_WORDS:
+        return [
+            {"text": f"{draw.randint(1, 10**9)} {words(OWN_WORDS[work])}", "out": OUT[work]}
+            for _ in range(count)
+        ]
     least = 128 if work == "varied" else 512
     return [{"text": words(30), "out": draw.randint(least, 512)} for _ in range(count)]
 
@@ -211,7 +222,7 @@ def ask(row: dict[str, Any]) -> dict[str, Any]:
 def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "load_format": "dummy",
-        "max_model_len": 256 if args.work == "company" else 1024,
+        "max_model_len": LENGTH.get(args.work, 1024),
         "max_num_batched_tokens": args.batched_tokens,
     }
     if args.seqs:
@@ -297,7 +308,7 @@ def job_of(
 
     rows = make_rows(args.work, args.rows)
     pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
-    own = args.work in ("long", "varied", "prefix")
+    own = args.work in OUT
     arguments = engine_arguments(args)
     if engines != 1:  # left to the package
         del arguments["gpu_memory_utilization"]
