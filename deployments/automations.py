@@ -51,7 +51,7 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("the quarantine is high", "More rows failed than the job's limits.warn_failed.",
          _of_run("raybatch.quarantine.high"), f"{run}: many rows fail", FIGURES),
         ("the deadline is at risk", "At its present rate a run ends after limits.deadline.",
-         _of_run("raybatch.deadline.at-risk"), f"{run} will be late",
+         _of_run("raybatch.deadline.risk"), f"{run} will be late",
          "{{ event.payload.about }}\n" + FIGURES),
         ("a run failed", "A task failed and is not tried again.",
          _of_state("Failed"), f"{name} failed", STATE),

@@ -130,7 +130,7 @@ class LiveEvents:
             f"limits.deadline allows {duration(self.deadline)}"
         )
         log.warning("the deadline is at risk: %s", about)
-        self.events.emit("deadline.at-risk", run=self.run, about=about, **_figures(beat))
+        self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
 
     def _commits(self, beat: Beat, now: float) -> None:
         # A share of the shards and not a share of the time bounds the number over all attempts.

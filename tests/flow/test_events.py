@@ -102,7 +102,7 @@ def test_a_deadline_at_risk_is_told_once(emitted):
         live.started(Beat(0.0, shards=20, committed=2), worked)
         for at, committed, left in beats:
             live.see(Beat(0.0, shards=20, committed=committed, seconds_left=left), at)
-        return [e["payload"]["about"] for e in emitted if e["event"].endswith("at-risk")]
+        return [e["payload"]["about"] for e in emitted if e["event"].endswith("deadline.risk")]
 
     assert told([(0.0, 2, None), (20.0, 3, 500.0), (40.0, 9, 50.0), (90.0, 20, 0.0)]) == []
     late = [(0.0, 2, None), (30.0, 7, 71.0), (40.0, 8, 80.0)]
