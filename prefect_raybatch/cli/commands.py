@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
+from prefect_raybatch.cli.arguments import Json
 from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
-from prefect_raybatch.cli.outputs import app as outputs
+from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.show import (
     err,
     out,
@@ -51,7 +52,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RunKeyOption = Annotated[
     str | None, typer.Option(help="Directory of the run under output.uri; continues it.")
 ]

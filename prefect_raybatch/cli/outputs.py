@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prefect_raybatch.cli.arguments import Json
 from prefect_raybatch.cli.show import err, out, print_json, show_rows
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -23,19 +24,18 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.preview import Preview
     from prefect_raybatch.runs.prune import Pruned
 
-app = typer.Typer()
+outputs = typer.Typer()
 PROMPTS_SHOWN, TEXT_SHOWN, CELL_SHOWN = 3, 2000, 60  # prompts; characters of one, of a cell
 INPUTS_SHOWN = 3  # columns of the input beside an answer
 WRONG_SHOWN = ("stage", "error", "message")
 
-Output = Annotated[
+OutputFolder = Annotated[
     str, typer.Argument(metavar="OUTPUT", help="Folder of runs, local or s3://: output.uri.")
 ]
 OfJob = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Of this job alone.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-@app.command()
+@outputs.command()
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="File, folder or table to read.")],
     file: Annotated[Path, typer.Option(help="The job file to write.")] = Path("job.yaml"),
@@ -69,7 +69,7 @@ def init(
     err.print(f"next: raybatch plan {file}", markup=False)
 
 
-@app.command()
+@outputs.command()
 def preview(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")],
     rows: Annotated[int, typer.Option(min=1, max=1000, help="First rows of the input.")] = 5,
@@ -85,7 +85,7 @@ def preview(
 
     loaded = with_keys(BatchJob.from_yaml(job))
     loaded = with_run_words(loaded, f"{loaded.name}-{today():%Y%m%d}T000000Z")
-    found = previewing.preview(loaded, rows, not no_answers)
+    found = previewing.preview_rows(loaded, rows, not no_answers)
     if as_json:
         print_json(found)
     else:
@@ -125,7 +125,7 @@ def _asked(question: str, given: str | None, default: str) -> str:
     return answer
 
 
-@app.command()
+@outputs.command()
 def schema() -> None:
     """JSON Schema of a job file, by which editors complete and check it."""
     found = BatchJob.model_json_schema()
@@ -133,9 +133,9 @@ def schema() -> None:
     print(json.dumps({**dialect, **found}, indent=2))
 
 
-@app.command()
+@outputs.command()
 def runs(
-    output: Output,
+    output: OutputFolder,
     job: OfJob = None,
     latest: Annotated[
         bool,
@@ -180,9 +180,9 @@ def _shown(line: RunLine, now: float) -> dict[str, str]:
     }
 
 
-@app.command()
+@outputs.command()
 def prune(
-    output: Output,
+    output: OutputFolder,
     keep: Annotated[int, typer.Option(min=1, help="Newest complete runs of each job that stay.")],
     job: OfJob = None,
     older_than: Annotated[str, typer.Option(help="Leave younger ones: 12h, 30d.")] = "0s",
@@ -197,7 +197,7 @@ def prune(
     from prefect_raybatch.runs import prune as pruning
 
     age = seconds_of(older_than)
-    found = pruning.prune(output, keep, job=job, older_than=age, dry_run=True)
+    found = pruning.prune_runs(output, keep, job=job, older_than=age, dry_run=True)
     if found.removed and not dry_run:
         if not yes:
             if as_json or not sys.stdin.isatty():
@@ -207,7 +207,7 @@ def prune(
                 )
             _show_pruned(found)
             typer.confirm("Remove them for good?", abort=True, err=True)
-        found = pruning.prune(output, keep, job=job, older_than=age)
+        found = pruning.prune_runs(output, keep, job=job, older_than=age)
     if as_json:
         print_json({**asdict(found), "bytes": found.bytes})
         return

@@ -16,7 +16,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.storage import Store, open_store
 
-READERS = 8  # run directories read at once
+_READERS = 8  # run directories read at once
 COMPLETED, UNFINISHED, PLANNED = "completed", "unfinished", "planned"
 PRUNING, DAMAGED = "half removed", "not readable"
 
@@ -52,7 +52,7 @@ def list_runs(
 
 
 def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda key: _line(root, key), run_keys(root)))
     lines = [line for line in found if line is not None and (job is None or line.job == job)]
     return sorted(lines, key=_age, reverse=True)

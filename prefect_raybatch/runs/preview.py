@@ -42,7 +42,7 @@ class Preview:
     seconds: dict[str, float]
 
 
-def preview(
+def preview_rows(
     job: BatchJob, rows: int = 5, answers: bool = True, engine: type | None = None
 ) -> Preview:
     """The first `rows` rows through every stage of the job, in this process, on one engine.

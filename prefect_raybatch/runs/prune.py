@@ -17,8 +17,8 @@ from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.runs.listing import COMPLETED, PRUNING, RunLine, lines_of
 from prefect_raybatch.storage import Store, open_store
 
-LAST = (PLAN, SUCCESS, PRUNED)  # in that order
-AT_ONCE = 1000  # files of one delete
+_LAST = (PLAN, SUCCESS, PRUNED)  # in that order
+_AT_ONCE = 1000  # files of one delete
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Pruned:
         return sum(self.removed.values())
 
 
-def prune(
+def prune_runs(
     output: str,
     keep: int,
     *,
@@ -112,7 +112,7 @@ def _remove(root: Store, key: str, dry_run: bool) -> int:
         if not dry_run:
             root.delete(f"{key}/{name}" for name in names)
     if not dry_run:
-        for path in LAST:  # one after the other, each gone before the next
+        for path in _LAST:  # one after the other, each gone before the next
             root.delete([f"{key}/{path}"])
     return size
 
@@ -122,9 +122,9 @@ def _batches(store: Store) -> Iterator[tuple[list[str], int]]:
     size = 0
     for info in list(store.list()):
         size += info.size if info.path != PRUNED else 0
-        if info.path not in LAST:
+        if info.path not in _LAST:
             names.append(info.path)
-        if len(names) == AT_ONCE:
+        if len(names) == _AT_ONCE:
             yield names, size
             names, size = [], 0
     yield names, size

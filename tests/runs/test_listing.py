@@ -14,7 +14,7 @@ from prefect_raybatch import open_run
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.prune import prune
+from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
 
@@ -68,28 +68,28 @@ def test_the_newest_complete_run_is_the_one_that_finished_last(out):
 
 
 def test_all_but_the_newest_complete_runs_go_with_their_retries(out):
-    planned = prune(str(out), 1, dry_run=True)
+    planned = prune_runs(str(out), 1, dry_run=True)
     assert set(planned.removed) == {"one", "one.r1", "two"} and planned.bytes > 1000
     assert set(planned.kept) == {"three", "open", "other"}
     assert (out / "one" / SUCCESS).exists()
-    found = prune(str(out), 1)
+    found = prune_runs(str(out), 1)
     assert found.removed == planned.removed and found.kept == planned.kept
     assert sorted(path.name for path in out.iterdir()) == ["notes", "open", "other", "three"]
-    assert prune(str(out), 1).removed == {}
+    assert prune_runs(str(out), 1).removed == {}
 
 
 def test_a_family_stays_while_a_retry_of_it_is_not_complete(out):
     (out / "one.r1" / SUCCESS).unlink()
-    found = prune(str(out), 1)
+    found = prune_runs(str(out), 1)
     assert set(found.removed) == {"two"}
     assert found.kept["one"] == "one.r1 is unfinished"
 
 
 def test_young_runs_and_other_jobs_stay(out):
-    assert prune(str(out), 1, older_than=3600).removed == {}
-    assert set(prune(str(out), 1, job="another").removed) == set()
+    assert prune_runs(str(out), 1, older_than=3600).removed == {}
+    assert set(prune_runs(str(out), 1, job="another").removed) == set()
     with pytest.raises(ConfigError, match="keep 0"):
-        prune(str(out), 0)
+        prune_runs(str(out), 0)
 
 
 @pytest.mark.parametrize("calls", range(1, 8))
@@ -116,12 +116,12 @@ def test_cut_off_anywhere_it_never_looks_unfinished_and_the_next_call_ends_it(
         patch.setattr(LocalStore, "delete", counted_delete)
         patch.setattr(LocalStore, "put_if_absent", counted_put)
         with pytest.raises(KeyboardInterrupt):
-            prune(str(out), 1)
+            prune_runs(str(out), 1)
     states = {line.run_key: line.state for line in list_runs(str(out))}
     assert [key for key, state in states.items() if state == "unfinished"] == ["open"]
     for key in ("one", "two"):  # a plan without _SUCCESS would be resumed
         assert not (out / key / PLAN).exists() or (out / key / SUCCESS).exists()
-    prune(str(out), 1)
+    prune_runs(str(out), 1)
     assert sorted(path.name for path in out.iterdir()) == ["notes", "open", "other", "three"]
 
 
@@ -129,7 +129,7 @@ def test_a_run_half_removed_is_named_so(out):
     (out / "two" / PRUNED).write_bytes(b"{}")
     (line,) = [line for line in list_runs(str(out)) if line.run_key == "two"]
     assert line.state == "half removed"
-    assert set(prune(str(out), 3).removed) == {"two"}
+    assert set(prune_runs(str(out), 3).removed) == {"two"}
 
 
 def test_runs_on_s3_are_listed_and_removed(several, s3: S3Server):
@@ -139,5 +139,5 @@ def test_runs_on_s3_are_listed_and_removed(several, s3: S3Server):
         if info.path.startswith(("one/", "two/")):
             store.put(info.path, local.read(info.path))
     assert [line.run_key for line in list_runs(place, options)] == ["two", "one"]
-    assert set(prune(place, 1, options=options).removed) == {"one"}
+    assert set(prune_runs(place, 1, options=options).removed) == {"one"}
     assert list(store.folders()) == ["two"]

@@ -13,7 +13,7 @@ from helpers.engines import FakeEngine
 from prefect_raybatch.errors import ConfigError, EngineFailure, EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.runs.preview import preview
+from prefect_raybatch.runs.preview import preview_rows
 from prefect_raybatch.stages.block import lost_all
 
 
@@ -37,7 +37,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
 
 
 def test_types_prompts_answers_and_failed_rows_are_shown_and_nothing_stays(job, tmp_path):
-    found = preview(job, 4, engine=FakeEngine)
+    found = preview_rows(job, 4, engine=FakeEngine)
     assert found.columns == (("id", "int64"), ("Company", "string"))
     assert found.asked == ("Company",)
     assert [one.row for one in found.prompts] == [0, 1, 2, 3]
@@ -56,7 +56,7 @@ def test_without_answers_no_engine_is_made(job):
         def __init__(self, spec: Any) -> None:
             raise AssertionError("an engine was started")
 
-    found = preview(job, 2, answers=False, engine=Refused)
+    found = preview_rows(job, 2, answers=False, engine=Refused)
     assert len(found.prompts) == 2 and found.answers == found.failed == ()
 
 
@@ -67,14 +67,14 @@ def test_an_engine_that_is_lost_says_why(job, fatal, error):
             return lost_all(table, Loss("RuntimeError", "no memory left", fatal))
 
     with pytest.raises(error, match="no memory left"):
-        preview(job, 2, engine=Lost)
+        preview_rows(job, 2, engine=Lost)
 
 
 def test_the_limit_of_the_job_counts_and_its_mistakes_are_told(job):
     short = job.model_copy(update={"source": job.source.model_copy(update={"limit": 1})})
-    assert len(preview(short, 5, answers=False).prompts) == 1
+    assert len(preview_rows(short, 5, answers=False).prompts) == 1
     with pytest.raises(ConfigError, match="rows 0"):
-        preview(job, 0)
+        preview_rows(job, 0)
     prompt = job.prompt.model_copy(update={"template": "What is {Compny}?"})
     with pytest.raises(ConfigError, match="Compny"):
-        preview(job.model_copy(update={"prompt": prompt}))
+        preview_rows(job.model_copy(update={"prompt": prompt}))
