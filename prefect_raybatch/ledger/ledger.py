@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.layout import (
     commit_path,
     table_path,
 )
+from prefect_raybatch.ledger.many_uris import read_uris
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
 from prefect_raybatch.ledger.positions import Positions, Ranges, disjoint
 from prefect_raybatch.ledger.record_files import (
@@ -97,6 +98,13 @@ class Ledger:
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
         return read_files(self.table(plan.files_table))
+
+    def uris(self, plan: Plan) -> list[str]:
+        """The URIs of the input that the plan's job names."""
+        if plan.uris_table is not None:
+            return read_uris(self.table(plan.uris_table))
+        given = plan.job.get("source", {}).get("uri", [])
+        return [given] if isinstance(given, str) else list(given)
 
     def numbers(self, plan: Plan) -> RowNumbers:
         """The row number of each row of the run's input."""

@@ -7,13 +7,14 @@ from typing import Any
 
 from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
+from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import Plan
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line a differing field: `field: old -> new`; groups are taken apart."""
     lines = []
-    flat_old, flat_new = _flat(old), _flat(new)
+    flat_old, flat_new = _flat(bounded_parts(old)), _flat(bounded_parts(new))
     for key in sorted(set(flat_old) | set(flat_new)):
         before, after = flat_old.get(key), flat_new.get(key)
         if before != after:

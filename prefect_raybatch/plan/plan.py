@@ -20,6 +20,7 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, unsigned
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
+from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
@@ -278,13 +279,12 @@ def make_plan(
         most_bytes=bytes_a_shard(job.prompt),
     )[0]
     starts = shard_starts(rows, size)
-    shards, listing = shards_table(starts), files_table(files)
-    tables = {
-        f"{kind}-{digest(data)[:16]}.parquet": data
-        for kind, data in (("shards", shards), ("files", listing), ("numbers", numbers))
-        if data is not None
-    }
-    names = [*tables, None]
+    kept = public_job(job)
+    uris = kept["source"]["uri"]
+    made = {"shards": shards_table(starts), "files": files_table(files)}
+    made |= {} if numbers is None else {"numbers": numbers}
+    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}
     plan = Plan(
         run_key=run_key,
         job_name=job.name,
@@ -293,19 +293,20 @@ def make_plan(
         rows_per_shard=size,
         shards=len(starts) - 1,
         fingerprint=resolved.fingerprint,
-        parts=dict(resolved.parts),
+        parts=bounded_parts(resolved.parts),
         model=resolved.with_adapters(),
         input_schema=encode_schema(schema),
-        shards_table=str(names[0]),
-        files_table=str(names[1]),
+        shards_table=names["shards"],
+        files_table=names["files"],
         snapshot=snapshot,
-        job=public_job(job),
+        job=bounded_job(kept),
         parent=retry["parent"] if retry else None,
-        numbers_table=names[2],
+        numbers_table=names.get("numbers"),
+        uris_table=names.get("uris"),
         row_bytes=round(row_bytes, 1),
         context=context,
         table=table,
         quarantine=QUARANTINE_FOLDER,
         increment=increment,
     )
-    return plan, tables
+    return plan, {names[kind]: data for kind, data in made.items()}

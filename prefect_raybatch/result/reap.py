@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ REAPED_KINDS = {
     "unfinished": "writes that were cut off",
     "answers": "raw answers that are kept no longer (output.keep_answers)",
 }
-_TABLE = re.compile(r"(shards|files|numbers|places|weights)-[0-9a-f]{16}\.parquet\Z")
+_TABLE = re.compile(r"(shards|files|numbers|uris|places|weights)-[0-9a-f]{16}\.parquet\Z")
 _PROBE = re.compile(r"_probe-[^/]+/")
 
 
@@ -169,7 +168,7 @@ def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     increment = increment_of(plan)
-    named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
+    named = plan.tables
     named |= set(increment.tables) if increment is not None else set()
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
