@@ -174,8 +174,8 @@ MUTANTS = (
         "finalize_early",
         "finalize does not wait for all shards",
         (
-            Edit("result.finalize:finalize", "if not listing.done.all():", "if False:"),
-            Edit("result.finalize:finalize", "if tally.rows != plan.rows:", "if False:"),
+            Edit("result.survey:survey", "if not listing.done.all():", "if False:"),
+            Edit("result.survey:survey", "if found.tally.rows != plan.rows:", "if False:"),
         ),
         within=200,
     ),
@@ -208,8 +208,9 @@ MUTANTS = (
         (
             Edit(
                 "result.reap:orphans",
-                "commits = ledger.every_commit(plan)",
-                "commits = ledger.commits(plan, ledger.listing(plan))",
+                "done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)",
+                "done, there = np.ones(plan.shards, bool), ledger.listing(plan)\n"
+                "        named = {p.path for c in ledger.commits(plan, there) for p in c.pieces}",
             ),
         ),
         within=300,
@@ -232,9 +233,9 @@ MUTANTS = (
         "_SUCCESS is written without if-absent",
         (
             Edit(
-                "ledger.ledger:Ledger.succeed",
-                "put_record_if_absent(",
-                "put_record(",
+                "ledger.success:put_success",
+                "put_record_if_absent(store, SUCCESS, success.to_bytes())",
+                "store.put(SUCCESS, success.to_bytes())",
             ),
         ),
         quick=True,
@@ -244,10 +245,10 @@ MUTANTS = (
         "a part that is not there is written by a plain PUT",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "self._store.put_file_if_absent(path, local_path)",
+                "result.parts:_look",
+                "store.put_file_if_absent(path, local_path)",
                 "__import__('shutil').copy(local_path, local_path + '.put')\n"
-                "        self._store.put_file(path, local_path + '.put')",
+                "        store.put_file(path, local_path + '.put')",
             ),
         ),
         within=200,
@@ -257,9 +258,9 @@ MUTANTS = (
         "a part that is there is taken without a look at its rows",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "adopted = self._same(path, local_path)",
-                "adopted = __import__('hashlib').sha256(self._store.read(path)).hexdigest()",
+                "result.parts:_look",
+                "adopted = same(path, local_path)",
+                "adopted = __import__('hashlib').sha256(store.read(path)).hexdigest()",
             ),
         ),
         within=400,
@@ -269,12 +270,21 @@ MUTANTS = (
         "a part with the same rows as other bytes is replaced, without a fence",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "adopted = self._same(path, local_path)",
+                "result.parts:_look",
+                "adopted = same(path, local_path)",
                 "adopted = None",
             ),
-            Edit("result.parts:_Fenced._look", "self._guard()\n    log.warning", "log.warning"),
+            Edit("result.parts:_look", "check_unfinished(store)\n    log.warning", "log.warning"),
         ),
+    ),
+    Mutant(
+        "layout_own",
+        "a finalizer does not take the layout that is there",
+        (
+            Edit("result.survey:layout_of", "if plan.format > 1 and (", "if False and ("),
+            Edit("result.survey:layout_of", "if plan.format == 1:", "if True:"),
+        ),
+        quick=True,
     ),
     Mutant(
         "retry_taken",
@@ -297,7 +307,13 @@ MUTANTS = (
     Mutant(
         "retry_numbers",
         "a retry's rows lose the numbers of the first run",
-        (Edit("result.finalize:finalize", "numbers.of(positions)", "positions"),),
+        (
+            Edit(
+                "result.parts:PartTask.numbers_of",
+                "return positions if self.numbers is None else",
+                "return positions if True else",
+            ),
+        ),
         quick=True,
     ),
     Mutant(
