@@ -467,7 +467,7 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
-        err.print(str(error), markup=False)
+        err.print(error.plain or str(error), markup=False)
         sys.exit(exit_status(error))
     except KeyboardInterrupt:
         err.print("stopped; what is committed is kept, the same command again continues")

@@ -29,7 +29,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
-from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures, alike
 from prefect_raybatch.ledger.increments import Waiting
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -242,7 +242,7 @@ class Driver:
         if receipts:
             stop = self._stopped(stop, receipts)
         failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
-        common = failures.most_common(COMMON)
+        common = alike(failures).most_common(COMMON)
         lines = [
             f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
             for key, number in common

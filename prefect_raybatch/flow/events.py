@@ -57,12 +57,18 @@ class RunEvents:
         try:
             yield
         except Exception as error:
-            text = str(error)[:EVENT_TEXT]
-            if isinstance(error, ErrorBudgetExceeded):
-                self.emit("budget.exceeded", message=text)
-            if not is_transient(error) or (task_run.get_run_count() or 1) > retries:
-                self.emit("run.failed", error=type(error).__name__, message=text)
+            self.failed(error, retries)
             raise
+
+    def failed(self, error: Exception, retries: int) -> bool:
+        """Tells of an error as `failures` does; returns whether Prefect will leave it at that."""
+        text = str(error)[:EVENT_TEXT]
+        if isinstance(error, ErrorBudgetExceeded):
+            self.emit("budget.exceeded", message=text)
+        last = not is_transient(error) or (task_run.get_run_count() or 1) > retries
+        if last:
+            self.emit("run.failed", error=type(error).__name__, message=text)
+        return last
 
 
 class LiveEvents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -22,7 +23,8 @@ from prefect_raybatch.driver.heartbeat import (
     alive,
     newest,
 )
-from prefect_raybatch.flow.artifacts import artifact_key, put, update
+from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
+from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report import plots
@@ -57,7 +59,7 @@ class Page(Listener):
         observers: Sequence[Observer] = (),
     ):
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key = artifact_key(run.run_key)
+        self.key = artifact_key(job.name)
         self.events = LiveEvents(
             RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
         )
@@ -70,15 +72,19 @@ class Page(Listener):
         self._shown: dict[str, Any] = {}
         self._due: dict[str, float] = {}
         self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
+        self.api = ApiWatch(clock)
+        self._watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
+        self._open = ExitStack()
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
-        self._ticker.__enter__()
+        for part in (said_once(), self._watch, self._ticker):
+            self._open.enter_context(part)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._ticker.__exit__()
+        self._open.close()
 
     def __call__(self, progress: Progress) -> None:
         for observer in self.observers:
@@ -121,22 +127,22 @@ class Page(Listener):
                 failed = error
             else:
                 self._shown[what] = value
-        if failed is not None:
+        if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
     def _show_share(self, share: float) -> None:
-        text = f"Share of the rows of {self.run.run_key} that are committed."
+        text = "Share of the rows that are committed."
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
         table = "\n".join(table_lines(live_rows(beat)))
-        text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
+        text = f"What the run is doing, every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
         image = self.image(beat)
         if image is not None:
-            text = f"Throughput and shards of {self.run.run_key}."
+            text = "Throughput and shards."
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Beat) -> str | None:
@@ -182,10 +188,12 @@ class Page(Listener):
         """Creates the artifact of this kind, or updates the one that this flow run has made: a
         retry goes on with it, and a page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)
-        if known is None:
-            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}")
-        else:
-            update(known, artifact)
+        with self.api.within():
+            if known is None:
+                self._artifacts[kind] = put(artifact, f"{self.key}-{kind}", self.run.run_key)
+            else:
+                artifact.description = f"{artifact.description} {of_run(self.run.run_key)}"
+                update(known, artifact)
 
 
 def live_rows(beat: Beat) -> list[dict[str, str]]:

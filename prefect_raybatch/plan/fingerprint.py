@@ -102,6 +102,7 @@ FREE = {
     "output.uri": "where the run directory is",
     "output.compact": "layout of the result, not its rows",
     "output.file_mb": "layout of the result, not its rows",
+    "output.read_back": "how the result is proved, not its rows",
     "output.publish": "where else the rows go, once they are there",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",

@@ -44,6 +44,7 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
 # Columns whose names give way, where they are left as they are by default, to the input's: the
 # result of one job is the input of the next, and has both.
 GIVE_WAY = ("row_number", "column")
+MOST_FILE_MB = 4096  # a single PUT takes 5 GiB, and a file may be somewhat larger than its pieces
 
 
 def with_free_names(job: BatchJob, names: Sequence[str]) -> BatchJob:
@@ -102,6 +103,11 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     import difflib
 
     job = with_free_names(job, schema.names)
+    if job.output.file_mb > MOST_FILE_MB:
+        raise ConfigError(
+            f"output.file_mb: {job.output.file_mb} is more than {MOST_FILE_MB}: a file of the "
+            "result is written in one request, and stores take no larger ones; lower it"
+        )
     for name in UNWRITTEN:
         if (job.sampling.model_extra or {}).get(name):
             raise ConfigError(

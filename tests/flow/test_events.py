@@ -35,6 +35,7 @@ from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_k
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
 from prefect_raybatch.runs.run import Run
@@ -140,13 +141,13 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
 
     def show(self: Page, artifact: Any, kind: str) -> None:
         if kind == "progress" and away[0]:
-            raise ConnectionError("database is locked")
+            raise ValueError("database is locked")
         seen.append(kind)
 
     monkeypatch.setattr(Page, "show", show)
     shown.counts = counts()  # the same for ever: what is shown once is not shown again
     shown.hear(Beat(0.0, phase=INFERRING))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ValueError, match="locked"):
         shown.tick()
     assert "live" in seen and "progress" not in seen
     now[0], away[0] = 1.0, False
@@ -179,33 +180,49 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
 
 
 @pytest.mark.parametrize(
-    ("run", "key"),
+    ("output", "key"),
     [
-        ("s3://b/out/k", "s3://b/out/k/data/"),
-        ("/srv/out/k/", "file:///srv/out/k/data/"),
-        ("file:///srv/out/k", "file:///srv/out/k/data/"),
+        ("s3://b/out", "s3://b/out/j/"),
+        ("s3://b/out/{run_date:%Y/%m}/x", "s3://b/out/j/"),
+        ("s3://b/out/night-{run_key}", "s3://b/out/j/"),
+        ("/srv/out/", "file:///srv/out/j/"),
+        ("file:///srv/out", "file:///srv/out/j/"),
     ],
 )
-def test_the_asset_key_is_the_uri_of_the_data(run, key):
-    assert assets.asset_key(run) == key
+def test_the_asset_key_is_the_same_each_night(output, key):
+    assert assets.asset_key(output, "j") == key
     assert assets.Asset(key=key)
 
 
 def test_characters_that_an_asset_key_may_not_hold_are_replaced():
-    key = assets.asset_key("/srv/o ut/{a}#%20/k")
-    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/data/~[0-9a-f]{8}/", key)
+    key = assets.asset_key("/srv/o ut/{a}#%20", "k")
+    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/~[0-9a-f]{8}/", key)
     assert assets.Asset(key=key)
 
 
 def test_a_long_path_keeps_its_end():
-    key = assets.asset_key("/" + "x" * 600 + "/k")
-    assert len(key) <= 512 and "xx/k/data/" in key and assets.Asset(key=key)
+    key = assets.asset_key("/" + "x" * 600, "k")
+    assert len(key) <= 512 and "xx/k/" in key and assets.Asset(key=key)
 
 
 def test_two_places_never_share_an_asset_key():
-    long = "/" + "x" * 600 + "/k"
-    places = ["/o/a b/k", "/o/a_b/k", "/o/a#b/k", "s3://o/a b/k", long, "/y" + long]
-    assert len({assets.asset_key(place) for place in places}) == len(places)
+    long = "/" + "x" * 600
+    places = ["/o/a b", "/o/a_b", "/o/a#b", "s3://o/a b", long, "/y" + long]
+    assert len({assets.asset_key(place, "k") for place in places}) == len(places)
+
+
+def test_what_a_job_reads_comes_before_its_result(tmp_path):
+    def keys(**source):
+        found = assets.source_keys(make_job(source=source).source)
+        assert all(assets.Asset(key=key) for key in found)
+        return found
+
+    assert keys(uri="s3://lake/in/{run_date}/*.parquet") == ["s3://lake/in"]
+    assert keys(uri=["/a/x.csv", "/a/y.csv"]) == ["file:///a/x.csv", "file:///a/y.csv"]
+    assert keys(uri="postgresql://db:5432/shop", query="select 1") == ["postgresql://db:5432/shop"]
+    # The result of a run is the asset of the job that wrote it.
+    first = small_run(tmp_path / "key", key="key", name="first", output={"uri": str(tmp_path)})
+    assert keys(uri=first.store.uri) == [assets.asset_key(str(tmp_path), "first")]
 
 
 # --- a real server ------------------------------------------------------------------------------
@@ -230,10 +247,11 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
         observe(progress)
         for shard in range(shards):
             time.sleep(seconds / shards)
-            bad = ((0, failed),) if shard == 0 and failed else ()
+            few = failed if shard == 0 else 0
+            bad, none = Positions.spans((0, few)) if few else Positions(), Positions()
             stats = ShardStats(rows=10, started=time.time() - 0.05, ended=time.time())
-            good = ((failed if bad else 0, 10),)
-            commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
+            good = Positions.spans((few, 10))
+            commit = Commit(shard, "a", "t", "h", good, bad, none, (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)
         observe.hear(Beat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0))
@@ -262,7 +280,7 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
 
     @flow
     def night() -> None:
-        job = make_job()
+        job = make_job(name="night-7")
         progress = tasks.infer_shards.with_options(retry_delay_seconds=0)(job, run)
         tasks.finalize_run(job, run, progress)
 
@@ -288,7 +306,7 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
     (made,) = wait_for(
         lambda: [
             event
-            for event in events_of("file:///nowhere/k/data/")
+            for event in events_of(f"file://{Path('out').absolute()}/night-7/")
             if event["payload"].get("run_key") == "night-7"
         ]
     )
@@ -322,7 +340,7 @@ def test_the_report_shows_its_plots_on_the_server(prefect_api, monkeypatch):
 
     @flow
     def night() -> None:
-        tasks.finalize_run(make_job(), run)
+        tasks.finalize_run(make_job(name="night-8"), run)
 
     assert night(return_state=True).is_completed()
     made = {a.key: a for a in artifacts_of("raybatch-night-8-")}
@@ -347,11 +365,12 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
             raise StoreUnavailable("away")
 
     monkeypatch.setattr(tasks.RunEvents, "completed", completed)
+    job = make_job(name="night-9")
 
     @flow
     def night() -> None:
-        progress = tasks.infer_shards(make_job(), run)
-        tasks.finalize_run.with_options(retry_delay_seconds=0)(make_job(), run, progress)
+        progress = tasks.infer_shards(job, run)
+        tasks.finalize_run.with_options(retry_delay_seconds=0)(job, run, progress)
 
     assert night(return_state=True).is_completed() and len(tries) == 2
     every = artifacts_of("raybatch-night-9-")
@@ -359,22 +378,22 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
     assert sorted(a.key for a in every) == [f"raybatch-night-9-{kind}" for kind in kinds]
     by_key = {a.key: a for a in every}
     assert titles(by_key["raybatch-night-9-plots"].data) == list(plots.NAMES.values())
-    assert by_key["raybatch-night-9-plots"].description == "Plots of the run night-9."
+    assert by_key["raybatch-night-9-plots"].description == "Plots. Run `night-9`."
 
 
 # --- keys of artifacts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("run_key", "key"),
+    ("job", "key"),
     [
         ("monday", "raybatch-monday"),
         ("demo-600-7", "raybatch-demo-600-7"),
-        ("industries-20260301T020000Z", "raybatch-industries-20260301t020000z"),
+        ("Industries", "raybatch-industries--a8da9932"),
     ],
 )
-def test_plain_run_keys_are_their_own_artifact_keys(run_key, key):
-    assert artifact_key(run_key) == key
+def test_plain_names_of_jobs_are_their_own_artifact_keys(job, key):
+    assert artifact_key(job) == key
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
@@ -383,7 +402,7 @@ STAMPED = st.sampled_from(["n-20260301T020000Z", "n-20260301t020000z", "N-202603
 
 
 @given(st.sets(NAMES | ALIKE | STAMPED, min_size=2, max_size=12))
-def test_two_run_keys_never_share_an_artifact_key(names):
+def test_two_jobs_never_share_an_artifact_key(names):
     keys = {artifact_key(name) for name in names}
     assert len(keys) == len(names)
     assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)

@@ -221,6 +221,7 @@ CHANGED: dict[str, Any] = {
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
     "output.file_mb": 1,
+    "output.read_back": True,
     "output.publish": [{"format": "delta", "uri": "table"}],
     "output.options": {"anon": True},
     "output.credentials_block": "aws-credentials/x",
@@ -474,6 +475,7 @@ def test_secrets_stay_out_of_the_run_directory():
             ["prompt.template", "'Compny'", "did you mean 'Company'", "Country"],
         ),
         ({"prompt": {"template": "{zzz}"}}, ["no column 'zzz' (columns: id, Company, Country)"]),
+        ({"output": {"uri": "out", "file_mb": 4097}}, ["output.file_mb: 4097", "than 4096"]),
         (
             {"output": {"uri": "o", "columns": ["id", "country"]}},
             ["output.columns", "'country'", "did you mean 'Country'"],
