@@ -12,8 +12,8 @@ from threading import Lock
 
 import numpy as np
 
-WINDOW = 1 << 30  # rows; 128 MiB
-BLOCK = 1 << 20  # rows that are unpacked at once
+WINDOW_ROWS = 1 << 30  # rows; 128 MiB
+BLOCK_ROWS = 1 << 20  # rows that are unpacked at once
 ALL = 0xFF
 
 
@@ -30,7 +30,7 @@ class SeenRows:
         """Ascending row numbers, none of them twice, none below 0 or beyond the last."""
         if not len(rows):
             return
-        cuts = np.arange(rows[0] // BLOCK + 1, rows[-1] // BLOCK + 1) * BLOCK
+        cuts = np.arange(rows[0] // BLOCK_ROWS + 1, rows[-1] // BLOCK_ROWS + 1) * BLOCK_ROWS
         edges = [0, *np.searchsorted(rows, cuts).tolist(), len(rows)]
         for start, stop in pairwise(edges):
             if start < stop:
@@ -42,7 +42,7 @@ class SeenRows:
         flags = np.zeros(int(rows[-1]) + 1 - first, bool)
         flags[rows - first] = True
         packed = np.packbits(flags, bitorder="little")
-        window, at = divmod(first, WINDOW)
+        window, at = divmod(first, WINDOW_ROWS)
         with self._lock:
             bits = self._window(window)[at // 8 : at // 8 + len(packed)]
             again = bits & packed
@@ -66,9 +66,9 @@ class SeenRows:
 
     def _block_gaps(self) -> Iterator[tuple[int, int]]:
         """As `gaps`, cut where blocks end."""
-        for start in range(0, self.rows, BLOCK):
-            stop = min(start + BLOCK, self.rows)
-            window, at = divmod(start, WINDOW)
+        for start in range(0, self.rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self.rows)
+            window, at = divmod(start, WINDOW_ROWS)
             if window not in self._windows:
                 yield start, stop
                 continue
@@ -81,7 +81,7 @@ class SeenRows:
 
     def _window(self, number: int) -> np.ndarray:
         if number not in self._windows:
-            rows = min(WINDOW, self.rows - number * WINDOW)
+            rows = min(WINDOW_ROWS, self.rows - number * WINDOW_ROWS)
             self._windows[number] = np.zeros(-(-rows // 8), np.uint8)
         return self._windows[number]
 

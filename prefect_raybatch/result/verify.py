@@ -21,7 +21,7 @@ from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers, among
 from prefect_raybatch.ledger.success import Success, read_success
 from prefect_raybatch.result.pieces import check_commit, read_pieces
-from prefect_raybatch.result.seen_rows import BLOCK, SeenRows
+from prefect_raybatch.result.seen_rows import BLOCK_ROWS, SeenRows
 from prefect_raybatch.result.verify_files import check_file, present
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
@@ -182,7 +182,7 @@ class LeftOut:
         if commit.skipped:
             self._parts.append(start + commit.skipped.numbers)
             self._rows += len(commit.skipped)
-        return self.rest() if self._rows >= BLOCK else None
+        return self.rest() if self._rows >= BLOCK_ROWS else None
 
     def rest(self) -> np.ndarray:
         rows: np.ndarray = np.concatenate([np.zeros(0, np.int64), *self._parts])
@@ -190,7 +190,7 @@ class LeftOut:
         return rows
 
 
-Take = Callable[[str, np.ndarray], None]  # the place, ascending positions of rows that it has
+TakeFrom = Callable[[str, np.ndarray], None]  # the place, ascending positions of rows that it has
 
 
 class _Files:
@@ -210,13 +210,13 @@ class _Files:
             for text in faults:
                 fault(text)
 
-    def again(self, take: Take) -> None:
+    def again(self, take: TakeFrom) -> None:
         """Once more through the rows of all files."""
         for path in self.parts:
             with suppress(FileNotFoundError):
                 self._read(take, path)
 
-    def _read(self, take: Take, path: str) -> tuple[int, list[str]]:
+    def _read(self, take: TakeFrom, path: str) -> tuple[int, list[str]]:
         """How many rows a file has, and what is wrong with it."""
         faults: list[str] = []
 
@@ -240,7 +240,7 @@ class _Files:
 
 
 def _places(
-    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: Take
+    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
 ) -> None:
     """Once more through all rows, with the place of each."""
     left_out = LeftOut()
@@ -253,7 +253,7 @@ def _places(
 
 
 def _prove(
-    seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[Take], None]
+    seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[TakeFrom], None]
 ) -> None:
     """Whether each row was seen once; names the first that were not, and where others are."""
     said = [

@@ -18,10 +18,10 @@ from prefect_raybatch.result.row_sums import decode, row_sums
 from prefect_raybatch.storage import Store
 
 MOST_ROWS_NAMED = 10  # rows of a file named one by one
-ROWS_AT_ONCE = 1 << 20
+NUMBERS_AT_ONCE = 1 << 20
 
 Fault = Callable[[str], None]
-Take = Callable[[np.ndarray], None]
+TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
@@ -35,7 +35,7 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
     return sorted(there & set(named))
 
 
-def check_file(store: Store, part: Part, row_number: str, take: Take, fault: Fault) -> int:
+def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
     """Looks at a file and gives `take` its row numbers, ascending, some at a time; how many there
     are. A file as it was written is not held whole."""
     with store.open(part.path) as stream:
@@ -72,7 +72,7 @@ def check_file(store: Store, part: Part, row_number: str, take: Take, fault: Fau
     return len(rows)
 
 
-def _take_ascending(stream: Any, row_number: str, take: Take) -> tuple[int, bool]:
+def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, bool]:
     """(how many row numbers were taken, whether these are all): up to the first that are none, or
     that do not ascend."""
     taken, last = 0, None
@@ -80,7 +80,7 @@ def _take_ascending(stream: Any, row_number: str, take: Take) -> tuple[int, bool
         schema = file.schema_arrow
         if row_number not in schema.names or not pa.types.is_integer(schema.field(row_number).type):
             return 0, False
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[row_number], use_threads=False):
+        for batch in file.iter_batches(NUMBERS_AT_ONCE, columns=[row_number], use_threads=False):
             column = batch.column(0)
             if column.null_count:
                 return taken, False

@@ -20,8 +20,8 @@ parts = st.lists(st.sets(st.integers(0, ROWS - 1)), max_size=6)
 @pytest.fixture(autouse=True, scope="module")
 def small():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seen_rows, "BLOCK", 16)
-        patch.setattr(seen_rows, "WINDOW", 48)
+        patch.setattr(seen_rows, "BLOCK_ROWS", 16)
+        patch.setattr(seen_rows, "WINDOW_ROWS", 48)
         yield
 
 
@@ -59,8 +59,8 @@ def test_what_comes_again_is_noted_once_a_span(sets):
 
 
 def test_memory_is_an_eighth_of_a_byte_a_row(monkeypatch):
-    monkeypatch.setattr(seen_rows, "BLOCK", 1 << 18)
-    monkeypatch.setattr(seen_rows, "WINDOW", 1 << 22)
+    monkeypatch.setattr(seen_rows, "BLOCK_ROWS", 1 << 18)
+    monkeypatch.setattr(seen_rows, "WINDOW_ROWS", 1 << 22)
     rows = 1 << 24
     tracemalloc.start()
     seen = SeenRows(rows, 5)
