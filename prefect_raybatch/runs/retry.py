@@ -243,7 +243,11 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     job = resolved.job
     context = None
     if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
-        context = tokens.of_files(job, resolved.model, found, ledger.store).context()
+        lengths = tokens.of_files(job, resolved.model, found, ledger.store)
+        context = lengths.context()
+        before = (parent.plan.context or {}).get("max_model_len", 0)
+        if job.keeps_answers and before > lengths.max_model_len:  # so that its answers are reused
+            context = replace(lengths, max_model_len=before).context()
     plan, tables = planning.make_plan(
         resolved,
         family.next_key,
@@ -256,7 +260,9 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         context=context,
         # Failures are not stored, so there is nothing that these rows could take over.
         increment=increment_of_job(
-            resolved, found, ledger.store, attempt, True, family.next_key, earlier=False
+            *(resolved, found, ledger.store, attempt, True, family.next_key),
+            earlier=False,
+            context=context,
         ),
     )
     try:
