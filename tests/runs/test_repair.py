@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import Passes, SmallRun, small_run, success_of
+from helpers.command_line import called
+from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, success_of
 from s3server import S3Server
 
 from prefect_raybatch.driver.driver import Driver
@@ -20,6 +22,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.repair import Repaired, repair_run
 from prefect_raybatch.storage import Store, open_store
 
@@ -222,6 +225,48 @@ def test_a_retry_and_a_run_that_keeps_answers_are_refused(tmp_path):
         run.store.put("_raybatch/plan.json", replace(run.plan, **change).to_bytes())
         with pytest.raises(ConfigError, match=said):
             repair_run(str(tmp_path / "key"))
+
+
+def test_a_flow_that_runs_the_old_key_goes_on_with_the_fork(tmp_path):
+    pq.write_table(input_rows(0, 20), tmp_path / "in.parquet")
+    source = {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 5}
+    job = make_job(source=source, output={"uri": str(tmp_path / "out")})
+    made = plan_run(job, "key")
+    ledger = Ledger(open_store(made.uri))
+    plan = ledger.load_plan()
+    assert plan is not None
+    run = SmallRun(Path(made.uri), plan, ledger.shards(plan), ledger, ledger.store, job)
+    run.commit_all()
+    flip(run.store, next(info.path for info in run.store.list("_raybatch/pieces")))
+    assert plan_run(job, "key") == made
+    assert repair_run(made.uri).run_key == "key.m1"
+    found = plan_run(job, "key")
+    assert (found.run_key, found.uri) == ("key.m1", f"{made.uri}.m1")
+    assert plan_run(job, "key.m1") == found
+    # The fork of the fork, too.
+    fork = Ledger(open_store(found.uri))
+    flip(fork.store, next(info.path for info in fork.store.list("_raybatch/pieces")))
+    assert repair_run(found.uri).run_key == "key.m2"
+    assert plan_run(job, "key").run_key == "key.m2"
+
+
+def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
+    root = f"{tmp_path}/key"
+    run = old_run(root, True)
+    code, out, _ = called(capsys, "repair", root)
+    assert code == 0 and "nothing is lost; nothing was written" in out
+    quarantine_lost(run)
+    run.store.put("_raybatch/published/lake.json", b"{}")
+    code, out, _ = called(capsys, "repair", root)
+    said = " ".join(out.split())
+    assert code == 0 and "fault" in said and "_quarantine/part-00000.parquet" in said
+    assert "key.m1 holds 2 of 4 shards; 2 shards" in said
+    assert "raybatch run JOB --run-key key.m1" in said and "lake has rows of" in said
+    code, out, _ = called(capsys, "repair", root, "--json")
+    found = json.loads(out)
+    assert (found["run_key"], found["taken"], found["lost"]) == ("key.m1", 2, [0, 2])
+    code, _, err = called(capsys, "repair", tmp_path / "other")
+    assert code == 2 and "there is no run there" in err
 
 
 def test_the_fork_of_a_fork_has_the_next_number():
