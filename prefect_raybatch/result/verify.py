@@ -92,7 +92,7 @@ def verify(store: Store) -> Verdict:
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
-    files = _Files(store, success, numbers)
+    files = _Files(store, success, numbers, plan.format)
     for kind, folder in plan.folders.items():  # without compaction they are empty
         files.check(kind, folder, seen, found)
     if compact:
@@ -196,8 +196,11 @@ TakeFrom = Callable[[str, np.ndarray], None]  # the place, ascending positions o
 class _Files:
     """The files of a result, several read at a time."""
 
-    def __init__(self, store: Store, success: Success, numbers: RowNumbers) -> None:
+    def __init__(
+        self, store: Store, success: Success, numbers: RowNumbers, run_format: int
+    ) -> None:
         self.store, self.numbers, self.row_number = store, numbers, success.row_number
+        self.run_format = run_format
         self.parts = {part.path: part for part in success.parts}
 
     def check(self, kind: str, folder: str, seen: SeenRows, found: Verdict) -> None:
@@ -236,7 +239,9 @@ class _Files:
                 fault(f"{path}: row {positions[0]} is no row of the run")
             take(path, positions[low:high])
 
-        return check_file(self.store, self.parts[path], self.row_number, known, fault), faults
+        part = self.parts[path]
+        rows = check_file(self.store, part, self.row_number, self.run_format, known, fault)
+        return rows, faults
 
 
 def _places(

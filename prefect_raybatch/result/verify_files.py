@@ -35,7 +35,9 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
     return sorted(there & set(named))
 
 
-def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
+def check_file(
+    store: Store, part: Part, row_number: str, run_format: int, take: TakeRows, fault: Fault
+) -> int:
     """Looks at a file and gives `take` its row numbers, ascending, some at a time; how many there
     are. A file as it was written is not held whole."""
     with store.open(part.path) as stream:
@@ -66,7 +68,8 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
         return taken
     rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
-        _compare(store, part, table.drop_columns([row_number]), rows, fault)
+        sums = row_sums(table.drop_columns([row_number]), run_format)
+        _compare(store, part, sums, rows, fault)
     _check_order(part.path, rows, fault)
     take(np.setdiff1d(rows, rows[:taken]))
     return len(rows)
@@ -94,7 +97,7 @@ def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, 
     return taken, True
 
 
-def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault: Fault) -> None:
+def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
     """Says which rows of a changed file changed; of a run without checksums, only the file."""
     said = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
@@ -102,7 +105,7 @@ def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault:
         fault(said)
         return
     numbers, sums = known
-    changed = _changed(numbers, sums, rows, row_sums(table))
+    changed = _changed(numbers, sums, rows, found)
     lost, strange = np.setdiff1d(numbers, rows), np.setdiff1d(rows, numbers)
     names = [
         f"{what} {rows_text(which)}"
