@@ -57,6 +57,7 @@ AT_MODULE_LEVEL = {
     "ray": {
         "cluster.connect",
         "cluster.pipeline",
+        "cluster.spanning",
         "stages.read",
         "stages.ray_internals",
     },
@@ -425,6 +426,7 @@ except SystemExit as end:
 def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     heavy = {
         "cluster.pipeline",
+        "cluster.spanning",
         "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",

@@ -53,6 +53,7 @@ class _Ray:
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
+        self._auth_mode: str | None = None  # RAY_AUTH_MODE before Ray was started
 
     def joined(self) -> bool:
         ray = sys.modules.get("ray")
@@ -64,8 +65,9 @@ class _Ray:
         import ray
 
         # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
-        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG
+        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth_mode
 
+        self._auth_mode = os.environ.get("RAY_AUTH_MODE")
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
         PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
@@ -77,6 +79,7 @@ class _Ray:
             with _sigterm_kept(), _quiet_start(not address):
                 self._lasting(lambda: ray.init(address=address or "local", **quiet))
         except (ConnectionError, RuntimeError, ValueError) as error:
+            put_back_auth_mode(self._auth_mode)
             raise InsufficientResources(
                 f"no Ray cluster answers at {address or 'this machine'}: {error}"
             ) from None
@@ -84,7 +87,10 @@ class _Ray:
     def end(self) -> None:
         import ray
 
+        from prefect_raybatch.stages.ray_internals import put_back_auth_mode
+
         ray.shutdown()
+        put_back_auth_mode(self._auth_mode)
         self._over.set()
 
     def _lasting(self, start: Callable[[], object]) -> None:
@@ -306,7 +312,8 @@ def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
         short.append(
             f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
             f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
-            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size"
+            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or set "
+            "engine.distributed_executor_backend: ray"
         )
     kind = engine.accelerator_type
     if want.gpus and kind and kind not in have.accelerators:

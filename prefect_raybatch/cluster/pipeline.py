@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
+from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
@@ -86,6 +87,7 @@ class Pipeline:
         ledger = Ledger(self.store)
         self._done = partial(_is_committed, self.store)
         self._running: Dataset | None = None
+        self._spanning: SpanningGroups | None = None
         self.reader = ShardReader(
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
@@ -144,6 +146,8 @@ class Pipeline:
             # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
             # next pass waits for it.
             gc.collect()
+            if self._spanning is not None:
+                self._spanning.remove()
 
     def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         """The pass as a dataset; it keeps the settings that it was built under."""
@@ -200,9 +204,9 @@ class Pipeline:
             prepared,
             self.engine,
             fn_constructor_args=[spec],
-            compute=self._pool(isolated),
+            compute=self._pool(len(units), isolated),
             **_batches(),
-            **self._engine_resources(),
+            **self._placed(self._engine_resources()),
         )
         return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
 
@@ -219,6 +223,16 @@ class Pipeline:
         answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
         gather = Gather(finish, spec.sampling, self.size.length)
         return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
+
+    def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
+        """The resources of an engine's actor, in a group of its own where it may span nodes."""
+        engine = self.job.engine
+        if not (engine.spans_nodes and self.size.pool.device == "gpu"):
+            return resources
+        kind = engine.accelerator_type
+        self._spanning = SpanningGroups(engine.gpus_per_replica, engine.num_cpus, kind)
+        kept = {k: v for k, v in resources.items() if k not in ("num_gpus", "accelerator_type")}
+        return {**kept, "ray_remote_args_fn": self._spanning}
 
     def engines(self) -> dict[str, int]:
         """How many engine actors are in which of Ray's states."""
@@ -252,12 +266,13 @@ class Pipeline:
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
 
-    def _pool(self, isolated: bool) -> ActorPoolStrategy:
-        calls, pool = 1 if isolated else self.size.concurrent, self.size.pool
+    def _pool(self, units: int, isolated: bool) -> ActorPoolStrategy:
+        calls = 1 if isolated else self.size.concurrent
+        fewest, most = self.size.pool.engines_for(units)
         return ActorPoolStrategy(
             # Equal when the number is fixed: then Ray starts them all at once.
-            min_size=pool.fewest,
-            max_size=pool.engines,
+            min_size=fewest,
+            max_size=most,
             max_concurrent_calls_per_actor=calls,
             # One more waits at the actor, so that a freed slot is filled without a round trip.
             max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),

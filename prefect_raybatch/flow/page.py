@@ -37,6 +37,7 @@ from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
+ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
@@ -94,7 +95,7 @@ class Page(Listener):
     def __call__(self, progress: Progress) -> None:
         for observer in self.observers:
             observer(progress)
-        self.counts, self.progress = Counts.of(progress), progress
+        self.counts, self.progress = Counts.whole(progress), progress
 
     def hear(self, beat: Beat) -> None:
         for observer in self.observers:
@@ -118,7 +119,7 @@ class Page(Listener):
         drawn = (beat.committed, alive(beat.engines))
         told = (beat.done, beat.phase, beat.held_back)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
-            ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat))),
+            ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat, self._unit))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
@@ -137,11 +138,11 @@ class Page(Listener):
             raise failed
 
     def _show_share(self, share: float) -> None:
-        text = "Share of the rows that are committed."
+        text = f"Share of the {self._unit[1]} that are committed."
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
-        table = "\n".join(table_lines(live_rows(beat)))
+        table = "\n".join(table_lines(live_rows(beat, self._unit)))
         text = f"What the run is doing, every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
@@ -159,7 +160,11 @@ class Page(Listener):
         tally = self.progress.tally
         seqs = sequences_seen(self.job.engine, tally.stats.figures()) or SEQUENCES
         working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
-        return plots.live(charts(tally, self.run.shards), working)
+        return plots.live(charts(tally, self.progress.shards), working)
+
+    @property
+    def _unit(self) -> tuple[str, str]:
+        return self.progress.unit if self.progress is not None else ROW_UNIT
 
     def state(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
@@ -202,11 +207,11 @@ class Page(Listener):
                 update(known, artifact)
 
 
-def live_rows(beat: Beat) -> list[dict[str, str]]:
-    """The table of the run's present state."""
+def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
+    """The table of the run's present state; `unit`: what its rows are, one and several."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
-        "rows": f"{beat.done:,} of {beat.rows:,}",
+        unit[1]: f"{beat.done:,} of {beat.rows:,}",
         "failed": _failed(beat),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
         "rows/s": f"{beat.rate:,.1f}",
@@ -219,13 +224,13 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
-def progress_line(beat: Beat) -> str:
+def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
-    rows = counted(beat.rows, "row")
+    rows = counted(beat.rows, *unit)
     return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 
 

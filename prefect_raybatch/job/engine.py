@@ -219,7 +219,22 @@ class Engine(Group):
                 "pipeline_parallel_size to 1 or engines_per_gpu to 1"
             )
         refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
+        if self.spans_nodes and self.stage == "vllm":
+            if self.gpus_per_replica == 1:
+                raise ValueError(
+                    "distributed_executor_backend: ray joins several GPUs to one engine; set "
+                    "tensor_parallel_size or pipeline_parallel_size, or leave it out"
+                )
+            if self.device == "cpu":
+                raise ValueError(
+                    "distributed_executor_backend: ray needs GPUs, and device is cpu; leave it out"
+                )
         return self
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the GPUs of one engine may be on several nodes."""
+        return (self.model_extra or {}).get("distributed_executor_backend") == "ray"
 
     @property
     def context(self) -> int | None:

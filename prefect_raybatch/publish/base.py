@@ -20,6 +20,7 @@ PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the tabl
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
 KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
+NO_BUCKET = "there is no such bucket, so create it or correct its name"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -128,7 +129,8 @@ class Sink(ABC):
 
     def hopeless(self, error: Exception) -> str | None:
         """What to mend where trying again cannot help; None where it may."""
-        return KEYS_REFUSED if failure_in(error) == "denied" else None
+        remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
+        return remedies.get(str(failure_in(error)))
 
     def lost(self) -> PublishFailed:
         return PublishFailed(

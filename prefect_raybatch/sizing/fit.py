@@ -181,3 +181,14 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
         "far more in each layer than the cards bring; set engine.pipeline_parallel_size instead, "
         "or take a quantized model that fits on one"
     ]
+
+
+def over_network(tensor: int, on_a_node: float) -> list[str]:
+    """A warning where GPUs that share each layer are on several nodes."""
+    if not on_a_node or tensor <= on_a_node:
+        return []
+    return [
+        f"tensor_parallel_size {tensor} over nodes of {on_a_node:g} GPUs: each layer waits for the "
+        f"network; set tensor_parallel_size {on_a_node:g} and pipeline_parallel_size "
+        f"{tensor / on_a_node:g} or more, so that only whole stages are apart"
+    ]

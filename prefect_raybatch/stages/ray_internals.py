@@ -8,6 +8,7 @@ reason.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -202,3 +203,23 @@ def running_cluster() -> str | None:
         return services.canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
         return None
+
+
+def put_back_auth_mode(before: str | None) -> None:
+    """Sets RAY_AUTH_MODE to what it was before Ray was started here.
+
+    `ray.init()` of a local cluster turns token authentication on for the whole process and leaves
+    it on. As the driver of a cluster without tokens this process would then turn away the calls of
+    that cluster's head, which takes it that nobody refers to our actors any more, and ends them.
+    """
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    if os.environ.get(AUTH_MODE_ENV_VAR) == before:
+        return
+    if before is None:
+        del os.environ[AUTH_MODE_ENV_VAR]
+    else:
+        os.environ[AUTH_MODE_ENV_VAR] = before
+    Config.initialize("")  # reads the environment again
+    AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode

@@ -37,40 +37,16 @@ def base_env() -> dict[str, str]:
     return {**kept, **SETTINGS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-class RayCluster:
-    """A head and further nodes; `address` is what a driver connects to."""
+class Nodes:
+    """Nodes of the cluster at `address`, whose head is somebody else's."""
 
-    def __init__(
-        self, head: str, cpus: int, env: dict[str, str] | None = None, gpus: int = 0
-    ) -> None:
+    head = ""
+
+    def __init__(self, address: str, env: dict[str, str] | None = None) -> None:
         self.id = uuid.uuid4().hex[:8]
         self.env = {**base_env(), **(env or {})}
-        self.head = head
+        self.address = address
         self.folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # sockets want short names
-        for _ in range(3):
-            self.address = f"{head}:{free_port(head)}"
-            port = self.address.rpartition(":")[2]
-            client = str(free_port(head))
-            try:
-                self._start(
-                    head,
-                    cpus,
-                    *(
-                        "--num-gpus",
-                        str(gpus),
-                        "--head",
-                        "--port",
-                        port,
-                        "--ray-client-server-port",
-                        client,
-                    ),
-                    *("--include-dashboard=false", "--temp-dir", str(self.folder)),
-                )
-                return
-            except RuntimeError as error:
-                failed = error
-                self.kill_node(head)
-        raise failed
 
     def add_node(self, host: str, cpus: int, gpus: int = 0) -> None:
         self._start(host, cpus, "--num-gpus", str(gpus), "--address", self.address)
@@ -116,6 +92,40 @@ class RayCluster:
         for host in sorted(hosts, key=lambda host: host == self.head):
             self.kill_node(host)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RayCluster(Nodes):
+    """A head and further nodes; `address` is what a driver connects to."""
+
+    def __init__(
+        self, head: str, cpus: int, env: dict[str, str] | None = None, gpus: int = 0
+    ) -> None:
+        super().__init__("", env)
+        self.head = head
+        for _ in range(3):
+            self.address = f"{head}:{free_port(head)}"
+            port = self.address.rpartition(":")[2]
+            client = str(free_port(head))
+            try:
+                self._start(
+                    head,
+                    cpus,
+                    *(
+                        "--num-gpus",
+                        str(gpus),
+                        "--head",
+                        "--port",
+                        port,
+                        "--ray-client-server-port",
+                        client,
+                    ),
+                    *("--include-dashboard=false", "--temp-dir", str(self.folder)),
+                )
+                return
+            except RuntimeError as error:
+                failed = error
+                self.kill_node(head)
+        raise failed
 
 
 def free_port(host: str) -> int:

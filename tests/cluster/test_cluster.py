@@ -16,9 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pynvml
 import pytest
+from chaos.cluster import Nodes
+from helpers import environ
 from helpers.engines import FAILS, FakeEngine
 from helpers.nvidia import Card, show
 from helpers.small import make_job
+from helpers.spanning import SpanningEngine
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
@@ -77,14 +80,28 @@ class ScaledEngine(FakeEngine):
 def gpu_cluster() -> Iterator[None]:
     import ray
 
-    ray.init(
-        address="local", num_cpus=5, num_gpus=GPUS, include_dashboard=False,
-        logging_level="error", log_to_driver=False,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray sets it for all tests after these
+        ray.init(
+            address="local", num_cpus=5, num_gpus=GPUS, include_dashboard=False,
+            logging_level="error", log_to_driver=False,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def second_node(gpu_cluster: None) -> Iterator[None]:
+    import ray
+
+    nodes = Nodes(ray.get_runtime_context().gcs_address, env={"PYTHONPATH": environ.python_path()})
     try:
+        nodes.add_node("127.0.0.22", 1, gpus=1)
         yield
     finally:
-        ray.shutdown()
+        nodes.stop()
 
 
 def run_placed(
@@ -153,6 +170,33 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
 
 
 # --- without a cluster --------------------------------------------------------------------------
+
+
+def test_an_engine_spans_nodes_and_gives_its_gpus_back_after_each_pass(
+    second_node: None, tmp_path: Path
+) -> None:
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    places = tmp_path / "places"
+    places.mkdir()
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": ROWS // 2},
+        engine={
+            "num_cpus": 0.5,
+            "pipeline_parallel_size": GPUS + 1,
+            "distributed_executor_backend": "ray",
+            "env": {"PLACES": str(places)},
+        },
+        output={"uri": str(tmp_path / "out")},
+    )
+    progress = infer_run(job, plan_run(job, "key"), engine=SpanningEngine)
+    assert (progress.tally.rows, progress.tally.failed, progress.passes) == (ROWS, FAILS < ROWS, 2)
+    first, second = (json.loads(file.read_text()) for file in sorted(places.glob("*.json")))
+    for noted in (first, second):  # the second pass had the GPUs that the first gave back
+        assert noted["own"] == [] and noted["backend"] == "ray"
+        by_node = Counter(node for node, _ in noted["workers"])
+        assert sorted(by_node.values()) == [1, GPUS]
+        assert len({(node, *gpus) for node, gpus in noted["workers"]}) == GPUS + 1
 
 
 @pytest.fixture

@@ -359,6 +359,7 @@ def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.Mon
     import ray
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     started, joined = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -377,6 +378,32 @@ def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.Mon
         seven = ray.remote(num_cpus=1)(lambda: 7)
         assert ray.get(seven.remote(), timeout=60) == 7
     assert not ray.is_initialized()
+    # Ray turns tokens on for a cluster of its own: as a driver of one without them, this process
+    # would lose its actors.
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+@pytest.mark.parametrize("before", [None, "disabled"])
+def test_a_cluster_that_does_not_start_leaves_rays_tokens_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    import ray
+
+    def init(**options: Any) -> None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        raise RuntimeError("the raylet did not start")
+
+    monkeypatch.setenv("RAY_AUTH_MODE", before or "")
+    if before is None:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with (
+        pytest.raises(InsufficientResources, match="did not start"),
+        cluster.connected(make_job(name="a")),
+    ):
+        pass
+    assert os.environ.get("RAY_AUTH_MODE") == before
 
 
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(

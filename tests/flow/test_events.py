@@ -242,6 +242,8 @@ def test_what_a_job_reads_comes_before_its_result(tmp_path):
     assert keys(uri="s3://lake/in/{run_date}/*.parquet") == ["s3://lake/in"]
     assert keys(uri=["/a/x.csv", "/a/y.csv"]) == ["file:///a/x.csv", "file:///a/y.csv"]
     assert keys(uri="postgresql://db:5432/shop", query="select 1") == ["postgresql://db:5432/shop"]
+    assert keys(uri="hf://datasets/team/rows", split="a") == ["hf://datasets/team/rows"]
+    assert keys(uri="/srv/saved", format="huggingface") == ["file:///srv/saved"]
     # The result of a run is the asset of the job that wrote it.
     first = small_run(tmp_path / "key", key="key", name="first", output={"uri": str(tmp_path)})
     assert keys(uri=first.store.uri) == [assets.asset_key(str(tmp_path), "first")]

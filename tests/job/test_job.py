@@ -64,6 +64,16 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("engine.gpu_memory_utilisation", 0.9, ["engine", "'gpu_memory_utilization'"]),
         ("sampling.temprature", 1, ["sampling", "did you mean 'temperature'"]),
         ("sampling.top_pp", 1, ["sampling", "did you mean 'top_p'"]),
+        (
+            "engine",
+            {"distributed_executor_backend": "ray"},
+            ["distributed_executor_backend: ray", "set tensor_parallel_size or pipeline_parallel"],
+        ),
+        (
+            "engine",
+            {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "device": "cpu"},
+            ["distributed_executor_backend: ray needs GPUs, and device is cpu"],
+        ),
         # templates are untrusted: nothing but columns
         ("prompt.template", "{a.b}", ["prompt.template", "{a.b}", "prompt.function"]),
         ("prompt.template", "{a.__class__}", ["{a.__class__}"]),

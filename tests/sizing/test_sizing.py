@@ -177,6 +177,11 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
     assert expected_engines(make_job(engine=engine, sampling=sampling), have) == engines
 
 
+def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
+    pool = sized(LLAMA_8B, imagined("H200", 4, 64), replicas=[1, 4], engines_per_gpu=2).pool
+    assert [pool.engines_for(n) for n in (100, 8, 5, 1)] == [(2, 8), (2, 8), (2, 5), (1, 1)]
+
+
 # --- how many engines share a GPU ---------------------------------------------------------------
 
 
@@ -189,7 +194,8 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
         (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs a GPU allow 2"),
         (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs a GPU allow 1"),
         (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs a GPU allow 5"),
-        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 4, "4 keep the GPU busy"),
+        (LLAMA_05B, {"have": imagined("L4", 1, 16), "early_stop": "off"}, 4, "4 keep the GPU busy"),
+        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 4, "5 keep the GPU busy"),  # one token decides
         (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs a GPU allow 2"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 fit in 74.5 GiB"),
         (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one keeps the GPU busy"),
@@ -204,12 +210,17 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
             1,
             "up to 48 tokens",
         ),
-        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, " 1 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": ["Yes, a", "Yes, b"]}}, 5, "4 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 2, "choice": ["Yes, a", "Yes, b"]}}, 5, "2 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES}, "early_stop": "off"}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES, "stop": ["."]}}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES}, "logits_processors": ["a:b"]}, 5, "7 out"),
         (
             LLAMA_05B,
             {"sampling": {"max_tokens": 99, "structured_outputs": {"choice": CHOICES}}},
             5,
-            "7 out",
+            " 1 out",
         ),
         (LLAMA_8B, {"row_bytes": 8000}, 1, "one keeps the GPU busy"),
         (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine takes 2 GPUs"),
@@ -226,6 +237,16 @@ def test_engines_on_a_gpu(config, changes, engines, why):
     found = sized(config, **changes)
     assert found.pool.engines_per_gpu == engines
     assert why in found.pool.packing_why
+
+
+def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
+    embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
+    found = sized(LLAMA_05B, **embeds)
+    assert found.pool.engines_per_gpu == packing.MOST_POOLING
+    assert "2 at most where no tokens are drawn" in found.pool.packing_why
+    assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
+    job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
+    assert expected_engines(job, None) == 16
 
 
 def test_a_function_may_ask_for_long_answers_unless_the_choices_are_given():
@@ -378,10 +399,30 @@ def test_tensor_parallel_over_pcie_is_warned_of(kind, parallel, warned):
 
 
 @pytest.mark.parametrize(
+    ("engine", "gpus_by_node", "replicas", "warned"),
+    [
+        ({"tensor_parallel_size": 8}, (8, 8), 2, ""),
+        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, (8, 8), 1, ""),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 3}, (4, 4, 4, 1), 1, ""),
+        ({"tensor_parallel_size": 8}, (4, 4), 1, "tensor_parallel_size 4 and pipeline_parallel"),
+    ],
+)
+def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replicas, warned):
+    have = Capacity(
+        16 * sum(gpus_by_node), sum(gpus_by_node), len(gpus_by_node), "x", gpus_by_node, ("H200",)
+    )
+    job = make_job(engine={**engine, "distributed_executor_backend": "ray"})
+    found = sizes_of(job, 10_000, 50, have)
+    assert found.pool.replicas == (replicas, replicas)
+    check_fit(job, have, found.pool)
+    assert bool(found.warnings) == bool(warned) and warned in "".join(found.warnings)
+
+
+@pytest.mark.parametrize(
     ("config", "kind", "engine", "said"),
     [
-        (LLAMA_8B, "L4", {}, "for 137 rows of about 109 tokens, not for max_num_seqs 256"),
-        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 69 rows"),
+        (LLAMA_8B, "L4", {}, "for 145 rows of about 103 tokens, not for max_num_seqs 256"),
+        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 73 rows"),
         (LLAMA_8B, "L4", {"max_num_seqs": 128}, ""),
         (LLAMA_8B, "H200", {}, ""),
     ],
@@ -398,7 +439,15 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
         (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "for each of 2 engines on a GPU"),
         (LLAMA_8B, "H200", SHORT, {}, 256, "for each of 3 engines on a GPU"),
-        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 512, "5% faster than 256"),
+        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 256, "about 1%: answers of 1 tokens"),
+        (
+            LLAMA_8B,
+            "H200",
+            SHORT,
+            {"engines_per_gpu": 1, "early_stop": "off"},
+            512,
+            "5% faster than 256",
+        ),
         (
             LLAMA_8B,
             "H200",

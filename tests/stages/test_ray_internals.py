@@ -58,6 +58,7 @@ CONTRACT = {
     "_private/worker.py": {"": ["get_dashboard_url"]},
     "_private/state.py": {"": ["actors(job_id)"]},
     "_private/services.py": {"": ["canonicalize_bootstrap_address(addr)"]},
+    "_private/authentication/authentication_token_setup.py": {"": ["AUTH_MODE_ENV_VAR"]},
     # Bounded requests to the job server (remote/server.py).
     "dashboard/modules/dashboard_sdk.py": {
         "SubmissionClient": ["_do_request(method, endpoint)"],

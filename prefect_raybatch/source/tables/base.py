@@ -109,6 +109,8 @@ def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
                 "source.catalog, the credentials_block or the environment, and that they may read "
                 "it"
             ) from None
+        if failure == "no bucket":
+            raise SourceError(f"{what}: there is no such bucket ({text}); check its name") from None
         if failure == "gone":
             raise SourceError(
                 f"{what}: a file of it is not there ({text}); was it removed by a cleanup "

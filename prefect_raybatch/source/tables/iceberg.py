@@ -27,7 +27,14 @@ from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of
-from prefect_raybatch.storage import S3Settings, is_remote, join, open_store, s3_settings
+from prefect_raybatch.storage import (
+    S3Settings,
+    iceberg_options,
+    is_remote,
+    join,
+    open_store,
+    s3_settings,
+)
 
 METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
@@ -64,23 +71,6 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
         return keys.scrub(text) if keys else text
 
     return scrub
-
-
-def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
-    """pyiceberg's properties for a place on S3; none for a local one."""
-    given: Mapping[str, str | None] = (
-        {}
-        if keys is None
-        else {
-            "s3.endpoint": keys.endpoint,
-            "s3.region": keys.region,
-            "s3.access-key-id": keys.key,
-            "s3.secret-access-key": keys.secret,
-            "s3.session-token": keys.token,
-            "s3.anonymous": "true" if keys.anon else None,
-        }
-    )
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _from_catalog(name: str, properties: dict[str, Any]) -> Any:

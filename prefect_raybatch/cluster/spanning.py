@@ -1,0 +1,64 @@
+"""GPUs of several nodes for one engine: a Ray placement group for each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class _Made(PlacementGroupSchedulingStrategy):
+    """A place in a group that is made when an actor is started there.
+
+    Ray Data asks for an actor's options also where it starts none (its watch for tasks that take
+    much memory): a group made then would keep the GPUs from the engine (tried: the run hung).
+    """
+
+    def __init__(self, make: Callable[[], PlacementGroup]):
+        self._make = make
+        self._group: PlacementGroup | None = None
+        self.placement_group_bundle_index = 0
+        self.placement_group_capture_child_tasks = True
+
+    @property
+    def placement_group(self) -> PlacementGroup:  # type: ignore[override]
+        if self._group is None:
+            self._group = self._make()
+        return self._group
+
+
+class SpanningGroups:
+    """What Ray Data calls for the options of each engine's actor.
+
+    A bundle for each of the `gpus` of an engine, on as few nodes as there is room on. The actor
+    itself is in the first and takes its CPUs from there; vLLM finds the group by the actor and
+    starts a worker in each bundle.
+    """
+
+    def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):
+        bundle: dict[str, float] = {"GPU": 1}
+        if accelerator:
+            bundle[f"accelerator_type:{accelerator}"] = 0.001
+        first = {**bundle, **({"CPU": num_cpus} if num_cpus else {})}
+        self.bundles = [first, *[dict(bundle) for _ in range(gpus - 1)]]
+        self.groups: list[PlacementGroup] = []
+
+    def __call__(self) -> dict[str, Any]:
+        return {"scheduling_strategy": _Made(self._make)}
+
+    def _make(self) -> PlacementGroup:
+        self.groups.append(placement_group(self.bundles, strategy="PACK"))
+        return self.groups[-1]
+
+    def remove(self) -> None:
+        """Gives the GPUs back: Ray itself would keep them until the driver's end."""
+        while self.groups:
+            group = self.groups.pop()
+            if ray.is_initialized():
+                with contextlib.suppress(RayError):  # of a cluster that is gone, with its groups
+                    remove_placement_group(group)
