@@ -204,7 +204,7 @@ class Pipeline:
             prepared,
             self.engine,
             fn_constructor_args=[spec],
-            compute=self._pool(isolated),
+            compute=self._pool(len(units), isolated),
             **_batches(),
             **self._placed(self._engine_resources()),
         )
@@ -266,12 +266,14 @@ class Pipeline:
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
 
-    def _pool(self, isolated: bool) -> ActorPoolStrategy:
+    def _pool(self, units: int, isolated: bool) -> ActorPoolStrategy:
         calls, pool = 1 if isolated else self.size.concurrent, self.size.pool
         return ActorPoolStrategy(
-            # Equal when the number is fixed: then Ray starts them all at once.
-            min_size=pool.fewest,
-            max_size=pool.engines,
+            # Equal when the number is fixed: then Ray starts them all at once. An engine takes a
+            # minute to start: the few shards of a last pass wait for no more of them than can
+            # have one.
+            min_size=min(pool.fewest, units),
+            max_size=min(pool.engines, units),
             max_concurrent_calls_per_actor=calls,
             # One more waits at the actor, so that a freed slot is filled without a round trip.
             max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),

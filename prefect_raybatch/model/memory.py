@@ -17,6 +17,7 @@ from prefect_raybatch.model.arguments import EngineArguments
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
 LEAST_KV = 1 << 29
+KV_CACHE_BYTES = "kv_cache_memory_bytes"
 _BYTES = {"float32": 4, "float": 4, "float8_e4m3fn": 1, "fp8": 1}
 # Bits a weight with scales and zeros of groups of 128.
 _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bitsandbytes": 4.2}
@@ -162,7 +163,7 @@ def packed(
     return {
         # vLLM refuses to start with less than this free, also when the others are there already.
         "gpu_memory_utilization": math.floor(1000 * arguments.usable / engines) / 1000,
-        "kv_cache_memory_bytes": cache,
+        KV_CACHE_BYTES: cache,
     }
 
 

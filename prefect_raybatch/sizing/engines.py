@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.early_stop import label_cap, labels_cut_short
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.arguments import EngineArguments
@@ -26,6 +27,8 @@ BUSY = 0.85  # a GPU busy for so much of its time is enough: one more engine bri
 SHORT = 32  # tokens out: at 128 and more packing loses, and between 6 and 128 nothing is measured
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
+# Of tasks that pool: HOST_SECONDS is of drawing tokens, and what a vector takes of Python is less.
+MOST_POOLING = 2
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
 # Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
@@ -48,16 +51,17 @@ class Tokens:
         return self.shared + self.own + (self.out or 0)
 
 
-def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float) -> Tokens:
-    """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared."""
+def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float, early: bool = False) -> Tokens:
+    """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared;
+    `early`: of a label no more is asked for than decides it."""
     first, _, rest = (prompt.template or "").partition("{")
     shared = (len(prompt.system or "") + len(first)) / CHARACTERS
     own = row_bytes / (IMAGE_TOKEN_BYTES if prompt.images.used else CHARACTERS)
     own += len(rest) / CHARACTERS + MARKUP
-    return Tokens(round(shared), round(own), *_most_out(prompt, sampling))
+    return Tokens(round(shared), round(own), *_most_out(prompt, sampling, early))
 
 
-def _most_out(prompt: Prompt, sampling: Sampling) -> tuple[int | None, str]:
+def _most_out(prompt: Prompt, sampling: Sampling, early: bool) -> tuple[int | None, str]:
     extra = sampling.model_extra or {}
     structured = extra.get("structured_outputs") or {}
     choice = sampling.choice or (structured.get("choice") if isinstance(structured, dict) else None)
@@ -66,6 +70,9 @@ def _most_out(prompt: Prompt, sampling: Sampling) -> tuple[int | None, str]:
     if choice:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
+        labels = labels_cut_short(sampling.given()) if early else None
+        if labels and (cap := label_cap(labels)) < most:
+            return cap * answers, "what decides between the choices"
         return most * answers, "the longest choice"
     if prompt.function:
         return None, "prompt.function may ask for answers of any length"
@@ -122,9 +129,11 @@ def choose_engines_per_gpu(
     arguments: EngineArguments,
     row: Tokens,
     length: int | None,
+    pools: bool = False,
 ) -> tuple[int, str]:
     """(engines on a GPU, why) for `engine.engines_per_gpu: auto`, on a GPU of which too little
-    may be known: then 1. `length` is the context length in tokens, where it is known."""
+    may be known: then 1. `length` is the context length in tokens, where it is known; `pools`: the
+    task is not to generate."""
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:
         return 1, f"an engine takes {parts} GPUs"
@@ -146,12 +155,15 @@ def choose_engines_per_gpu(
     )
     if best == 1:
         return 1, f"one keeps the GPU busy: {times}"
-    found = min(best, fit, cores)
+    most = MOST_POOLING if pools else MOST_ENGINES
+    found = min(best, fit, cores, most)
     bounds = []
     if fit < best:
         bounds.append(f"{fit} fit in {gib(gpu.memory)}")
     if cores < best:
         bounds.append(f"{cpus_a_gpu:g} CPUs a GPU allow {cores}")
-    if found == best == MOST_ENGINES:
+    if pools and best > most:
+        bounds.append(f"{most} at most where no tokens are drawn")
+    elif found == best == MOST_ENGINES:
         bounds.append(f"{MOST_ENGINES} at most")
     return found, f"{best} keep the GPU busy: {times}" + "".join(f"; {text}" for text in bounds)

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.early_stop import may_stop_early
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import engines as packing
@@ -134,9 +136,10 @@ def expected_engines(job: BatchJob, have: Capacity | None) -> int:
     gpu = device(engine, gpus) == "gpu"
     each = 1
     if gpu and engine.gpus_per_replica == 1:
-        row = packing.tokens(job.prompt, job.drawn, 0)
+        row = _row(job, 0)
         short = row.out is not None and row.out <= packing.SHORT
-        each = ASSUMED_PACKED if short else 1
+        packed_most = packing.MOST_POOLING if pools(engine.task) else ASSUMED_PACKED
+        each = packed_most if short else 1
         if engine.engines_per_gpu != "auto":
             each = engine.engines_per_gpu
     if engine.replicas == "auto":
@@ -226,6 +229,7 @@ def choose_pool(
             arguments=arguments,
             row=row,
             length=length,
+            pools=pools(engine.task),
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -252,7 +256,7 @@ def pool_for(job: BatchJob, have: Capacity) -> Pool:
         unknown="",
         gpu=gpu_of(job.engine.accelerator_type, have),
         arguments=_asked(job.engine, device(job.engine, have.gpus)),
-        row=packing.tokens(job.prompt, job.drawn, 0),
+        row=_row(job, 0),
         length=None,
     )
 
@@ -277,6 +281,14 @@ def rooms(engine: Engine, have: Capacity) -> int:
         return int(sum(map(int, nodes)) // each)
     # Such an engine is one actor, so that all its GPUs are on one node.
     return sum(int(gpus // each) for gpus in nodes)
+
+
+def _row(job: BatchJob, row_bytes: float) -> Tokens:
+    """The tokens of a row of so many bytes."""
+    engine = job.engine
+    early = engine.early_stop != "off" and engine.stage == "vllm" and not job.output.parsed_columns
+    early = early and may_stop_early(engine.model_extra or {})
+    return packing.tokens(job.prompt, job.drawn, row_bytes, early)
 
 
 def _asked(engine: Engine, kind: str) -> EngineArguments:
@@ -312,7 +324,7 @@ def sizes_of(
     """
     engine = job.engine
     gpu = gpu_of(engine.accelerator_type, have)
-    row = packing.tokens(job.prompt, job.drawn, row_bytes)
+    row = _row(job, row_bytes)
     length = engine.context or (model.context if model else None)
     arguments = _asked(engine, device(engine, have.gpus))
     pool = choose_pool(

@@ -1,14 +1,10 @@
 """Answers that are certain before they are written out: the labels of `sampling.choice`.
 
-The grammar of a choice lets a token through only if its bytes go on one of the labels, so each
-token of an answer is the end or at least one byte of a label. With
-
-    cap = (bytes of the longest beginning that two labels share) + 1
-
-tokens an answer has ended, or its bytes are those of one label only. So `max_tokens` is lowered to
-the cap and the label completed here: from the bytes that the grammar itself takes each token for,
-not from decoded text. The engine is asked the same, step by step, and stops sooner. Where the
-uncapped answer would have been cut off in the middle of a label, there is a whole one.
+After `label_cap` tokens an answer has ended, or its bytes are those of one label only. So
+`max_tokens` is lowered to the cap and the label completed here: from the bytes that the grammar
+itself takes each token for, not from decoded text. The engine is asked the same, step by step, and
+stops sooner. Where the uncapped answer would have been cut off in the middle of a label, there is a
+whole one.
 
 The second way asks for one token. Rows for which that leaves several labels are asked again, with
 that token behind the prompt and a choice of what is left of each label. A grammar begins at its
@@ -18,10 +14,11 @@ root, so the tokens that may come next are the same ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
+
+from prefect_raybatch.job.early_stop import label_cap, labels_cut_short
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
@@ -30,41 +27,8 @@ log = logging.getLogger(__name__)
 
 EarlyStop = Literal["decided", "first_token", "off"]
 Ask = Callable[[Sequence["Request"]], list["Completion"]]
-
-# Sampling fields beside which an answer may be cut short. Any other may look at later tokens, end
-# an answer by itself or change what is written of it.
-ALLOWED_BESIDE = frozenset(
-    [
-        *("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("choice", "structured_outputs", "logprob_token_ids", "detokenize"),
-        *("skip_special_tokens", "spaces_between_special_tokens"),
-    ]
-)
 # What a second request would see otherwise than the first one's next step.
 PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-# Engine arguments with which vLLM's grammar is not the whole truth about an answer's tokens.
-NOT_BESIDE = ("reasoning_parser", "logits_processors", "speculative_config")
-
-
-def label_cap(labels: Sequence[str]) -> int:
-    """The tokens after which one label only is left, for any tokenizer."""
-    texts = sorted({label.encode() for label in labels})
-    return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
-
-
-def _shared(one: bytes, other: bytes) -> int:
-    """Bytes at the beginning of both."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def may_stop_early(arguments: Mapping[str, Any]) -> bool:
-    """Whether an engine of these arguments asks xgrammar alone which tokens may come."""
-    forms = arguments.get("structured_outputs_config") or {}
-    backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
-    backend = arguments.get("guided_decoding_backend") or backend or "auto"
-    return backend in ("auto", "xgrammar") and not any(arguments.get(n) for n in NOT_BESIDE)
 
 
 @dataclass
@@ -152,6 +116,10 @@ class EarlyStopping:
         made = [self._completed(c, s) for c, s in zip(done, short, strict=True)]
         return self._asked_again(ask, requests, short, done, made)
 
+    def concerns(self, params: dict[str, Any]) -> bool:
+        """Whether answers to requests of these fields are cut short."""
+        return self._way != "off" and labels_cut_short(params) is not None
+
     def ready(self) -> bool:
         """Whether answers can be completed; takes up to a second the first time."""
         if self._bytes is None and self._way != "off":
@@ -162,12 +130,10 @@ class EarlyStopping:
 
     def _shortened(self, params: dict[str, Any], once: bool) -> Shortened | None:
         """How a request of these fields is cut short; None where it is asked as it is."""
+        labels = labels_cut_short(params)
+        if labels is None:
+            return None
         given = {name: value for name, value in params.items() if value is not None}
-        labels = _labels(given)
-        if labels is None or not given.keys() <= ALLOWED_BESIDE:
-            return None
-        if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
-            return None
         once = once and given.get("n", 1) == 1 and "seed" not in given
         once = once and all(given.get(name, no) == no for name, no in PENALTIES.items())
         most = given.get("max_tokens")
@@ -257,15 +223,3 @@ class EarlyStopping:
     def _spelt(self, tokens: Sequence[int]) -> bytes:
         """The bytes of an answer that ended by itself, without its end."""
         return b"".join((self._bytes or ())[token] for token in tokens[:-1])
-
-
-def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """The labels of a request whose answer is one of them, None for any other."""
-    form = given.get("structured_outputs")
-    labels = given.get("choice")
-    if form is not None:
-        labels = (
-            form.get("choice") if isinstance(form, Mapping) and set(form) == {"choice"} else None
-        )
-    whole = isinstance(labels, list | tuple) and all(isinstance(label, str) for label in labels)
-    return labels if labels and whole else None

@@ -22,11 +22,12 @@ from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.early_stop import may_stop_early
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
-from prefect_raybatch.model.memory import describe, packed
+from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
@@ -57,7 +58,7 @@ from prefect_raybatch.stages.block import (
     timed,
     units_of,
 )
-from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes, may_stop_early
+from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
@@ -98,7 +99,8 @@ class EngineSpec:
     in the order that suits the engine, `merge` asks once about equal requests of a block;
     `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
-    actor finds what one of the same driver left that died on its node."""
+    actor finds what one of the same driver left that died on its node; `encodes`: the model is an
+    encoder, which has no KV cache."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -115,6 +117,7 @@ class EngineSpec:
     adapted: Adapted = field(default_factory=lambda: Adapted(None))
     labels: tuple[str, ...] = ()
     early_stop: EarlyStop = "off"
+    encodes: bool = False
 
 
 def engine_spec(
@@ -168,6 +171,7 @@ def engine_spec(
         ),
         labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
         early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
+        encodes=task is not None and task.encodes,
     )
 
 
@@ -225,7 +229,7 @@ class EngineStage:
             starts += left.times if left.doing == note.START else 0
             prompts += left.times if left.doing == note.PROMPT else 0
         self._note.write(note.START, starts, self._suspect or "")
-        if has_form(self.spec.sampling):  # before rows wait for it
+        if self._early.concerns(self.spec.sampling):  # before rows wait for it
             self._early.ready()
         self.start()
         if self._suspect is not None:
@@ -295,13 +299,15 @@ class EngineStage:
     def _share(self) -> dict[str, Any]:
         """Of the GPU that is here: as it was resolved, unless the GPU is smaller than was thought
         or nobody knew it."""
-        there = internals.gpu_bytes()
-        if self.spec.share and there >= SAME * self.spec.gpu_bytes:
-            return self.spec.share
-        config, stored = models.read_config(self.spec.model)
-        model = describe(config, self.spec.arguments, stored)
-        arguments = EngineArguments.of(self.spec.arguments)
-        return packed(model, arguments, there, self.spec.engines_per_gpu)
+        there, share = internals.gpu_bytes(), self.spec.share
+        if not share or there < SAME * self.spec.gpu_bytes:
+            config, stored = models.read_config(self.spec.model)
+            model = describe(config, self.spec.arguments, stored)
+            arguments = EngineArguments.of(self.spec.arguments)
+            share = packed(model, arguments, there, self.spec.engines_per_gpu)
+        if self.spec.encodes:
+            return {name: value for name, value in share.items() if name != KV_CACHE_BYTES}
+        return share
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answers the well rows of a block; adds answers, finish reasons and token counts."""

@@ -189,7 +189,8 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
         (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs a GPU allow 2"),
         (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs a GPU allow 1"),
         (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs a GPU allow 5"),
-        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 4, "4 keep the GPU busy"),
+        (LLAMA_05B, {"have": imagined("L4", 1, 16), "early_stop": "off"}, 4, "4 keep the GPU busy"),
+        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 4, "5 keep the GPU busy"),  # one token decides
         (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs a GPU allow 2"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 fit in 74.5 GiB"),
         (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one keeps the GPU busy"),
@@ -204,12 +205,17 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
             1,
             "up to 48 tokens",
         ),
-        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, " 1 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": ["Yes, a", "Yes, b"]}}, 5, "4 out"),
+        (LLAMA_05B, {"sampling": {"max_tokens": 2, "choice": ["Yes, a", "Yes, b"]}}, 5, "2 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES}, "early_stop": "off"}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES, "stop": ["."]}}, 5, "7 out"),
+        (LLAMA_05B, {"sampling": {"choice": CHOICES}, "logits_processors": ["a:b"]}, 5, "7 out"),
         (
             LLAMA_05B,
             {"sampling": {"max_tokens": 99, "structured_outputs": {"choice": CHOICES}}},
             5,
-            "7 out",
+            " 1 out",
         ),
         (LLAMA_8B, {"row_bytes": 8000}, 1, "one keeps the GPU busy"),
         (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine takes 2 GPUs"),
@@ -226,6 +232,16 @@ def test_engines_on_a_gpu(config, changes, engines, why):
     found = sized(config, **changes)
     assert found.pool.engines_per_gpu == engines
     assert why in found.pool.packing_why
+
+
+def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
+    embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
+    found = sized(LLAMA_05B, **embeds)
+    assert found.pool.engines_per_gpu == packing.MOST_POOLING
+    assert "2 at most where no tokens are drawn" in found.pool.packing_why
+    assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
+    job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
+    assert expected_engines(job, None) == 16
 
 
 def test_a_function_may_ask_for_long_answers_unless_the_choices_are_given():
@@ -400,8 +416,8 @@ def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replic
 @pytest.mark.parametrize(
     ("config", "kind", "engine", "said"),
     [
-        (LLAMA_8B, "L4", {}, "for 137 rows of about 109 tokens, not for max_num_seqs 256"),
-        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 69 rows"),
+        (LLAMA_8B, "L4", {}, "for 145 rows of about 103 tokens, not for max_num_seqs 256"),
+        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 73 rows"),
         (LLAMA_8B, "L4", {"max_num_seqs": 128}, ""),
         (LLAMA_8B, "H200", {}, ""),
     ],
@@ -418,7 +434,15 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
         (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "for each of 2 engines on a GPU"),
         (LLAMA_8B, "H200", SHORT, {}, 256, "for each of 3 engines on a GPU"),
-        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 512, "5% faster than 256"),
+        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 256, "about 1%: answers of 1 tokens"),
+        (
+            LLAMA_8B,
+            "H200",
+            SHORT,
+            {"engines_per_gpu": 1, "early_stop": "off"},
+            512,
+            "5% faster than 256",
+        ),
         (
             LLAMA_8B,
             "H200",

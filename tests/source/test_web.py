@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.web_server import served
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.source import Source
@@ -85,12 +85,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.daemon_threads = True
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}"
-    made.shutdown()
-    made.server_close()
+    with served(Handler) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefect_raybatch.demo import LABELS
-from prefect_raybatch.stages.decided import (
-    EarlyStop,
-    EarlyStopping,
-    Labels,
-    label_cap,
-    may_stop_early,
-)
+from prefect_raybatch.job.early_stop import label_cap, may_stop_early
+from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, Labels
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 END = 0
@@ -274,3 +269,18 @@ def test_remembered_tokens_are_of_their_own_labels():
 )
 def test_another_grammar_than_xgrammars_is_asked_whole(arguments, may):
     assert may_stop_early(arguments) is may
+
+
+@pytest.mark.parametrize(
+    ("way", "fields", "concerned"),
+    [
+        ("decided", {"choice": ["a", "b"], "max_tokens": 9}, True),
+        ("first_token", {"structured_outputs": {"choice": ["a", "b"]}}, True),
+        ("off", {"choice": ["a", "b"]}, False),
+        ("decided", {"structured_outputs": {"json": {"type": "object"}}}, False),
+        ("decided", {"choice": ["a", "b"], "stop": ["."]}, False),
+        ("decided", {"max_tokens": 9}, False),
+    ],
+)
+def test_the_bytes_of_tokens_are_made_for_a_choice_alone(way, fields, concerned):
+    assert EarlyStopping(way, lambda: None).concerns(fields) is concerned

@@ -539,6 +539,9 @@ def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
         assert 28 * GIB < found["kv_cache_memory_bytes"] < 32 * GIB
         assert found["gpu_memory_utilization"] == 0.46
     assert found["max_num_seqs"] == 8
+    spec = EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share, encodes=True)
+    found = EngineStage(spec).arguments()
+    assert "kv_cache_memory_bytes" not in found and found["gpu_memory_utilization"] == 0.46
 
 
 def test_every_sizing_argument_is_set_on_purpose():

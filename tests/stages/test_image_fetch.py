@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers.web_server import served
 from PIL import Image
 from s3server import S3Server, proxy
 
@@ -139,12 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    made = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    made.daemon_threads = True
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}"
-    made.shutdown()
-    made.server_close()
+    with served(_Handler) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,73 @@
+"""Which answers are certain before they are written out, and after how many tokens: the labels of
+`sampling.choice`.
+
+The grammar of a choice lets a token through only if its bytes go on one of the labels, so each
+token of an answer is the end or at least one byte of a label. With
+
+    cap = (bytes of the longest beginning that two labels share) + 1
+
+tokens an answer has ended, or its bytes are those of one label only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+# Sampling fields beside which an answer may be cut short. Any other may look at later tokens, end
+# an answer by itself or change what is written of it.
+ALLOWED_BESIDE = frozenset(
+    [
+        *("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("choice", "structured_outputs", "logprob_token_ids", "detokenize"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    ]
+)
+# Engine arguments with which vLLM's grammar is not the whole truth about an answer's tokens.
+NOT_BESIDE = ("reasoning_parser", "logits_processors", "speculative_config")
+
+
+def may_stop_early(arguments: Mapping[str, Any]) -> bool:
+    """Whether an engine of these arguments asks xgrammar alone which tokens may come."""
+    forms = arguments.get("structured_outputs_config") or {}
+    backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
+    backend = arguments.get("guided_decoding_backend") or backend or "auto"
+    return backend in ("auto", "xgrammar") and not any(arguments.get(n) for n in NOT_BESIDE)
+
+
+def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
+    """The labels of a request with these sampling fields whose answer may be cut short; None where
+    it is asked as it is."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    labels = _labels(given)
+    if labels is None or not given.keys() <= ALLOWED_BESIDE:
+        return None
+    if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
+        return None
+    return labels
+
+
+def label_cap(labels: Sequence[str]) -> int:
+    """The tokens after which one label only is left, for any tokenizer."""
+    texts = sorted({label.encode() for label in labels})
+    return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Bytes at the beginning of both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
+    """The labels of a request whose answer is one of them, None for any other."""
+    form = given.get("structured_outputs")
+    labels = given.get("choice")
+    if form is not None:
+        labels = (
+            form.get("choice") if isinstance(form, Mapping) and set(form) == {"choice"} else None
+        )
+    whole = isinstance(labels, list | tuple) and all(isinstance(label, str) for label in labels)
+    return labels if labels and whole else None

@@ -1,0 +1,21 @@
+"""A web server in threads of this process, for as long as a test needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its address."""
+    made = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    made.daemon_threads = True
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{made.server_port}"
+    finally:
+        made.shutdown()
+        made.server_close()
