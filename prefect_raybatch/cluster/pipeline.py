@@ -267,13 +267,12 @@ class Pipeline:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
 
     def _pool(self, units: int, isolated: bool) -> ActorPoolStrategy:
-        calls, pool = 1 if isolated else self.size.concurrent, self.size.pool
+        calls = 1 if isolated else self.size.concurrent
+        fewest, most = self.size.pool.engines_for(units)
         return ActorPoolStrategy(
-            # Equal when the number is fixed: then Ray starts them all at once. An engine takes a
-            # minute to start: the few shards of a last pass wait for no more of them than can
-            # have one.
-            min_size=min(pool.fewest, units),
-            max_size=min(pool.engines, units),
+            # Equal when the number is fixed: then Ray starts them all at once.
+            min_size=fewest,
+            max_size=most,
             max_concurrent_calls_per_actor=calls,
             # One more waits at the actor, so that a freed slot is filled without a round trip.
             max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),

@@ -86,6 +86,11 @@ class Pool:
         """Engines at most."""
         return self.replicas[1] * self.engines_per_gpu
 
+    def engines_for(self, shards: int) -> tuple[int, int]:
+        """The fewest and the most engines of a pass over so many shards: no more than can have one,
+        since after an engine's death a few shards are left, and each start takes its minute."""
+        return min(self.fewest, shards), min(self.engines, shards)
+
     @property
     def gpus(self) -> tuple[int, int]:
         return self.replicas[0] * self.gpus_a_replica, self.replicas[1] * self.gpus_a_replica

@@ -177,6 +177,11 @@ def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, e
     assert expected_engines(make_job(engine=engine, sampling=sampling), have) == engines
 
 
+def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
+    pool = sized(LLAMA_8B, imagined("H200", 4, 64), replicas=[1, 4], engines_per_gpu=2).pool
+    assert [pool.engines_for(n) for n in (100, 8, 5, 1)] == [(2, 8), (2, 8), (2, 5), (1, 1)]
+
+
 # --- how many engines share a GPU ---------------------------------------------------------------
 
 
