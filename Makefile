@@ -61,8 +61,12 @@ coverage: .venv/.ready ## Which lines the unit tests reach, in the processes tha
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 
+# Of the simulation, which comes first; its seed is a new one each time.
+SCHEDULES ?= 10000
+
 chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
 	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos
+	PYTHONPATH=tests $(BIN)/python -m simulation --schedules $(SCHEDULES) --mutants all --processes $(PROCESSES)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 bench: .venv/.ready ## Peers and us side by side on this machine

@@ -11,26 +11,38 @@ class RayBatchError(Exception):
     """Base of every error this package raises on purpose.
 
     `transient` says whether running the same thing again can help. Terminal errors are never
-    retried: they need a person, and the message says what that person should change.
+    retried: they need a person, and the message says what that person should change. `remedy` says
+    in a line what helps against errors of the class. `plain` is the message alone, where what
+    is to be done was added to it for a page.
     """
 
     transient = False
+    plain: str | None = None
+    remedy = "Mend what the message names, then run it again; what is committed is kept."
 
 
 class ConfigError(RayBatchError):
     """The job cannot work as written: which field, which value, what to write instead."""
 
+    remedy = "Change the field that the message names, then run it again."
+
 
 class SourceError(RayBatchError):
     """The input is missing, unreadable, of changing schema, or not what the plan recorded."""
+
+    remedy = "Mend the input that the message names, then run it again, or start a new run key."
 
 
 class PlanMismatch(RayBatchError):
     """The run directory belongs to another job; the message lists the differing fields."""
 
+    remedy = "Give another run key, or put the job back as it was."
+
 
 class CorruptRun(RayBatchError):
     """A record or a piece in the run directory contradicts the plan; `raybatch verify` names it."""
+
+    remedy = "See what verify says of the run; restore the file it names, or delete the run whole."
 
 
 class NoSuchRun(RayBatchError):
@@ -40,6 +52,8 @@ class NoSuchRun(RayBatchError):
 class UnsafeStore(RayBatchError):
     """The output store does not honour put-if-absent, so exactly-once cannot be kept on it."""
 
+    remedy = "Name another store in output.uri: this one cannot keep results exactly once."
+
 
 class StoreError(RayBatchError):
     """The store refused or failed in a way that a retry may not mend (permission, full disk)."""
@@ -48,26 +62,33 @@ class StoreError(RayBatchError):
 class StoreUnavailable(StoreError):
     """The store did not answer, or answered 5xx, after the retries of a single call."""
 
+    remedy = "Look at the store and its address; when it answers, run it again."
     transient = True
 
 
 class CredentialsUnusable(StoreError):
     """The store was asked with credentials that have expired, or with none at all."""
 
+    remedy = "Renew the credentials where the message says they come from, then run it again."
+
 
 class BadUpload(StoreError):
     """The store keeps other bytes than it was sent; what they were made from is kept."""
 
+    remedy = "Run it again; if it comes back, look at the store and the proxy before it."
     transient = True
 
 
 class InsufficientResources(RayBatchError):
     """The cluster can never give what the job asks for; the message says what is short."""
 
+    remedy = "Give the job fewer engines or smaller ones, or the cluster more nodes."
+
 
 class ClusterUnavailable(InsufficientResources):
     """No Ray cluster answers at the address: a head that is down or restarting, or a wrong one."""
 
+    remedy = "Look at the Ray head, or correct cluster.address; then run it again."
     transient = True
 
 
@@ -81,42 +102,53 @@ class EngineStartError(RayBatchError):
     """The inference engine did not start (a model that does not load, an argument vLLM refuses), or
     started and died whatever it was asked."""
 
+    remedy = "Change what the engine refuses; the rest of its reason is in Ray's logs on the node."
+
 
 class EngineFailure(RayBatchError):
     """Engines kept dying and no shard got through: the infrastructure, not the rows."""
 
+    remedy = "Look at the nodes and their memory, then run it again."
     transient = True
 
 
 class ErrorBudgetExceeded(RayBatchError):
     """More rows failed than the job's limits allow; what is committed is kept."""
 
+    remedy = "Mend the cause, or raise the limit; then run it again."
+
 
 class IncompleteRun(RayBatchError):
     """Some shards are still uncommitted; running the same command again continues."""
 
+    remedy = "Run it again: it goes on with the missing shards."
     transient = True
 
 
 class JobServerUnavailable(RayBatchError):
     """Ray's job server gave no good answer for minutes; a job that it runs goes on."""
 
+    remedy = "Look at the Ray head; run it again, it finds its job."
     transient = True
 
 
 class JobLost(RayBatchError):
     """The Ray job of a run ended without saying why: its process or its node was lost."""
 
+    remedy = "Look at the Ray head and its node; run it again, it goes on from the commits."
     transient = True
 
 
 class JobStopped(RayBatchError):
     """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
 
+    remedy = "Run it again to continue."
+
 
 class PublishFailed(RayBatchError):
     """A target of output.publish did not take the rows; the result in data/ is whole and stays."""
 
+    remedy = "Mend what the target says; the result stays, and only what is missing is published."
     transient = True
 
 

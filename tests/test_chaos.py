@@ -19,11 +19,8 @@ from chaos.places import Folder
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
-SHORT = (  # (kind, the store that its first trial has): about a minute on two cores
-    ("driver_killed", "local"),
-    ("killed_in_commit", "s3"),
-    ("killed_reusing", "s3"),
-)
+# (kind, the store that its first trial has). Kills within the ledger are for test_simulation.py.
+SHORT = (("driver_killed", "local"), ("killed_reusing", "s3"))
 
 
 def rows(count: int = 20) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import inspect
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -10,13 +11,16 @@ from zoneinfo import ZoneInfo
 import pytest
 import yaml
 from helpers.prefect_server import ROOT, Prefect
+from helpers.small import make_job
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
 from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
+from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.runs.run import default_run_key
 
@@ -49,7 +53,10 @@ def test_the_dev_job_is_the_demo_over_the_file_beside_it(tmp_path: Path) -> None
 
 def test_the_parameter_form() -> None:
     schema = parameter_schema(batch_inference).model_dump()
-    assert list(schema["properties"]) == ["job", "run_key", "scheduled_for"]
+    shown = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
+    few = ["run_key", "scheduled_for", "run_date", "limit", "overrides"]
+    assert shown == [*few, "job"]  # the job, which is long, below what changes from run to run
+    assert list(inspect.signature(batch_inference.fn).parameters) == ["job", *few]
     assert schema["required"] == ["job"]
     assert schema["properties"]["scheduled_for"]["anyOf"][0]["format"] == "date-time"
     form_is_whole(schema)
@@ -146,6 +153,39 @@ def test_a_missed_night_gets_the_key_it_would_have_had(monkeypatch: pytest.Monke
     assert keys[-1] == "mine"
     with pytest.raises(Exception, match="timezone"):  # which night would that be?
         batch_inference.validate_parameters({"job": job, "scheduled_for": "2026-03-01T02:00:00"})
+
+
+def test_a_run_with_small_changes_needs_no_second_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[tuple[BatchJob, str]] = []
+
+    class Planned(Exception):
+        pass
+
+    def plan_shards(job: BatchJob, key: str) -> None:
+        planned.append((job, key))
+        raise Planned
+
+    monkeypatch.setattr(flows, "plan_shards", plan_shards)
+    monkeypatch.setattr(flows, "scheduled_start", lambda: None)
+    given = {"uri": "s3://b/in/{run_date}", "options": {"key": "me", "secret": "hush"}}
+    job = make_job(source=given, output={"uri": "s3://b/out"}, engine={"env": {"A": "1"}})
+
+    def run(**parameters: Any) -> tuple[BatchJob, str]:
+        with pytest.raises(Planned):
+            batch_inference.fn(job, **parameters)
+        return planned[-1]
+
+    day = date(2026, 3, 1)
+    made, key = run(run_date=day, limit=200, overrides={"sampling.max_tokens": 9})
+    assert key == "nightly-20260301T000000Z"
+    assert with_run_words(made, key).source.uris == ["s3://b/in/2026-03-01"]
+    assert (made.source.limit, made.sampling.max_tokens) == (200, 9)
+    assert made.source.options == job.source.options and made.engine.env == job.engine.env
+    again, key = run(run_date=day, run_key="mine", overrides={"source.uri": "s3://b/{run_date}"})
+    assert key == "mine" and again.source.uris == ["s3://b/2026-03-01"]
+    assert run(run_date=day)[0] == job
+    with pytest.raises(ConfigError, match=r"overrides: sampling: .*max_tokns.*max_tokens"):
+        batch_inference.fn(job, overrides={"sampling.max_tokns": 9})
 
 
 def test_the_kubernetes_manifests_fit_together() -> None:

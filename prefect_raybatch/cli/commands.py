@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
+from prefect_raybatch.cli.outputs import app as outputs
 from prefect_raybatch.cli.show import (
     err,
     out,
@@ -447,6 +448,9 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
     return changes
 
 
+app.add_typer(outputs)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point: our errors become one clear message and an exit status, never a stack trace."""
     show_store_warnings()
@@ -454,7 +458,7 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
-        err.print(str(error), markup=False)
+        err.print(error.plain or str(error), markup=False)
         sys.exit(exit_status(error))
     except KeyboardInterrupt:
         err.print("stopped; what is committed is kept, the same command again continues")

@@ -76,7 +76,7 @@ class TerminalProgress(Listener):
             self.progress = progress
             if err.is_terminal:
                 self._bar(progress)
-            elif time.time() - self.printed >= LINE_EVERY or progress.done == progress.rows:
+            elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
                 self.printed = time.time()
                 self.say(_progress_line(progress, self.phase))
 
@@ -91,12 +91,10 @@ class TerminalProgress(Listener):
                 TextColumn("{task.percentage:.0f}%"),
                 console=err,
             )
-            self.bar.add_task("rows", total=progress.rows, note="")
+            self.bar.add_task("rows", total=progress.whole, note="")
             self.bar.start()
         note = _progress_line(progress, self.phase)
-        # The total as well: a run that reuses has asks of its own first.
-        done, rows = progress.done, progress.rows
-        self.bar.update(self.bar.task_ids[0], completed=done, total=rows, note=note)
+        self.bar.update(self.bar.task_ids[0], completed=progress.whole_done, note=note)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -105,12 +103,13 @@ class TerminalProgress(Listener):
 
 
 def _progress_line(progress: Progress, phase: str) -> str:
+    rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
-        done = f"{progress.done:,} of {counted(progress.rows, 'row')} done before; "
-        return f"{done if progress.done else ''}{phase}"
-    failed = progress.tally.failed + progress.held_back
+        done = f"{progress.whole_done:,} of {rows} done before; "
+        return f"{done if progress.whole_done else ''}{phase}"
+    failed = progress.failed + progress.held_back
     return (
-        f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s, "
+        f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s, "
         f"{duration(progress.seconds_left)} left, {failed:,} failed"
     )
 

@@ -29,7 +29,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
-from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures, alike
 from prefect_raybatch.ledger.increments import Waiting
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -57,12 +57,24 @@ class RunPass(Protocol):
 Quarantine = Callable[[Unit, Loss], Receipt]
 
 
+@dataclass(frozen=True)
+class OtherLedger:
+    """What one of the two ledgers of a run that reuses answers has to do; `failed`: rows of the run
+    that are known to fail by it."""
+
+    rows: int = 0
+    shards: int = 0
+    failed: int = 0
+
+
 @dataclass
 class Progress:
     """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second.
 
     `held_back` counts failed rows of the shard that crossed the error budget: it is not committed,
-    so they are not in the tally.
+    so they are not in the tally. A run that reuses asks first and then looks its rows up: `before`
+    is what has been done when this begins, `later` what comes after it, and those that show it
+    count the `whole`.
     """
 
     rows: int
@@ -76,6 +88,29 @@ class Progress:
     losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    before: OtherLedger = OtherLedger()
+    later: OtherLedger = OtherLedger()
+    weighed: int = 0  # failed rows, of which a request that failed may stand for several
+
+    @property
+    def whole(self) -> int:
+        """Rows of the run and, where it reuses, the requests that it asks first."""
+        return self.before.rows + self.rows + self.later.rows
+
+    @property
+    def whole_done(self) -> int:
+        return self.before.rows + self.done
+
+    @property
+    def unit(self) -> tuple[str, str]:
+        """What `whole` counts, one and several of them."""
+        both = self.before.rows or self.later.rows
+        return ("request or row", "requests and rows") if both else ("row", "rows")
+
+    @property
+    def failed(self) -> int:
+        """Rows of the run that failed, also such as wait for a request that did."""
+        return max(self.before.failed, self.weighed, self.tally.failed)
 
     @property
     def done(self) -> int:
@@ -141,6 +176,7 @@ class Driver:
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
             self._failed += self._weighed(commit)
+        self.progress.weighed = self._failed
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
@@ -225,6 +261,7 @@ class Driver:
         since = self._last if self.progress.recent else commit.stats.started or self._last
         self.progress.add(commit, since)
         self._failed += self._weighed(commit)
+        self.progress.weighed = self._failed
         self.folder.add(commit)
         self._last = now
         self.observe(self.progress)
@@ -242,7 +279,7 @@ class Driver:
         if receipts:
             stop = self._stopped(stop, receipts)
         failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
-        common = failures.most_common(COMMON)
+        common = alike(failures).most_common(COMMON)
         lines = [
             f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
             for key, number in common

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import CorruptRun
@@ -56,6 +56,24 @@ class Counts:
     window_rows: int
     window_start: float
     held_back: int = 0
+    before: int = 0
+    later: int = 0
+
+    @classmethod
+    def whole(cls, progress: Progress) -> Counts:
+        """Of both ledgers of a run that reuses answers: of its rows, the ones `before` were those
+        of another ledger, and `later` ones will be."""
+        own, before, later = cls.of(progress), progress.before, progress.later
+        return replace(
+            own,
+            rows=progress.whole,
+            done=progress.whole_done,
+            shards=before.shards + own.shards + later.shards,
+            committed=before.shards + own.committed,
+            failed=progress.failed,
+            before=before.rows,
+            later=later.rows,
+        )
 
     @classmethod
     def of(cls, progress: Progress, now: float | None = None) -> Counts:
@@ -116,8 +134,9 @@ class Beat:
     @classmethod
     def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
         rate = counts.rate(now)
-        a_row = rate / counts.done if counts.done else 0.0
-        left = counts.rows - counts.done
+        own = counts.done - counts.before
+        a_row = rate / own if own else 0.0
+        left = counts.rows - counts.done - counts.later  # of another kind, at another rate
         return cls(
             at=round(now, 3),
             rows=counts.rows,

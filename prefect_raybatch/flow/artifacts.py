@@ -10,18 +10,26 @@ from uuid import UUID
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
-ARTIFACT_KINDS = ("progress", "live", "plots", "stages", "failures", "report")  # what a run shows
-STAMP = re.compile(r"(\d{8})t(\d{6})z\Z")  # the end of a default run key, in lower case
+ARTIFACT_KINDS = (  # what a run shows
+    "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
+)  # fmt: skip
+MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for each of its runs
 
 
-def artifact_key(run_key: str) -> str:
-    """A run key as Prefect wants artifact keys: lower-case letters, digits and dashes. Where that
-    loses something, a hash of the run key follows, after two dashes, which no other key holds; the
-    T and Z of a default run key lose nothing."""
-    plain = _plain(run_key)
-    mark = "" if run_key == STAMP.sub(r"\1T\2Z", plain) else f"--{_mark(run_key)}"
+def artifact_key(job: str) -> str:
+    """A job's name as Prefect wants artifact keys: lower-case letters, digits and dashes. Where
+    that loses something, a hash of the name follows, after two dashes, which no other key holds.
+    The key is the job's and not the run's, so that each night is a version of one artifact."""
+    plain = _plain(job)
+    mark = "" if job == plain else f"--{_mark(job)}"
     return f"raybatch-{plain}{mark}"
 
 
@@ -33,16 +41,44 @@ def tune_key(job: str) -> str:
     return f"{key}--{_mark(job)}" if taken else key
 
 
-def put(artifact: Artifact, key: str) -> UUID:
-    """Creates the artifact, or updates the one under this key that this flow run has made: a second
-    try, and the end of a run, go on with what the page shows already. Returns its id."""
-    before: Any = Artifact.get(key, _sync=True)  # type: ignore[call-arg]
-    if before is not None and str(before.flow_run_id) == str(flow_run.get_id()):
-        update(before.id, artifact)
-        return cast(UUID, before.id)
+def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
+    """Creates the artifact, or updates the one under this key that this flow run has made for that
+    run: a second try, and the end of a run, go on with what the page shows already. Its
+    description then ends with the run key. Returns its id."""
+    if run_key is not None:
+        artifact.description = f"{artifact.description} {of_run(run_key)}"
+    before = _mine(key, run_key)
+    if before is not None:
+        update(before, artifact)
+        return before
     artifact.key = key
     made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
     return cast(UUID, made.id)
+
+
+def of_run(run_key: str) -> str:
+    """By what the artifacts of one run are told from those of others under the same key."""
+    return f"Run `{run_key}`."
+
+
+def _mine(key: str, run_key: str | None) -> UUID | None:
+    """The artifact of this key and run that the present flow run has made, the latest."""
+    current = flow_run.get_id()
+    if current is None:
+        return None
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                key=ArtifactFilterKey(any_=[key]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(current))]),
+            ),
+            sort=ArtifactSort.UPDATED_DESC,
+            limit=MOST_FOUND,
+        )
+    for one in found:
+        if run_key is None or (one.description or "").endswith(of_run(run_key)):
+            return one.id
+    return None
 
 
 def update(known: UUID, artifact: Artifact) -> None:

@@ -5,27 +5,81 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prefect.assets import Asset, add_asset_metadata, materialize
 
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.source import Source
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
 NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # what Prefect takes in no key
 LONGEST_KEY = 512
+UPSTREAM = 20  # places of a source that are named as assets
+VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from night to night
 
 
-def asset_key(run: str) -> str:
-    """The URI of a run's data/ as Prefect takes it: file:// for local folders. `_` stands for
-    characters that no key may hold, and a longer one keeps its end, which has the run key; a hash
-    of the whole follows then, so that no two places share a key."""
-    uri = run.rstrip("/") + "/data/"
+def asset_key(output: str, job: str) -> str:
+    """Where a job's results go, and the job's name, as Prefect takes it: file:// for local folders.
+    It is the same each night: of a URI with {run_date} or {run_key} the part before them counts.
+
+    `_` stands for characters that no key may hold, and a longer one keeps its end, which has the
+    job's name; a hash of the whole follows then, so that no two places share a key.
+    """
+    return _key(f"{_fixed(output)}/{job}/")
+
+
+def source_keys(source: Source) -> list[str]:
+    """The keys of what a job reads, the assets that its result comes from. What a run of this
+    package has written is the asset of the job that wrote it."""
+    keys: dict[str, None] = {}
+    for uri in source.uris[:UPSTREAM]:
+        known = _result_of(uri, source.options) if source.stored else None
+        keys[known or _key(_named(uri))] = None
+    return list(keys)
+
+
+def _named(uri: str) -> str:
+    """A URI as it may be shown: without user, password and what follows a question mark."""
+    scheme, mark, rest = _fixed(uri).partition("://")
+    if not mark:
+        return _fixed(uri)
+    host, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _result_of(uri: str, options: dict[str, Any]) -> str | None:
+    """The key of the job whose run wrote what is there; None where no run did."""
+    place = uri.rstrip("/").removesuffix("/data")
+    if VARIES.search(place):
+        return None
+    with suppress(RayBatchError, OSError):
+        plan = Ledger(open_store(place, options or None)).load_plan()
+        if plan is not None:
+            return asset_key(place.rpartition("/")[0], plan.job_name)
+    return None
+
+
+def _fixed(uri: str) -> str:
+    """The part of a URI that does not change from night to night."""
+    found = VARIES.search(uri)
+    if found is None:
+        return uri.rstrip("/")
+    return uri[: found.start()].rpartition("/")[0].rstrip("/")
+
+
+def _key(uri: str) -> str:
     scheme, mark, path = uri.partition("://")
     if not mark:
-        scheme, path = "file", Path(uri).absolute().as_posix().rstrip("/") + "/"
+        end = "/" if uri.endswith("/") else ""
+        scheme, path = "file", Path(uri).absolute().as_posix().rstrip("/") + end
     room = LONGEST_KEY - len(scheme) - len("://")
     kept = NOT_IN_KEYS.sub("_", path)
     if kept != path or len(path) > room:
@@ -49,15 +103,23 @@ def metadata(report: RunReport) -> dict[str, Any]:
     }
 
 
-def materialize_result(report: RunReport) -> None:
-    """Records data/ as an asset with row count and location. The result is there whatever comes of
-    this, so an error is a warning."""
+def materialize_result(report: RunReport, written: BatchJob, source: Source) -> None:
+    """Records the result as an asset with row count and location, and what it was made from as
+    what comes before it. `written` is the job before {run_date} and {run_key} are filled in, where
+    that is known; `source` has its keys. The result is there whatever comes of this, so an error
+    is a warning."""
     try:
-        key = asset_key(report.run)
-
+        key = asset_key(written.output.uri, written.name)
+        upstream = [one for one in source_keys(source) if one != key]
         name = f"result-asset-{report.run_key}"
 
-        @materialize(Asset(key=key), by="prefect-raybatch", name="result_asset", task_run_name=name)
+        @materialize(
+            Asset(key=key),
+            by="prefect-raybatch",
+            name="result_asset",
+            task_run_name=name,
+            asset_deps=[Asset(key=one) for one in upstream],
+        )
         def result_asset() -> None:
             add_asset_metadata(key, metadata(report))
 

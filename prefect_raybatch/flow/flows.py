@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import date, datetime
 from typing import Annotated, Any, cast
 from uuid import UUID
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
+from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -22,6 +27,7 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.retry import Nothing
@@ -33,28 +39,60 @@ def titled(title: str) -> Any:
     return Field(json_schema_extra={"title": title})
 
 
+def in_form_order(made: Flow[..., Any], last: str) -> None:
+    """Puts a flow's parameter behind the others in the form, which Prefect else shows in the order
+    of the signature. Calls are not concerned: they go by the function's own signature."""
+    signature = inspect.signature(made.fn, eval_str=True)
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+    named.sort(key=lambda parameter: parameter.name == last)
+    vars(made)["__signature__"] = signature.replace(parameters=named)
+
+
 # The tabs of a parameter that may be left out.
 Key = Annotated[str, Field(title="Given")]
 Night = Annotated[AwareDatetime, Field(title="Given")]
 Classes = Annotated[list[str], Field(title="Given")]
+NightDate = Annotated[date, Field(title="Given")]
+Limit = Annotated[int, Field(title="Given", gt=0)]
 Fields = Annotated[dict[str, Any], Field(title="Given")]
 Job = Annotated[BatchJob, Field(title="Given")]
 Unset = Annotated[None, Field(title="By default")]
 
 
-def key_of(job: BatchJob, run_key: str | None, scheduled_for: datetime | None) -> str:
+def key_of(
+    job: BatchJob,
+    run_key: str | None,
+    scheduled_for: datetime | None,
+    run_date: date | None = None,
+) -> str:
     if run_key:
         return run_key
+    if run_date is not None and scheduled_for is None:
+        return begun(with_blocks(job), None, None, run_date)[1]
     start = scheduled_for or scheduled_start()
     if start is None and run_words(job):
         return begun(with_blocks(job), None, None)[1]
     return default_run_key(with_blocks(job), start)
 
 
+def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
+    """The job with some fields changed: {"sampling.max_tokens": 99}; `limit` is source.limit.
+    `ConfigError` for a field that there is not, and for what no job may be."""
+    changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
+    if not changes:
+        return job
+    values = job.model_dump(by_alias=True, exclude_unset=True)
+    return BatchJob.from_dict(with_fields(values, changes), "overrides")
+
+
 def named_by_run_key() -> str:
     """The flow run's name is the run key, so the run directory is found by it."""
     given = flow_run.get_parameters()
-    return key_of(given["job"], given.get("run_key"), given.get("scheduled_for"))
+    try:
+        job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
+        return key_of(job, given.get("run_key"), given.get("scheduled_for"), given.get("run_date"))
+    except RayBatchError:  # which the flow itself will tell of
+        return given.get("run_key") or str(given["job"].name)
 
 
 @flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
@@ -62,6 +100,9 @@ def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
     scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
+    run_date: Annotated[NightDate | Unset, titled("Run date")] = None,
+    limit: Annotated[Limit | Unset, titled("Limit")] = None,
+    overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
 ) -> RunReport:
     """Asks a model about every row of a table and writes the answers, each row exactly once.
 
@@ -72,13 +113,36 @@ def batch_inference(
             run.
         scheduled_for: For catching up: the scheduled start of a night that was missed, with its
             time zone. The run gets the run key that night would have had.
+        run_date: What {run_date} in the job stands for; by default the date of the scheduled
+            start, in UTC. Without a run key the run gets one of that date.
+        limit: Only the first rows of the input, that many: source.limit.
+        overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
     """
-    key = key_of(job, run_key, scheduled_for)
-    if run_words(job):
-        job = begun(job, key, scheduled_for or scheduled_start())[0]
+    with explained("batch_inference", job, run_key or job.name):
+        job = with_changes(job, overrides, limit)
+        key = key_of(job, run_key, scheduled_for, run_date)
+        job = _filled(job, key, scheduled_for, run_date)
     run = plan_shards(job, key)
     progress = infer_shards(job, run)
     return _published(job, run, finalize_run(job, run, progress))
+
+
+# Of what changes from run to run the form shows no more than this; the job is the deployment's.
+in_form_order(batch_inference, last="job")
+
+
+def _filled(
+    job: BatchJob, key: str, scheduled_for: datetime | None, run_date: date | None
+) -> BatchJob:
+    """The job with {run_date} and {run_key} filled in where the tasks could not do that of the run
+    key alone. Else it stays as written: what the night has in common with others shows there."""
+    if not run_words(job):
+        return job
+    filled = begun(job, key, scheduled_for or scheduled_start(), run_date)[0]
+    with suppress(ConfigError):  # the run key tells no date
+        if with_run_words(job, key) == filled:
+            return job
+    return filled
 
 
 @flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -22,9 +23,11 @@ from prefect_raybatch.driver.heartbeat import (
     alive,
     newest,
 )
-from prefect_raybatch.flow.artifacts import artifact_key, put, update
+from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
+from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
@@ -34,6 +37,7 @@ from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
+ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
@@ -57,9 +61,13 @@ class Page(Listener):
         observers: Sequence[Observer] = (),
     ):
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key = artifact_key(run.run_key)
+        self.key = artifact_key(job.name)
+        limits = job.limits
         self.events = LiveEvents(
-            RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
+            RunEvents(run.run_key, job.name),
+            run.uri,
+            limits.reported(run.rows),
+            seconds_of(limits.deadline) if limits.deadline else None,
         )
         self.counts: Counts | None = None
         self.progress: Progress | None = None
@@ -70,20 +78,24 @@ class Page(Listener):
         self._shown: dict[str, Any] = {}
         self._due: dict[str, float] = {}
         self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
+        self.api = ApiWatch(clock)
+        self._watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
+        self._open = ExitStack()
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
-        self._ticker.__enter__()
+        for part in (said_once(), self._watch, self._ticker):
+            self._open.enter_context(part)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._ticker.__exit__()
+        self._open.close()
 
     def __call__(self, progress: Progress) -> None:
         for observer in self.observers:
             observer(progress)
-        self.counts, self.progress = Counts.of(progress), progress
+        self.counts, self.progress = Counts.whole(progress), progress
 
     def hear(self, beat: Beat) -> None:
         for observer in self.observers:
@@ -100,13 +112,14 @@ class Page(Listener):
             return
         if not self._began:
             self._began = True
-            self.events.started(beat)
+            worked = self.progress.tally.busy_seconds if self.progress else 0.0
+            self.events.started(beat, worked)
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
         told = (beat.done, beat.phase, beat.held_back)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
-            ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat))),
+            ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat, self._unit))),
             ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
@@ -121,22 +134,22 @@ class Page(Listener):
                 failed = error
             else:
                 self._shown[what] = value
-        if failed is not None:
+        if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
     def _show_share(self, share: float) -> None:
-        text = f"Share of the rows of {self.run.run_key} that are committed."
+        text = f"Share of the {self._unit[1]} that are committed."
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
-        table = "\n".join(table_lines(live_rows(beat)))
-        text = f"What the run {self.run.run_key} is doing, every {TABLE_EVERY:.0f} seconds."
+        table = "\n".join(table_lines(live_rows(beat, self._unit)))
+        text = f"What the run is doing, every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
         image = self.image(beat)
         if image is not None:
-            text = f"Throughput and shards of {self.run.run_key}."
+            text = "Throughput and shards."
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Beat) -> str | None:
@@ -147,7 +160,11 @@ class Page(Listener):
         tally = self.progress.tally
         seqs = sequences_seen(self.job.engine, tally.stats.figures()) or SEQUENCES
         working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
-        return plots.live(charts(tally, self.run.shards), working)
+        return plots.live(charts(tally, self.progress.shards), working)
+
+    @property
+    def _unit(self) -> tuple[str, str]:
+        return self.progress.unit if self.progress is not None else ROW_UNIT
 
     def state(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
@@ -182,17 +199,19 @@ class Page(Listener):
         """Creates the artifact of this kind, or updates the one that this flow run has made: a
         retry goes on with it, and a page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)
-        if known is None:
-            self._artifacts[kind] = put(artifact, f"{self.key}-{kind}")
-        else:
-            update(known, artifact)
+        with self.api.within():
+            if known is None:
+                self._artifacts[kind] = put(artifact, f"{self.key}-{kind}", self.run.run_key)
+            else:
+                artifact.description = f"{artifact.description} {of_run(self.run.run_key)}"
+                update(known, artifact)
 
 
-def live_rows(beat: Beat) -> list[dict[str, str]]:
-    """The table of the run's present state."""
+def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
+    """The table of the run's present state; `unit`: what its rows are, one and several."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
-        "rows": f"{beat.done:,} of {beat.rows:,}",
+        unit[1]: f"{beat.done:,} of {beat.rows:,}",
         "failed": _failed(beat),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
         "rows/s": f"{beat.rate:,.1f}",
@@ -205,13 +224,13 @@ def live_rows(beat: Beat) -> list[dict[str, str]]:
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
-def progress_line(beat: Beat) -> str:
+def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
-    rows = counted(beat.rows, "row")
+    rows = counted(beat.rows, *unit)
     return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,22 +16,26 @@ from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import is_transient
+from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.errors import RayBatchError, is_transient
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.failure import ROWS_SHOWN, explained
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import with_run_words
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
+from prefect_raybatch.runs.failed_sample import failed_sample
 from prefect_raybatch.runs.finalize_run import finalize_run as finalize
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.plan_run import plan_run
@@ -83,7 +87,7 @@ def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
-    with logs_in_page(), RunEvents(run_key, job.name).failures(RETRY["retries"]):
+    with logs_in_page(), explained("plan_shards", job, run_key, RETRY["retries"]):
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset)
         get_run_logger().info(
@@ -104,7 +108,11 @@ def plan_retry(
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
     """
-    with logs_in_page():
+    key = run_dir.rstrip("/").rpartition("/")[2]
+    with (
+        logs_in_page(),
+        explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
+    ):
         made = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
         if isinstance(made, retry.Nothing):
@@ -123,7 +131,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
     With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
     """
-    with logs_in_page(), RunEvents(run.run_key, job.name).failures(RETRY["retries"]):
+    with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
         with Page(loaded, run, observers=_observers.get()) as page:
@@ -137,41 +145,19 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
     """
-    events = RunEvents(run.run_key, job.name)
-    with logs_in_page(), events.failures(RETRY["retries"]):
-        report = finalize(with_blocks(with_run_words(job, run.run_key)), run, progress)
-        shown: dict[str, Artifact] = {
-            "stages": TableArtifact(
-                table=reports.stage_table(report),
-                description=f"Stages of the run {run.run_key}: tasks, rows, seconds, balance.",
-            ),
-            "report": MarkdownArtifact(
-                markdown=reports.markdown(report, plots.image_lines(report)),
-                description=f"Report of the run {run.run_key}.",
-            ),
-        }
-        if report.failures:
-            shown["failures"] = TableArtifact(
-                table=reports.failure_table(report.failures),
-                description=f"Commonest failures of the rows in quarantine of {run.run_key}.",
-            )
-        image = plots.whole(report)
-        if image is not None:
-            # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
-            shown["plots"] = ImageArtifact(
-                image_url=image, description=f"Plots of the run {run.run_key}."
-            )
-        for kind, artifact in shown.items():
-            put(artifact, f"{artifact_key(report.run_key)}-{kind}")
+    with logs_in_page(), _told("finalize_run", job, run):
+        loaded = with_blocks(with_run_words(job, run.run_key))
+        report = finalize(loaded, run, progress)
+        _show_report(job, report)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
-            materialize_result(report)
+            materialize_result(report, job, loaded.source)
             if not job.output.publish:  # else it is completed by `publish_run`
-                events.completed(report)
+                RunEvents(run.run_key, job.name).completed(report)
         return report
 
 
@@ -183,22 +169,17 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
     Raises `ConfigError` for what cannot be published (never retried), `PublishFailed` or
     `StoreUnavailable` (retried; what is published stays).
     """
-    events = RunEvents(run.run_key, job.name)
-    with logs_in_page(), events.failures(RETRY["retries"]):
-        loaded = with_blocks(job)
+    with logs_in_page(), _told("publish_run", job, run):
+        loaded = with_blocks(with_run_words(job, run.run_key))
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
         report = publish(loaded, run.uri, steps.append)
         for one in report.published:
             get_run_logger().info("run %s: published to %s", run.run_key, published_text(one))
-        page = MarkdownArtifact(
-            markdown=reports.markdown(report, plots.image_lines(report)),
-            description=f"Report of the run {run.run_key}.",
-        )
-        put(page, f"{artifact_key(report.run_key)}-report")
+        put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
         if not run.finished or "recording" in steps:  # else it was completed before
-            events.completed(report)
+            RunEvents(run.run_key, job.name).completed(report)
         return report
 
 
@@ -209,7 +190,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
     no setting worked.
     """
-    with logs_in_page():
+    with logs_in_page(), explained("tune_engine", job, job.name):
         log = get_run_logger()
 
         def show(trial: tune.Trial) -> None:
@@ -223,6 +204,53 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         )
         put(table, tune_key(job.name))
         return tune.settings(found)
+
+
+def _told(task_name: str, job: BatchJob, run: Run) -> AbstractContextManager[None]:
+    """`explained` of a run that is planned, whose failed rows can be shown."""
+
+    def sample() -> Sequence[Sample]:
+        options = with_blocks(with_run_words(job, run.run_key)).output.options
+        return failed_sample(run.uri, options or None, ROWS_SHOWN)
+
+    return explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample)
+
+
+def _job_of(run_dir: str) -> str:
+    """The name of a run's job, by which its artifacts are known; else that of the directory."""
+    with suppress(RayBatchError, OSError):
+        plan = Ledger(open_store(run_dir)).load_plan()
+        if plan is not None:
+            return plan.job_name
+    return run_dir.rstrip("/").rpartition("/")[2]
+
+
+def _show_report(job: BatchJob, report: RunReport) -> None:
+    """What a finished run came to, as artifacts of its job."""
+    shown: dict[str, Artifact] = {
+        "stages": TableArtifact(
+            table=reports.stage_table(report),
+            description="Stages: tasks, rows, seconds, balance.",
+        ),
+        "report": _report_page(report),
+    }
+    if report.failures:
+        shown["failures"] = TableArtifact(
+            table=reports.failure_table(report.failures),
+            description="Commonest failures of the rows in quarantine.",
+        )
+    image = plots.whole(report)
+    if image is not None:
+        # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
+        shown["plots"] = ImageArtifact(image_url=image, description="Plots.")
+    for kind, artifact in shown.items():
+        put(artifact, f"{artifact_key(job.name)}-{kind}", report.run_key)
+
+
+def _report_page(report: RunReport) -> MarkdownArtifact:
+    return MarkdownArtifact(
+        markdown=reports.markdown(report, plots.image_lines(report)), description="Report."
+    )
 
 
 class _PageLogs:

@@ -61,7 +61,9 @@ class Output(Group):
         title="Compact",
         text="Write data/ in input order at the end; off leaves the pieces under a manifest.",
     )
-    file_mb: int = field(8, 256, title="File size", text="Aim for result files, in MiB.", gt=0)
+    file_mb: int = field(
+        8, 256, title="File size", text="Aim for result files, in MiB; at most 4096.", gt=0
+    )
     options: dict[str, Any] = field(
         9, {}, title="Store options", text="s3fs options for the output."
     )
@@ -157,6 +159,14 @@ class Output(Group):
         "kept. docs/increments.md.",
         gt=0,
         allow_inf_nan=False,
+    )
+
+    read_back: bool = field(
+        23,
+        False,
+        title="Read files back",
+        text="Read each result file whole after it was written, also where the store's ETag is "
+        "the MD5 of its bytes; twice the traffic.",
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)

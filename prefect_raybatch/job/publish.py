@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import NAME
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.run_words import check_run_words
-from prefect_raybatch.job.secrets import hide_options, holds_password, is_masked
+from prefect_raybatch.job.secrets import holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code
-
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-
-# Properties of a catalog that hold no secret.
-CATALOG_NAMES = frozenset(
-    ("type", "name", "uri", "warehouse", "prefix", "s3.endpoint", "s3.region")
-)
+from prefect_raybatch.job.variables import VARIABLE, fill_variables
 
 TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
 
@@ -81,13 +71,6 @@ class PublishTarget(Group):
         title="Store options",
         text="s3fs options for the place; by default those of output.options.",
     )
-
-    @classmethod
-    def _may_hold_keys(cls, name: str) -> bool:
-        return name == "catalog" or super()._may_hold_keys(name)
-
-    def _shown(self, name: str, value: Any) -> Any:
-        return _open(value) if name == "catalog" else super()._shown(name, value)
 
     @field_validator("name")
     @classmethod
@@ -155,7 +138,7 @@ class PublishTarget(Group):
         """With run key and environment variables filled in. `ConfigError` for one that is not
         set."""
         changed = {
-            name: _filled(getattr(self, name), f"output.publish: {self.label}: {name}")
+            name: fill_variables(getattr(self, name), f"output.publish: {self.label}: {name}")
             for name in ("uri", "catalog", "options")
         }
         changed["table"] = self.table
@@ -174,16 +157,6 @@ class PublishTarget(Group):
         return value
 
 
-def _open(catalog: Mapping[str, Any]) -> dict[str, Any]:
-    """A catalog's properties with all masked that may be keys; variables are not filled in yet."""
-    return {
-        name: value
-        if name in CATALOG_NAMES or VARIABLE.search(str(value))
-        else hide_options(value, name)
-        for name, value in catalog.items()
-    }
-
-
 def _without_password(uri: str) -> str:
     try:
         password = urlsplit(VARIABLE.sub("", uri)).password
@@ -195,23 +168,6 @@ def _without_password(uri: str) -> str:
             "${NAME} in its place"
         )
     return uri
-
-
-def _filled(value: Any, where: str) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _filled(inner, f"{where}.{name}") for name, inner in value.items()}
-    if not isinstance(value, str):
-        return value
-
-    def variable(match: re.Match[str]) -> str:
-        try:
-            return os.environ[match[1]]
-        except KeyError:
-            raise ConfigError(
-                f"{where}: the environment variable {match[1]} is not set where this runs; set it"
-            ) from None
-
-    return VARIABLE.sub(variable, value)
 
 
 def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:

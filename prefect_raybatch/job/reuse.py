@@ -28,13 +28,3 @@ def check_reuse(job: BatchJob) -> None:
         raise ValueError(
             f"{field}: ray.data.llm does not tell why answers ended; set engine.stage to vllm"
         )
-    if job.cluster.job_server is not None:
-        raise ValueError(
-            f"{field}: does not go with cluster.job_server yet, whose progress is told by the "
-            "commits of one ledger; run the flow on the cluster with cluster.address auto"
-        )
-    if job.engine.max_model_len == "auto":
-        raise ValueError(
-            f"{field}: engine.max_model_len auto may come to another length each night, under "
-            "which no answer is taken over; set a number (raybatch plan --tokens shows what fits)"
-        )

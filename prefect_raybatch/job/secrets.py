@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from prefect_raybatch.job.variables import VARIABLE
+
 MASK = "**********"
 CLEAR = {"clear": True}  # pydantic context that asks for a job as it is
 SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # names, or beginnings with a *, that the operator knows
@@ -73,11 +75,27 @@ def hide_options(value: object, name: str = "") -> Any:
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS` names."""
-    return {
-        name: hide_users(inner) if name in CATALOG else hide_options(inner, str(name))
-        for name, inner in value.items()
-    }
+    """Properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS` names;
+    what stands in a variable of the environment is not in the job, so its name is shown."""
+    return {name: _shown_property(str(name), inner) for name, inner in value.items()}
+
+
+def catalog_secrets(properties: Mapping[str, Any]) -> Iterator[str]:
+    """The texts in a catalog's properties, with their variables filled in, that are not shown."""
+    for name, inner in properties.items():
+        if isinstance(inner, Mapping):
+            yield from catalog_secrets(inner)
+        elif isinstance(inner, str) and is_masked(_shown_property(str(name), inner)):
+            yield inner
+            yield from inner.split(":")[1:]  # credential: ID:SECRET
+
+
+def _shown_property(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return hide_catalog(value)
+    if name in CATALOG or (isinstance(value, str) and VARIABLE.search(value)):
+        return hide_users(value)
+    return hide_options(value, name)
 
 
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class Source(Group):
         {},
         title="Catalog",
         text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
-        "{name: ...} of one in .pyiceberg.yaml. source.uri is then namespace.table.",
+        "{name: ...} of one in .pyiceberg.yaml. Environment variables, as ${NAME}, are filled in. "
+        "source.uri is then namespace.table.",
     )
     query: str | None = field(
         14,

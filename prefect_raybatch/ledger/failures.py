@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -14,8 +14,11 @@ from pydantic_core import CoreSchema, core_schema
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.ledger.strict import Count
 
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
 
+COUNTED_BY = 120  # characters of a message by which failed rows are counted
+SURE = 100  # of them that are there whatever the length of the numbers
 ENGINE_DIED = "EngineDied"
 BLOCK_HUNG = "BlockHung"
 
@@ -85,6 +88,33 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
     for part in parts:
         total.update(part)
     return total
+
+
+def alike(failures: Failures) -> Counter[FailureKey]:
+    """Sums of the failures whose messages differ in numbers alone: `N` stands where they differ."""
+    groups: dict[tuple[str, str, str], list[FailureKey]] = {}
+    for key in failures:
+        pattern = _NUMBER.sub("N", key.message)
+        if len(key.message) >= COUNTED_BY:  # cut off, by a number's length sooner or later
+            pattern = pattern[:SURE]
+        groups.setdefault((key.stage, key.error, pattern), []).append(key)
+    total: Counter[FailureKey] = Counter()
+    for keys in groups.values():
+        message = _in_common([key.message for key in keys])
+        total[replace(keys[0], message=message)] += sum(failures[key] for key in keys)
+    return total
+
+
+def _in_common(messages: Sequence[str]) -> str:
+    """The text that these have in common, which differ in numbers or in where they are cut off."""
+    if len(messages) == 1:
+        return messages[0]
+    words = [_NUMBER.split(message) for message in messages]
+    if any(one != words[0] for one in words):
+        return _NUMBER.sub("N", messages[0])[:SURE] + "..."
+    numbers = zip(*map(_NUMBER.findall, messages), strict=True)
+    kept = [column[0] if len(set(column)) == 1 else "N" for column in numbers]
+    return "".join(word + number for word, number in zip(words[0], [*kept, ""], strict=True))
 
 
 def failure_texts(failures: Failures) -> dict[str, int]:

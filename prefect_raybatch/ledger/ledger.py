@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.layout import (
     commit_path,
     table_path,
 )
+from prefect_raybatch.ledger.many_uris import read_uris
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
 from prefect_raybatch.ledger.positions import Positions, Ranges, disjoint
 from prefect_raybatch.ledger.record_files import (
@@ -36,6 +37,7 @@ from prefect_raybatch.ledger.record_files import (
     put_record_if_absent,
     put_record_proved,
     read_record,
+    read_table,
 )
 from prefect_raybatch.ledger.records import (
     NO_POSITIONS,
@@ -43,14 +45,13 @@ from prefect_raybatch.ledger.records import (
     InputFile,
     Plan,
     Receipt,
-    digest,
     dump,
     load,
 )
 from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.stats import fold_stats
-from prefect_raybatch.ledger.success import Success, check_parts, read_success
+from prefect_raybatch.ledger.success import Success, check_parts, put_success, read_success
 from prefect_raybatch.storage import Store, read_ahead
 
 FAILURES = 1000  # messages that a commit keeps apart
@@ -98,6 +99,13 @@ class Ledger:
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
         return read_files(self.table(plan.files_table))
 
+    def uris(self, plan: Plan) -> list[str]:
+        """The URIs of the input that the plan's job names."""
+        if plan.uris_table is not None:
+            return read_uris(self.table(plan.uris_table))
+        given = plan.job.get("source", {}).get("uri", [])
+        return [given] if isinstance(given, str) else list(given)
+
     def numbers(self, plan: Plan) -> RowNumbers:
         """The row number of each row of the run's input."""
         if plan.numbers_table is None:
@@ -106,13 +114,7 @@ class Ledger:
 
     def table(self, name: str) -> bytes:
         """A table that the plan names, with the hash that its name says."""
-        try:
-            data = read_record(self.store, table_path(name))
-        except FileNotFoundError:
-            raise CorruptRun(f"plan.json names {name}, which does not exist") from None
-        if digest(data)[:16] not in name:
-            raise CorruptRun(f"{name} does not have the hash its name says")
-        return data
+        return read_table(self.store, name)
 
     # --- commits ----------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class Ledger:
 
     def succeed(self, success: Success) -> None:
         """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
-        put_record_if_absent(self.store, SUCCESS, success.to_bytes())
+        put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
         """Who drives, since when, from where: for people, never for correctness."""

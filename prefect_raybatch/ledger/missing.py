@@ -23,7 +23,10 @@ def need_plan(ledger: Ledger) -> Plan:
     when it is not readable or only its commits are left."""
     plan = ledger.load_plan()
     if plan is None:
-        raise no_run(ledger.store)
+        error = no_run(ledger.store)
+        plan = ledger.load_plan()  # a run that began meanwhile has commits after its plan
+        if plan is None:
+            raise error
     return plan
 
 

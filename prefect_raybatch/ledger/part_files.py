@@ -11,21 +11,22 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.ledger.records import Part
-from prefect_raybatch.storage import FileInfo, Store, Sums, put_file_proved
+from prefect_raybatch.storage import FileInfo, Store, Sums, is_remote, put_file_proved
 
 
 class PartFiles:
-    """FOLDER/part-00000.parquet ... of `store`; `rows` are those in the part being written.
+    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on; `rows` are those in the
+    part being written.
 
     A part appears whole, when it is finished, and is proved to be what was written. Raises
     StoreError for a full local disk (TMPDIR), and the store's errors; `discard` cleans up after
     any of them.
     """
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, store: Store, folder: str, first: int = 0) -> None:
         self.rows = 0
         self._store, self._folder = store, folder
-        self._finished = 0
+        self._finished = first
         self._writer: Any = None
         self._local: tempfile.TemporaryDirectory[str] | None = None
 
@@ -51,7 +52,7 @@ class PartFiles:
         with local_disk():
             self._writer.close()
             with open(self._path, "rb") as stream:
-                sums = Sums.of_stream(stream)
+                sums = Sums.of_stream(stream, etag=is_remote(self._store.uri))
         path = f"{self._folder}/part-{self._finished:05d}.parquet"
         checksum, info = self._land(path, self._path, sums)
         part = Part(path, self.rows, info.size, checksum, etag=info.etag)

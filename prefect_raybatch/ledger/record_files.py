@@ -6,9 +6,10 @@ beyond it is refused before it is written, since afterwards nobody could go on w
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger import layout
 from prefect_raybatch.storage import Store, put_proved
 
@@ -29,6 +30,8 @@ RECORD_KINDS = (
     # A commit of 1,000,000 rows, the most a shard may have, needs 0.7 MB and 160 bytes for each
     # piece beyond the fourth.
     Kind(f"{layout.COMMITS}/", 8 << 20, "lower source.rows_per_shard, under a new run key"),
+    Kind(layout.LAYOUT, 4 << 20, "let postprocess return fewer columns"),
+    Kind(f"{layout.PART_NOTES}/", 1 << 16, "nothing, a resume only takes longer"),
     Kind(layout.SUCCESS, 64 << 20, _PARTS),
     Kind(layout.REPORT, 64 << 20, _PARTS),
     Kind(layout.ANSWERS_RECORD, 64 << 20, _PARTS),
@@ -56,6 +59,17 @@ def read_record(store: Store, path: str, limit: int | None = None) -> bytes:
     """The record's bytes. FileNotFoundError; CorruptRun when it is larger than any of ours, or
     than `limit` where another holds than for its kind."""
     return store.read(path, limit or limit_of(path))
+
+
+def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
+    """A table that the record `by` names, with the hash that its name says."""
+    try:
+        data = read_record(store, layout.table_path(name))
+    except FileNotFoundError:
+        raise CorruptRun(f"{by} names {name}, which does not exist") from None
+    if hashlib.sha256(data).hexdigest()[:16] not in name:
+        raise CorruptRun(f"{name} does not have the hash its name says")
+    return data
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:

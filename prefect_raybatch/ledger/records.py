@@ -36,6 +36,11 @@ _READ = " and ".join(map(str, RUN_FORMATS))
 KINDS_OF_ROWS = ("good", "failed", "skipped")
 NO_POSITIONS = Positions()
 
+LATER_IN_PLANS = (  # fields of a plan that came after the first runs
+    *("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"),
+    "uris_table",
+)
+
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
 
@@ -155,6 +160,8 @@ class Plan:
     schema as `input_schema`, of all its columns.
     `increment` in a run that reuses or keeps answers (`ledger/increments.py`).
     `quarantine` is the folder of failed rows, None in plans of before it was named.
+    `uris_table` holds the URIs of the input where the job names very many one by one: then `job`
+    holds the first of them and `parts` their number and hash.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -181,14 +188,21 @@ class Plan:
     table: InputTable | None = None
     quarantine: QuarantineFolder | None = None
     increment: Mapping[str, Any] | None = None
+    uris_table: TableName | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         # Plans from before these fields keep their bytes and hash.
-        for name in ("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"):
+        for name in LATER_IN_PLANS:
             if value[name] is None:
                 del value[name]
         return dump(value)
+
+    @property
+    def tables(self) -> set[str]:
+        """The tables that the plan itself names."""
+        named = (self.shards_table, self.files_table, self.numbers_table, self.uris_table)
+        return {name for name in named if name is not None}
 
     @property
     def folders(self) -> dict[str, str]:

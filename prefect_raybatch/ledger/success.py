@@ -6,17 +6,30 @@ pieces are deleted that cannot be had again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import DATA_FOLDER, KINDS, RESULT_FOLDERS, SUCCESS
-from prefect_raybatch.ledger.record_files import read_record
-from prefect_raybatch.ledger.records import Part, Plan, dump
+from prefect_raybatch.ledger.layout import (
+    DATA_FOLDER,
+    KINDS,
+    RESULT_FOLDERS,
+    SUCCESS,
+    table_path,
+)
+from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
+from prefect_raybatch.ledger.record_files import (
+    put_record_if_absent,
+    put_record_proved,
+    read_record,
+    read_table,
+)
+from prefect_raybatch.ledger.records import Part, Plan, TableName, digest, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, read_json
 from prefect_raybatch.storage import FileInfo, Store
 from prefect_raybatch.storage.proof import sha256_of
@@ -31,10 +44,18 @@ def _of_result(part: Part) -> Part:
     return part
 
 
+Parts = tuple[Annotated[Part, AfterValidator(_of_result)], ...]
+INLINE_PARTS = 1000  # files that stand in the record itself
+
+
 @dataclass(frozen=True)
 class Success:
     """The end of a run: rows by what became of them, the files of the result in order, seconds
-    since 1970. `plan` is the plan's hash, None in runs finished by a version that kept none."""
+    since 1970. `plan` is the plan's hash, None in runs finished by a version that kept none.
+
+    `layout` names the table of the layout that the files are of, `manifest` that of the pieces
+    where these are the result; both None in runs of format 1. Many files are in `parts_table`.
+    """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
@@ -42,18 +63,27 @@ class Success:
     data: Count
     quarantine: Count
     skipped: Count
-    parts: tuple[Annotated[Part, AfterValidator(_of_result)], ...]
+    parts: Parts
     compact: bool = True
     row_number: str = "_row"
     finished: float = 0.0
     plan: str | None = None
+    layout: TableName | None = None
+    manifest: TableName | None = None
+    parts_table: TableName | None = None
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        for name in ("layout", "manifest", "parts_table"):  # which runs of format 1 do not have
+            if value[name] is None:
+                del value[name]
+        return dump(value)
 
     @classmethod
-    def from_bytes(cls, data: bytes, plan: Plan, where: str) -> Success:
-        """The record of `plan`, found in run directory `where`.
+    def from_bytes(
+        cls, data: bytes, plan: Plan, where: str, table: Callable[[str], bytes] | None = None
+    ) -> Success:
+        """The record of `plan`, found in run directory `where`; `table` reads one it names.
 
         Raises `CorruptRun` that says what to do for what is none, or another plan's.
         """
@@ -64,6 +94,9 @@ class Success:
             raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
         if found.plan is not None and found.plan != plan.hash:
             raise CorruptRun(f"{path} was written for another plan. {_not_of(found.plan, plan)}")
+        if found.parts_table is not None and table is not None:
+            parts = _parts_of(table(found.parts_table), found.parts_table)
+            found = replace(found, parts=parts)
         kept = {kind: sum(p.rows for p in found.of(kind)) for kind in KINDS}
         counted = found.data + found.quarantine + found.skipped
         wanted = {"data": found.data, "quarantine": found.quarantine}
@@ -101,6 +134,7 @@ def _folder_of(part: Part) -> str:
 
 
 _SUCCESS = TypeAdapter(Success)
+_PARTS = TypeAdapter(Parts)
 
 
 def _not_of(theirs: str | None, plan: Plan) -> str:
@@ -116,9 +150,33 @@ def _not_of(theirs: str | None, plan: Plan) -> str:
 def read_success(store: Store, plan: Plan) -> Success | None:
     """What `_SUCCESS` says, or None while there is none. Raises as `Success.from_bytes`."""
     try:
-        return Success.from_bytes(read_record(store, SUCCESS), plan, store.uri)
+        data = read_record(store, SUCCESS)
+        return Success.from_bytes(data, plan, store.uri, partial(read_table, store, by=SUCCESS))
     except FileNotFoundError:
         return None
+
+
+def put_success(store: Store, success: Success) -> None:
+    """Writes `_SUCCESS` unless there is one; of many files the table first, which it then names."""
+    if len(success.parts) > INLINE_PARTS and success.layout is not None:
+        data = to_parquet(_parts_rows(success.parts))
+        name = f"parts-{digest(data)[:16]}.parquet"
+        put_record_proved(store, table_path(name), data)
+        success = replace(success, parts=(), parts_table=name)
+    put_record_if_absent(store, SUCCESS, success.to_bytes())
+
+
+def _parts_rows(parts: tuple[Part, ...]) -> Any:
+    import pyarrow as pa
+
+    texts, numbers = ("path", "sha256", "sums", "etag"), ("rows", "bytes", "first", "last")
+    types = [(name, pa.string()) for name in texts] + [(name, pa.int64()) for name in numbers]
+    return pa.Table.from_pylist([part.__dict__ for part in parts], pa.schema(types))
+
+
+def _parts_of(data: bytes, name: str) -> tuple[Part, ...]:
+    table = from_parquet(data, name, [field.name for field in fields(Part)])
+    return read_json(_PARTS, dump(table.to_pylist()), name)
 
 
 def check_parts(store: Store, parts: Iterable[Part]) -> None:

@@ -20,6 +20,7 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, unsigned
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
+from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
@@ -43,6 +44,7 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
 # Columns whose names give way, where they are left as they are by default, to the input's: the
 # result of one job is the input of the next, and has both.
 GIVE_WAY = ("row_number", "column")
+MOST_FILE_MB = 4096  # a single PUT takes 5 GiB, and a file may be somewhat larger than its pieces
 
 
 def with_free_names(job: BatchJob, names: Sequence[str]) -> BatchJob:
@@ -101,6 +103,11 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     import difflib
 
     job = with_free_names(job, schema.names)
+    if job.output.file_mb > MOST_FILE_MB:
+        raise ConfigError(
+            f"output.file_mb: {job.output.file_mb} is more than {MOST_FILE_MB}: a file of the "
+            "result is written in one request, and stores take no larger ones; lower it"
+        )
     for name in UNWRITTEN:
         if (job.sampling.model_extra or {}).get(name):
             raise ConfigError(
@@ -278,13 +285,12 @@ def make_plan(
         most_bytes=bytes_a_shard(job.prompt),
     )[0]
     starts = shard_starts(rows, size)
-    shards, listing = shards_table(starts), files_table(files)
-    tables = {
-        f"{kind}-{digest(data)[:16]}.parquet": data
-        for kind, data in (("shards", shards), ("files", listing), ("numbers", numbers))
-        if data is not None
-    }
-    names = [*tables, None]
+    kept = public_job(job)
+    uris = kept["source"]["uri"]
+    made = {"shards": shards_table(starts), "files": files_table(files)}
+    made |= {} if numbers is None else {"numbers": numbers}
+    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}
     plan = Plan(
         run_key=run_key,
         job_name=job.name,
@@ -293,19 +299,20 @@ def make_plan(
         rows_per_shard=size,
         shards=len(starts) - 1,
         fingerprint=resolved.fingerprint,
-        parts=dict(resolved.parts),
+        parts=bounded_parts(resolved.parts),
         model=resolved.with_adapters(),
         input_schema=encode_schema(schema),
-        shards_table=str(names[0]),
-        files_table=str(names[1]),
+        shards_table=names["shards"],
+        files_table=names["files"],
         snapshot=snapshot,
-        job=public_job(job),
+        job=bounded_job(kept),
         parent=retry["parent"] if retry else None,
-        numbers_table=names[2],
+        numbers_table=names.get("numbers"),
+        uris_table=names.get("uris"),
         row_bytes=round(row_bytes, 1),
         context=context,
         table=table,
         quarantine=QUARANTINE_FOLDER,
         increment=increment,
     )
-    return plan, tables
+    return plan, {names[kind]: data for kind, data in made.items()}

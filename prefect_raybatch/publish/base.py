@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +14,13 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
+from prefect_raybatch.storage.library_errors import failure_in
 
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
-# What stores, catalogs and databases say to keys that are wrong, or may not do this.
-DENIED = re.compile(
-    r"authentication|no password supplied|using password|access.?denied|permission denied"
-    r"|not permitted|login failed|forbidden|unauthorized|insufficient privilege|InvalidAccessKeyId"
-    r"|SignatureDoesNotMatch|ExpiredToken|NoCredentials|unable to locate credentials"
-    r"|role .* does not exist",
-    re.IGNORECASE,
-)
 KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
+NO_BUCKET = "there is no such bucket, so create it or correct its name"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -136,7 +129,8 @@ class Sink(ABC):
 
     def hopeless(self, error: Exception) -> str | None:
         """What to mend where trying again cannot help; None where it may."""
-        return KEYS_REFUSED if DENIED.search(f"{type(error).__name__}: {error}") else None
+        remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
+        return remedies.get(str(failure_in(error)))
 
     def lost(self) -> PublishFailed:
         return PublishFailed(

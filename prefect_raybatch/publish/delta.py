@@ -11,15 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
-from prefect_raybatch.publish.stores import object_store_options
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
+from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.storage import join
 
 VERSION = 1  # of our application transaction: a run is published once
 
 
-class DeltaSink(Sink):
+class DeltaSink(FolderSink):
     """Append, or merge by key, into a table that is made where there is none."""
 
     module, extra = "deltalake", "delta"
@@ -85,7 +84,7 @@ class DeltaSink(Sink):
         from deltalake.exceptions import TableNotFoundError
 
         try:
-            return DeltaTable(self._uri, storage_options=self._keys)
+            return DeltaTable(self.uri, storage_options=self.keys)
         except TableNotFoundError:
             return None
 
@@ -96,21 +95,13 @@ class DeltaSink(Sink):
 
         try:
             return DeltaTable.create(
-                self._uri,
+                self.uri,
                 schema=Schema.from_arrow(converted_schema(rows.schema, self.target)),
                 mode="error",
                 partition_by=self.target.partition_by or None,
-                storage_options=self._keys,
+                storage_options=self.keys,
             )
         except DeltaError:
             if self._open() is None:
                 raise
             return None
-
-    @property
-    def _uri(self) -> str:
-        return join(self.target.uri or "")
-
-    @property
-    def _keys(self) -> dict[str, str] | None:
-        return object_store_options(self._uri, self.options) or None

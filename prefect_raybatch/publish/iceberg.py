@@ -15,6 +15,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import iceberg_options, s3_settings
 
 
 class IcebergSink(Sink):
@@ -75,7 +76,9 @@ class IcebergSink(Sink):
     def _catalog(self) -> Any:
         from pyiceberg.catalog import load_catalog
 
-        properties = dict(self.target.catalog)
+        # Files are written with the keys of the store, but for those that the catalog gives.
+        keys = s3_settings(self.options) if self.options else None
+        properties = {**iceberg_options(keys), **self.target.catalog}
         return load_catalog(properties.pop("name", None), **properties)
 
     def _load(self, catalog: Any) -> Any:

@@ -8,15 +8,14 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
-from prefect_raybatch.publish.stores import object_store_options
+from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
+from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.storage import join
 
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
 
 
-class LanceSink(Sink):
+class LanceSink(FolderSink):
     module, extra = "lance", "lance"
 
     def existing(self) -> pa.Schema | None:
@@ -75,9 +74,9 @@ class LanceSink(Sink):
         try:
             made = lance.write_dataset(
                 rows.as_schema(pa.schema(fields, marks)),
-                self._uri,
+                self.uri,
                 mode="create",
-                storage_options=self._keys,
+                storage_options=self.keys,
             )
         except OSError:
             if self._open() is None:
@@ -90,7 +89,7 @@ class LanceSink(Sink):
         """The version of a data set that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(
-                f"{self.what}: {self._uri} is there and not of this run; name another place with "
+                f"{self.what}: {self.uri} is there and not of this run; name another place with "
                 "{run_key} in it"
             )
         return str(found.version)
@@ -99,19 +98,11 @@ class LanceSink(Sink):
         import lance
 
         try:
-            return lance.dataset(self._uri, storage_options=self._keys)
+            return lance.dataset(self.uri, storage_options=self.keys)
         except ValueError as error:
             if "not found" not in str(error):
                 raise
             return None
-
-    @property
-    def _uri(self) -> str:
-        return join(self.target.uri or "")
-
-    @property
-    def _keys(self) -> dict[str, str] | None:
-        return object_store_options(self._uri, self.options) or None
 
 
 def _plan(found: Any) -> str | None:

@@ -33,9 +33,7 @@ class SqlSink(Sink):
         engine = self._engine()
         try:
             table = self._reflected(engine)
-            if table is None:
-                return None
-            return pa.schema([pa.field(c.name, pa.null(), bool(c.nullable)) for c in table.columns])
+            return None if table is None else _columns(table)
         finally:
             engine.dispose()
 
@@ -54,6 +52,9 @@ class SqlSink(Sink):
             for last in reversed(range(PUBLISH_TRIES)):
                 with self.plainly(rows):
                     table, marks = self._tables(engine, wanted)
+                    self.fit(
+                        wanted, _columns(table)
+                    )  # else SQLAlchemy leaves out what is not there
                     observe("opened")
                     if self._found(engine, marks, rows):
                         return ""
@@ -175,6 +176,11 @@ class SqlSink(Sink):
             ) from None
         except (ArgumentError, NoSuchModuleError) as error:
             raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
+
+
+def _columns(table: Any) -> pa.Schema:
+    """Names and nullability; the types are the database's own."""
+    return pa.schema([pa.field(c.name, pa.null(), bool(c.nullable)) for c in table.columns])
 
 
 def _create(engine: Any, table: Any) -> None:

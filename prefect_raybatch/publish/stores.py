@@ -1,25 +1,24 @@
-"""The options of a place on S3 as the libraries of tables take them."""
+"""What targets that are tables in a folder share: where it is, and the keys to it."""
 
 from __future__ import annotations
 
-from typing import Any
+from prefect_raybatch.publish.base import Sink
+from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
+from prefect_raybatch.storage.library_errors import text_of
 
-from prefect_raybatch.storage import is_remote, s3_settings
 
+class FolderSink(Sink):
+    """A table in a folder, local or on S3, that a library with an S3 client of its own opens."""
 
-def object_store_options(uri: str, options: dict[str, Any]) -> dict[str, str]:
-    """`storage_options` of deltalake and lance, from s3fs's; what is not given they look up
-    themselves. Empty for a local folder."""
-    if not is_remote(uri):
-        return {}
-    keys = s3_settings(options)
-    given = {
-        "aws_access_key_id": keys.key,
-        "aws_secret_access_key": keys.secret,
-        "aws_session_token": keys.token,
-        "aws_region": keys.region,
-        "aws_endpoint": keys.endpoint,
-        "aws_skip_signature": "true" if keys.anon else None,
-        "allow_http": "true" if (keys.endpoint or "").startswith("http://") else None,
-    }
-    return {name: value for name, value in given.items() if value}
+    @property
+    def uri(self) -> str:
+        return join(self.target.uri or "")
+
+    @property
+    def keys(self) -> dict[str, str] | None:
+        """The library's `storage_options`; what is not given it looks up itself."""
+        return object_store_options(s3_settings(self.options) if is_remote(self.uri) else None)
+
+    def scrub(self, error: object) -> str:
+        """These libraries say what happened in the last of several lines."""
+        return super().scrub(text_of(error))

@@ -119,9 +119,8 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if time.time() - self.printed >= DASHBOARD_LINE_EVERY:
             self.printed = time.time()
-            print(
-                f"{progress.done:,} of {counted(progress.rows, 'row')}, {progress.rate:,.0f} rows/s"
-            )
+            rows = counted(progress.whole, *progress.unit)
+            print(f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

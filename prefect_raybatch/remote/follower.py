@@ -33,7 +33,7 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch import errors
-from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     SILENT_AFTER,
@@ -51,6 +51,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.increments import begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
@@ -251,14 +252,85 @@ class Follower:
 
 
 class Watch:
-    """Progress of a run from its commits, whoever makes them."""
+    """Progress of a run from its commits, whoever makes them: of a run that reuses answers, from
+    those of its asks and then from its own."""
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
-        self.ledger, self.plan, self.observe = ledger, plan, observe
+        self.observe = observe
+        self.own = Commits(ledger, plan)
+        self.asks: Commits | None = None
+        increment = increment_of(plan)
+        begun = begin_asks(ledger.store, increment) if increment is not None else None
+        if begun is not None:
+            self.asks = Commits(*begun)
+            self.asks.progress.later = OtherLedger(plan.rows, plan.shards)
+            self.own.progress.before = OtherLedger(begun[1].rows, begun[1].shards)
+        self._next = 0.0
+
+    @property
+    def progress(self) -> Progress:
+        return self.own.progress
+
+    @property
+    def whole(self) -> bool:
+        return self.own.whole
+
+    @property
+    def _now(self) -> Commits:
+        """Those that are made now."""
+        return self.own if self.asks is None or self.asks.whole else self.asks
+
+    def begin(self) -> None:
+        """Counts what is committed already."""
+        for commits in (self.asks, self.own):
+            if commits is not None:
+                commits.begin()
+        self._tell()
+        self.observe(self._now.progress)
+
+    def look_now(self) -> bool:
+        """Looks, and says whether every shard is committed."""
+        self.look(now=True)
+        return self.whole
+
+    def look(self, now: bool = False) -> None:
+        """Counts new commits, if it is time to look or `now`."""
+        began = time.monotonic()
+        if not now and began < self._next:
+            return
+        seen = self._now
+        fresh = seen.look()
+        if seen is self.asks and seen.whole:
+            fresh = self.own.look() or fresh
+        self._tell(over=now)
+        if fresh:
+            self.observe(self._now.progress)
+        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
+
+    def _tell(self, over: bool = False) -> None:
+        """Tells a listener what the run's driver says that it does, by its heartbeat."""
+        if not isinstance(self.observe, Listener):
+            return
+        beat, commits = None, self._now
+        try:
+            beat = newest(commits.ledger.store)
+        except RayBatchError as error:  # only for people: the commits decide
+            log.info("heartbeats cannot be read: %s", error)
+        now = time.time()
+        # A dead driver's heartbeat says nothing of the one that is followed.
+        if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
+            beat = Beat.of(Counts.of(commits.progress, now), now, phase=UNHEARD)
+        self.observe.hear(beat)
+
+
+class Commits:
+    """What the commits of one ledger come to; `seen` are the shards that are counted."""
+
+    def __init__(self, ledger: Ledger, plan: Plan):
+        self.ledger, self.plan = ledger, plan
         self.progress = Progress(plan.rows, plan.shards)
         self.seen = np.zeros(plan.shards, bool)
         self._last = time.time()
-        self._next = 0.0
 
     @property
     def whole(self) -> bool:
@@ -273,44 +345,16 @@ class Watch:
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
-        self._tell()
-        self.observe(self.progress)
 
-    def look_now(self) -> bool:
-        """Looks, and says whether every shard is committed."""
-        self.look(now=True)
-        return self.whole
-
-    def look(self, now: bool = False) -> None:
-        """Counts new commits, if it is time to look or `now`."""
-        began = time.monotonic()
-        if not now and began < self._next:
-            return
+    def look(self) -> bool:
+        """Counts new commits; whether there are any."""
         commits = self._fresh()
         for commit in commits:
             # The first commit's work began with the engines, not with the job.
             first = commit.stats.started or self._last
             self.progress.add(commit, self._last if self.progress.recent else first)
             self._last = max(self._last, commit.committed)
-        self._tell(over=now)
-        if commits:
-            self.observe(self.progress)
-        self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
-
-    def _tell(self, over: bool = False) -> None:
-        """Tells a listener what the run's driver says that it does, by its heartbeat."""
-        if not isinstance(self.observe, Listener):
-            return
-        beat = None
-        try:
-            beat = newest(self.ledger.store)
-        except RayBatchError as error:  # only for people: the commits decide
-            log.info("heartbeats cannot be read: %s", error)
-        now = time.time()
-        # A dead driver's heartbeat says nothing of the one that is followed.
-        if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
-            beat = Beat.of(Counts.of(self.progress, now), now, phase=UNHEARD)
-        self.observe.hear(beat)
+        return bool(commits)
 
     def _fresh(self) -> list[Commit]:
         listing = self.ledger.listing(self.plan)

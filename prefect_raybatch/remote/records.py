@@ -20,7 +20,14 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.secrets import SAFE_NAMES, hide_argument, hide_env, hide_options, masked
+from prefect_raybatch.job.secrets import (
+    SAFE_NAMES,
+    hide_argument,
+    hide_catalog,
+    hide_env,
+    hide_options,
+    masked,
+)
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import dump, load
@@ -145,6 +152,10 @@ def sendable(job: BatchJob) -> dict[str, Any]:
         if given:
             value.setdefault(group, {})["options"] = dict(given)
     nodes = "in the environment of the cluster's nodes"
+    if job.source.catalog:
+        shown = hide_catalog(job.source.catalog)
+        _refuse("source.catalog", shown, f"write ${{NAME}} there, and set the variable {nodes}")
+        value["source"]["catalog"] = dict(job.source.catalog)
     _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
     if job.engine.env:
         value.setdefault("engine", {})["env"] = dict(job.engine.env)

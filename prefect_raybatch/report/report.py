@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prefect_raybatch.ledger.failures import FailureKey, failure_texts
+from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
@@ -56,7 +56,7 @@ def build(
         rows_per_s=round(tally.rows / busy, 1) if busy else 0.0,
         tokens=tokens,
         stages=tally.stages(),
-        failures=failure_texts(dict(tally.failures.most_common(20))),
+        failures=failure_texts(dict(alike(tally.failures).most_common(20))),
         model=dict(plan.model),
         parts=tuple(parts),
         notes=tuple(notes),

@@ -145,7 +145,9 @@ class Tally:
             return self.rows / self.busy_seconds if self.busy_seconds else 0.0
         first = ends[0][0]  # from there on; time in which nothing ran, between attempts, is not
         spans = sorted((max(start, first), end) for start, end, _ in self.ends if end > first)
-        return sum(rows for _, rows in ends[1:]) / _covered(spans)
+        # Where a clock was set back, shards end before they began, and no time is covered.
+        covered = _covered(spans)
+        return sum(rows for _, rows in ends[1:]) / covered if covered else 0.0
 
     def recent_rate(self, window: float = 120.0) -> float:
         """Rows a second over the shards that ended in the last `window` seconds; 0 for none."""

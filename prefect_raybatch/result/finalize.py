@@ -1,43 +1,58 @@
 """Committed pieces to the result in input order, proving coverage on the way.
 
-What goes into which part follows from plan and commits alone, both of which never change once
-every shard is committed: two finalizers make parts of the same rows, so it does not matter whose
-is kept.
+Two passes over the commits. The first checks and counts them, from which follows what goes into
+which file; the second writes the files, each by a function that needs nothing but its task. Plan
+and commits never change once every shard is committed: two finalizers make files of the same
+rows, so it does not matter whose is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.errors import CorruptRun, IncompleteRun
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import MANIFEST, POSITION
+from prefect_raybatch.ledger.layout import KINDS
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.plan_tables import Shards
-from prefect_raybatch.ledger.records import Commit, Part, Plan, dump
+from prefect_raybatch.ledger.manifest import put_manifest
+from prefect_raybatch.ledger.part_layout import PartLayout, PartSpan
+from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
+from prefect_raybatch.ledger.records import Commit, Part, Plan
+from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import check_no_strays, check_parts
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.result.parts import ResultParts
-from prefect_raybatch.result.pieces import check_commit, read_pieces
-from prefect_raybatch.storage import Store, put_proved, read_ahead
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.result.part_notes import noted
+from prefect_raybatch.result.parts import PartTask, check_unfinished, write_part
+from prefect_raybatch.result.pieces import check_commit
+from prefect_raybatch.result.survey import Survey, bare, layout_of, survey
+from prefect_raybatch.storage import Store
 
-SHARDS_AHEAD = 4  # shards whose pieces are read while one is being written
+PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
+"""Does a function for each task, somewhere and in any order; the number is the bytes of all."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What finalize wrote, and the tally of all commits."""
+    """What finalize wrote, and the tally of all commits. `layout` and `manifest` name the tables
+    that `_SUCCESS` is to name."""
 
     tally: Tally
     parts: list[Part]
+    layout: str | None = None
+    manifest: str | None = None
+
+
+def one_by_one(
+    write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
+) -> Iterable[Part]:
+    """One file after the other, in this process."""
+    return map(write, tasks)
 
 
 def finalize(
@@ -47,66 +62,99 @@ def finalize(
     row_number: str,
     file_bytes: int,
     compact: bool = True,
+    read_back: bool = False,
+    writers: PartWriters = one_by_one,
 ) -> Result:
     """Writes data/ and the quarantine, or the manifest; proves each planned row exactly once.
 
-    `file_bytes` is the aim for a part, in bytes of its pieces. Raises `IncompleteRun` when shards
+    `file_bytes` is the aim for a part, in bytes of its pieces; with `read_back` no ETag is taken
+    for a part's contents; `writers` says who writes the parts. Raises `IncompleteRun` when shards
     are missing and `CorruptRun` naming the piece when coverage does not hold, a stray file of
     the result, or that another finalizer has ended the run. Writes no _SUCCESS: the caller does,
     after its report.
     """
-    listing = ledger.listing(plan)
-    if not listing.done.all():
-        missing = np.flatnonzero(~listing.done)
-        raise IncompleteRun(
-            f"{len(missing)} of {counted(plan.shards, 'shard')} {are(len(missing))} not "
-            f"committed (first: {missing[0]}); run the same command again"
+    found = survey(ledger, plan, shards, pieces=not compact)
+    if compact:
+        layout, spans = layout_of(ledger, plan, found, row_number, file_bytes)
+        work = _Work(ledger, plan, shards, found, layout, spans, read_back)
+        result = Result(found.tally, work.done(writers), work.noted_as)
+    else:
+        check_unfinished(ledger.store)
+        name = put_manifest(ledger.store, plan, found.pieces)
+        result = Result(found.tally, [], manifest=name)
+    check_no_strays(ledger.store, plan, result.parts)
+    check_parts(ledger.store, result.parts)
+    return result
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The second pass: the files of a layout, each written by somebody."""
+
+    ledger: Ledger
+    plan: Plan
+    shards: Shards
+    found: Survey
+    layout: PartLayout
+    spans: tuple[PartSpan, ...]
+    read_back: bool
+
+    @property
+    def noted_as(self) -> str | None:
+        """The layout that notes of written files are of; none in runs of format 1."""
+        return self.layout.table if self.plan.format > 1 else None
+
+    def done(self, writers: PartWriters) -> list[Part]:
+        """All files in the order of the layout, each there and proved."""
+        store, parts = self.ledger.store, dict[str, Part]()
+        if self.noted_as is not None:
+            parts = noted(store, self.plan, self.noted_as, self.spans)
+        todo = [span for span in self.spans if span.path(self.plan) not in parts]
+        sizes = self.found.sums.bytes
+        size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)
+        wanted = {span.path(self.plan): span.rows for span in todo}
+        write = partial(write_part, store)
+        for part in writers(write, self.tasks(todo), size) if todo else ():
+            if wanted.pop(part.path, None) != part.rows:
+                raise CorruptRun(f"{part.path} was written with {part.rows} rows or not asked for")
+            parts[part.path] = part
+        if wanted:
+            raise CorruptRun(f"{next(iter(wanted))} was not written")
+        return [parts[span.path(self.plan)] for span in self.spans]
+
+    def tasks(self, spans: Collection[PartSpan]) -> Iterator[PartTask]:
+        """What it takes to write these files, in the order in which their last shards come."""
+        waiting = {kind: deque(s for s in spans if s.kind == kind) for kind in KINDS}
+        held = {kind: list[Commit]() for kind in KINDS}
+        for commit in self.ledger.commits(self.plan, self.found.listing):
+            check_commit(commit, self.shards[commit.shard].rows)
+            for kind, queue in waiting.items():
+                if not queue or commit.shard < queue[0].start:
+                    continue
+                if (part := bare(commit, kind)).pieces:
+                    held[kind].append(part)
+                if commit.shard + 1 >= queue[0].stop:
+                    yield self._task(queue.popleft(), held[kind])
+                    held[kind] = []
+
+    def _task(self, span: PartSpan, commits: list[Commit]) -> PartTask:
+        starts = tuple(self.shards[commit.shard].start for commit in commits)
+        table = self._numbers.table
+        return PartTask(
+            span=span,
+            path=span.path(self.plan),
+            row_number=self.layout.row_number,
+            schema=decode_schema(self.layout.schemas[span.kind]),
+            commits=tuple(commits),
+            starts=starts,
+            numbers=None if table is None else table[starts[0] : self.shards.starts[span.stop]],
+            read_back=self.read_back,
+            layout=self.noted_as,
         )
-    tally = Tally()
 
-    def guard() -> None:
-        if ledger.finished(plan) is not None:
-            raise CorruptRun(f"{ledger.store.uri} is finished; nothing is written any more")
-
-    writers = {
-        kind: ResultParts(ledger.store, folder, row_number, file_bytes, guard)
-        for kind, folder in plan.folders.items()
-    }
-    numbers = ledger.numbers(plan)
-    manifest: list[dict[str, Any]] = []
-    for commit, tables in _tables(ledger, plan, shards, listing, compact):
-        tally.add(commit)
-        start = shards[commit.shard].start
-        for piece in commit.pieces:
-            manifest.append({"shard": commit.shard, "start": start, "piece": piece.path})
-        for kind, table, size in tables:
-            positions = table[POSITION].to_numpy().astype(np.int64) + start
-            table = table.drop_columns([POSITION])
-            writers[kind].write(table, numbers.of(positions), size)
-    if tally.rows != plan.rows:
-        raise CorruptRun(f"commits hold {tally.rows} rows, the plan {plan.rows}")
-    if not compact:
-        named = {"numbers": plan.numbers_table} if plan.numbers_table else {}
-        guard()
-        put_proved(ledger.store, MANIFEST, dump({"pieces": manifest, **named}))
-    parts = [part for writer in writers.values() for part in writer.close()]
-    check_no_strays(ledger.store, plan, parts)
-    check_parts(ledger.store, parts)
-    return Result(tally, parts)
-
-
-def _tables(
-    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, compact: bool
-) -> Iterator[tuple[Commit, list[tuple[str, pa.Table, int]]]]:
-    """Commits in shard order with their checked tables, pieces read a few shards ahead."""
-
-    def load(commit: Commit) -> tuple[Commit, list[tuple[str, pa.Table, int]]]:
-        check_commit(commit, shards[commit.shard].rows)
-        if not compact:
-            return commit, []
-        return commit, list(read_pieces(ledger.store, commit))
-
-    return read_ahead(load, ledger.commits(plan, listing), SHARDS_AHEAD, SHARDS_AHEAD)
+    @cached_property
+    def _numbers(self) -> RowNumbers:
+        return self.ledger.numbers(self.plan)
 
 
 def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -21,13 +20,17 @@ from prefect_raybatch.ledger.increments import asks_ledger, increment_of, read_a
 from prefect_raybatch.ledger.layout import (
     ANSWERS_RECORD,
     INPUT,
+    PART_NOTE_NAME,
+    PART_NOTES,
     PIECE_NAME,
     PIECES,
     REUSED_FOLDER,
     TABLES,
 )
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.manifest import pieces_named
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.part_layout import read_layout
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.result.verify import verify
@@ -39,9 +42,12 @@ REAPED_KINDS = {
     "tables": "tables that the plan does not name",
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
+    "notes": "notes of files of the result, of use until it is whole",
     "answers": "raw answers that are kept no longer (output.keep_answers)",
 }
-_TABLE = re.compile(r"(shards|files|numbers|places|weights)-[0-9a-f]{16}\.parquet\Z")
+_TABLE = re.compile(
+    r"(shards|files|numbers|uris|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
+)
 _PROBE = re.compile(r"_probe-[^/]+/")
 
 
@@ -83,6 +89,7 @@ def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Rea
     take("pieces", orphans(ledger, plan, on_kept=lambda info: _count(found)))
     take("snapshots", _snapshots(ledger, plan))
     take("tables", _tables(ledger, plan))
+    take("notes", ended_notes(ledger, plan))
     take("answers", _answers(ledger, plan))
     asks = asks_ledger(store)
     if plan.increment is not None and (theirs := asks.load_plan()) is not None:
@@ -114,13 +121,12 @@ def orphans(
         _check_result(ledger, success)
         yield from pieces  # the result has all of them
         return
-    if success is not None:  # an orphan is only what no commit of all shards names
-        done = np.ones(plan.shards, bool)
-        commits = ledger.every_commit(plan)
+    if success is not None:
+        done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)
     else:
         listing = ledger.listing(plan)
         done, commits = listing.done, ledger.commits(plan, listing)
-    named = {p.path for commit in commits for p in commit.pieces}
+        named = {p.path for commit in commits for p in commit.pieces}
     for info in pieces:
         match = PIECE_NAME.match(info.path)
         if match is None or info.path.rpartition("/")[2] in named:
@@ -146,6 +152,12 @@ def _check_result(ledger: Ledger, success: Success) -> None:
         )
 
 
+def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    """The notes of a finished run's files."""
+    if ledger.finished(plan) is not None:
+        yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
+
+
 def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     named = {file.uri for file in ledger.files(plan)} if plan.snapshot else set()
     increment = increment_of(plan)
@@ -169,11 +181,17 @@ def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     increment = increment_of(plan)
-    named: set[Any] = {plan.shards_table, plan.files_table, plan.numbers_table}
+    named = plan.tables
     named |= set(increment.tables) if increment is not None else set()
+    layout, success = read_layout(ledger, plan), ledger.finished(plan)
+    # Whose record is not there yet may be about to be named.
+    going = ("layout-",) * (layout is None) + ("parts-", "manifest-") * (success is None)
+    named |= {layout[0].table} if layout is not None else set()
+    told = (success.manifest, success.parts_table) if success is not None else ()
+    named |= {name for name in told if name is not None}
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
-        if _TABLE.match(name) and name not in named:
+        if _TABLE.match(name) and name not in named and not name.startswith(going):
             yield info
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
@@ -19,7 +19,7 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.plan_run import check_places, check_schema_names
+from prefect_raybatch.runs.plan_run import check_places, check_schema_names, length_of_job
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
@@ -107,7 +107,9 @@ def dry_run(
             if snapshot
             else counting.of_files(job, model, found, sample=sample)
         )
+        tokens = length_of_job(job, run_key, tokens)
         job = planning.settled(job, tokens.context())
+        resolved = replace(resolved, job=planning.settled(resolved.job, tokens.context()))
     rows = sum(file.rows for file in found.files)
     row_bytes = image_bytes.row_bytes(job, model, found, read=not snapshot)
     have, wrong = (what_if, []) if what_if else sized.ask(job)

@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +21,7 @@ from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.same_job import difference
+from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
 from prefect_raybatch.storage import Store, open_store
@@ -76,14 +77,42 @@ def find_earlier(
 ) -> Earlier:
     """What `reuse` names. Raises `ConfigError` for a run that is not there, is not finished, or
     keeps no answers; `latest` without such a run is no error."""
-    if job.reuse is None:
+    named = _named_run(job, run_key)
+    if named is None:
         return Earlier()
+    member, held = named
+    first = held[0][1]
+    differs = () if first.context == context else tuple(difference(first.parts, parts))
+    same = tuple((store, answers) for store, answers in held if answers.context == context)
+    names = tuple(store.uri for store, _ in held)
+    return Earlier(names, member.plan.hash, same, differs)
+
+
+def with_earlier_length(
+    job: BatchJob, run_key: str | None, measured: PromptLengths
+) -> PromptLengths:
+    """The context length that `auto` comes to: that of the run whose answers are taken over, while
+    tonight's prompts fit into it. Another length is another context, under which all is asked."""
+    named = _named_run(job, run_key)
+    before = named[1][0][1].parts.get("engine.max_model_len") if named is not None else None
+    if not isinstance(before, int) or before <= measured.max_model_len:
+        return measured
+    why = f"that of the run whose answers are taken over; {measured.max_model_len:,} would do"
+    return replace(measured, max_model_len=before, why=why)
+
+
+def _named_run(
+    job: BatchJob, run_key: str | None
+) -> tuple[Member, list[tuple[Store, Answers]]] | None:
+    """The run that `reuse` names, and what it and its retries keep; None for none."""
+    if job.reuse is None:
+        return None
     options = job.output.options or None
     if job.reuse == LATEST:
         root = open_store(job.output.uri, options)
         key = _latest(root, job.name, run_key)
         if key is None:
-            return Earlier()
+            return None
     else:
         root, key = place(job.reuse, options)
     try:
@@ -108,11 +137,7 @@ def find_earlier(
                 f"reuse: {one.ledger.store.uri} {why} (reuse, output.keep_answers); name another "
                 "run, or latest"
             )
-    first = held[0][1]
-    differs = () if first.context == context else tuple(difference(first.parts, parts))
-    same = tuple((store, answers) for store, answers in held if answers.context == context)
-    names = tuple(store.uri for store, _ in held)
-    return Earlier(names, member.plan.hash, same, differs)
+    return member, held
 
 
 def _with_retries(family: Family, member: Member) -> Iterator[Member]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
@@ -40,13 +42,17 @@ from prefect_raybatch.sizing.shards import (
 )
 from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
+    from prefect_raybatch.ledger.records import Part
     from prefect_raybatch.result.finalize import Result
+    from prefect_raybatch.result.parts import PartTask
 
 log = logging.getLogger(__name__)
 DAY = 86_400.0  # seconds
+TASKS_A_CPU = 2  # files under way: one is written, one waits for it
 
 
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -66,7 +72,14 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         return _end(ledger, plan, output.compact)
     try:
         result = finalize(
-            ledger, plan, shards, output.row_number, output.file_mb << 20, output.compact
+            ledger,
+            plan,
+            shards,
+            output.row_number,
+            output.file_mb << 20,
+            output.compact,
+            output.read_back,
+            partial(_write_parts, job),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
@@ -95,6 +108,21 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     store.put(REPORT_HTML, html_page(made).encode())
     ledger.succeed(_success(plan, output, result))
     return _end(ledger, plan, True)
+
+
+def _write_parts(
+    job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
+) -> Iterator[Part]:
+    """On the workers of the job's cluster where there is enough to write, else here."""
+    from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
+    from prefect_raybatch.result.finalize import one_by_one
+
+    with workers_for(job, size) as workers:
+        if workers > 1:
+            log.info("the result is written on %s", counted(workers, "CPU"))
+            yield from side_by_side(write, tasks, TASKS_A_CPU * workers)
+        else:
+            yield from one_by_one(write, tasks, size)
 
 
 def with_reuse(
@@ -154,6 +182,8 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
         row_number=output.row_number,
         finished=time.time(),
         plan=plan.hash,
+        layout=result.layout,
+        manifest=result.manifest,
     )
 
 
@@ -182,10 +212,11 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 
     Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
     """
-    from prefect_raybatch.result.reap import orphans
+    from prefect_raybatch.result.reap import ended_notes, orphans
 
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
+        ledger.store.delete(info.path for info in ended_notes(ledger, plan))
     return load_report(ledger.store)
 
 

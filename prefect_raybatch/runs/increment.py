@@ -34,6 +34,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.plan import settled as settled_job
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
 from prefect_raybatch.source import Inventory, snapshot_tables
@@ -63,12 +64,14 @@ def increment_for(
     copied: bool,
     run_key: str,
     earlier: bool = True,
+    context: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`Plan.increment` of a new run in `store`, with all that it names written. `copied`: the
-    input's files are a snapshot there. As `worked_out`."""
+    input's files are a snapshot there; `context`: what `auto` came to. As `worked_out`."""
     rows = store if copied else None
-    with worked_out(resolved, found, rows, run_key, earlier) as worked:
-        return planned(worked, resolved, store, attempt).to_dict()
+    settled = replace(resolved, job=settled_job(resolved.job, context))
+    with worked_out(settled, found, rows, run_key, earlier) as worked:
+        return planned(worked, resolved, store, attempt, context).to_dict()
 
 
 @dataclass
@@ -183,13 +186,19 @@ class _Rows:
                 yield starts[unit.shard], table, list(zip(keys, exact, strict=True))
 
 
-def planned(worked: Worked, resolved: Resolved, store: Store, attempt: str) -> Increment:
+def planned(
+    worked: Worked,
+    resolved: Resolved,
+    store: Store,
+    attempt: str,
+    context: dict[str, Any] | None = None,
+) -> Increment:
     """Writes all that the run's plan is going to name: answers that are taken over, the input and
     the tables of the asks, and where each row's answer is. Nothing of it counts before plan.json
     is there."""
     join, earlier = worked.join, worked.earlier
     reused = _copy_answers(worked, store, attempt)
-    asks = _plan_asks(worked, resolved, store, attempt) if join.asked else None
+    asks = _plan_asks(worked, resolved, store, attempt, context) if join.asked else None
     counts = join.counts
     log.info(
         "reuse: %d rows take over answers, %d share another row's, %d are asked",
@@ -275,7 +284,13 @@ def _with_origin(table: pa.Table, run_key: str) -> pa.Table:
     return rows.append_column(ORIGIN, origin).combine_chunks()
 
 
-def _plan_asks(worked: Worked, resolved: Resolved, store: Store, attempt: str) -> Plan:
+def _plan_asks(
+    worked: Worked,
+    resolved: Resolved,
+    store: Store,
+    attempt: str,
+    context: dict[str, Any] | None,
+) -> Plan:
     """Writes the input of the asks and the tables of their plan; the plan itself is begun later,
     with the bytes that the run's plan holds."""
     ledger, join = asks_ledger(store), worked.join
@@ -299,6 +314,7 @@ def _plan_asks(worked: Worked, resolved: Resolved, store: Store, attempt: str) -
         found.row_bytes,
         snapshot=True,
         engines=sized.engines_to_plan_for(job),
+        context=context,
         increment=Increment(
             ledger=OF_ASKS,
             context=worked.keying.context,

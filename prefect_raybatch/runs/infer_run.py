@@ -30,7 +30,7 @@ from prefect_raybatch.storage import open_store
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.driver.driver import Progress, RunPass
+    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.sizing.sizes import Capacity
 
@@ -56,8 +56,13 @@ def infer_run(
     if increment is None or ledger.finished(plan) is not None:
         return _attempt(job, run, observe, engine)
     begun = begin_asks(store, increment)
-    if begun is None or begun[0].finished(begun[1]) is not None:
+    if begun is None:
         return _attempt(job, run, observe, engine)
+    from prefect_raybatch.driver.driver import OtherLedger
+
+    first = OtherLedger(begun[1].rows, begun[1].shards)
+    if begun[0].finished(begun[1]) is not None:
+        return _attempt(job, run, observe, engine, before=first)
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.runs.finalize_run import finalize_run
@@ -69,8 +74,11 @@ def infer_run(
     with cluster.connected(job, user) as capacity:
         asks = replace(run_of(begun[0].store, begun[1], begun[0]), probed=run.probed)
         log.info("asking %d requests first, in %s", asks.rows, asks.uri)
-        finalize_run(part, asks, _attempt(part, asks, observe, engine, (user, capacity)))
-        return _attempt(job, run, observe, engine, (user, capacity))
+        held, later = (user, capacity), OtherLedger(run.rows, run.shards)
+        asked = _attempt(part, asks, observe, engine, held, later=later)
+        finalize_run(part, asks, asked)
+        before = replace(first, failed=asked.failed)
+        return _attempt(job, run, observe, engine, held, before=before)
 
 
 def _attempt(
@@ -79,9 +87,11 @@ def _attempt(
     observe: Callable[[Progress], None],
     engine: type | None,
     held: tuple[User, Capacity] | None = None,
+    before: OtherLedger | None = None,
+    later: OtherLedger | None = None,
 ) -> Progress:
     """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
-    by this user of it."""
+    by this user of it; `before`, `later`: what the run's other ledger has to do."""
     from prefect_raybatch.driver.driver import Driver
     from prefect_raybatch.driver.monitor import Monitor
 
@@ -96,6 +106,8 @@ def _attempt(
     on_stop = partial(_note_stop, ledger, attempt, whoami)
     waiting = None if increment is None else waiting_rows(ledger, increment, shards)
     driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting)
+    driver.progress.before = before or driver.progress.before
+    driver.progress.later = later or driver.progress.later
     progress = driver.resume()
     if driver.done.all():  # before Ray is imported, which takes seconds
         return progress

@@ -149,6 +149,18 @@ def increment_of_job(resolved: Resolved, *args: Any, **more: Any) -> dict[str, A
     return increment_for(resolved, *args, **more)
 
 
+def length_of_job(
+    job: BatchJob, run_key: str | None, measured: counting.PromptLengths
+) -> counting.PromptLengths:
+    """What an `auto` context length comes to, as `measured` or, for a job that reuses, as the run
+    has it whose answers are taken over."""
+    if not job.keeps_answers:
+        return measured
+    from prefect_raybatch.runs.earlier import with_earlier_length
+
+    return with_earlier_length(job, run_key, measured)
+
+
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     from prefect_raybatch import source
 
@@ -168,7 +180,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     context = None
     if job.engine.max_model_len == "auto":
         store = ledger.store if copied else None
-        tokens = counting.of_files(job, resolved.model, found, store)
+        tokens = length_of_job(job, run_key, counting.of_files(job, resolved.model, found, store))
         log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
         for note in tokens.notes:
             log.warning("%s", note)
@@ -183,6 +195,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         engines=sized.engines_to_plan_for(job),
         context=context,
         table=found.table,
-        increment=increment_of_job(resolved, found, ledger.store, attempt, copied, run_key),
+        increment=increment_of_job(
+            resolved, found, ledger.store, attempt, copied, run_key, context=context
+        ),
     )
     return ledger.create_plan(plan, tables)

@@ -29,6 +29,7 @@ from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
@@ -153,7 +154,7 @@ def retry_request(
     known = resolve(keys(child), selection)
     going = None
     for member in family.children(key):
-        if member.summary is None and member.plan.fingerprint == known.fingerprint:
+        if member.summary is None and same_job(member.plan, known.fingerprint, known.parts):
             going = member  # the newest
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
@@ -243,7 +244,11 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     job = resolved.job
     context = None
     if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
-        context = tokens.of_files(job, resolved.model, found, ledger.store).context()
+        lengths = tokens.of_files(job, resolved.model, found, ledger.store)
+        context = lengths.context()
+        before = (parent.plan.context or {}).get("max_model_len", 0)
+        if job.keeps_answers and before > lengths.max_model_len:  # so that its answers are reused
+            context = replace(lengths, max_model_len=before).context()
     plan, tables = planning.make_plan(
         resolved,
         family.next_key,
@@ -256,7 +261,9 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         context=context,
         # Failures are not stored, so there is nothing that these rows could take over.
         increment=increment_of_job(
-            resolved, found, ledger.store, attempt, True, family.next_key, earlier=False
+            *(resolved, found, ledger.store, attempt, True, family.next_key),
+            earlier=False,
+            context=context,
         ),
     )
     try:

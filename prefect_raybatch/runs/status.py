@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.failures import failure_texts
+from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -85,7 +85,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         pending=plan.shards - tally.shards,
         rate=round(rate or tally.steady_rate, 1),
         seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
-        failures=failure_texts(tally.failures),
+        failures=failure_texts(alike(tally.failures)),
         attempts=tuple(attempts),
         beats=() if finished else tuple(_beats(store, attempts)),
         strays=tuple(listing.strays),

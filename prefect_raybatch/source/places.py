@@ -16,7 +16,6 @@ from prefect_raybatch.errors import CorruptRun, SourceError, StoreError
 from prefect_raybatch.ledger.layout import (
     DATA_FOLDER,
     EARLIER_QUARANTINE,
-    MANIFEST,
     PLAN,
     QUARANTINE_FOLDER,
     RECORDS,
@@ -165,7 +164,7 @@ class Places:
         if records:
             raise SourceError(
                 f"source.uri: {run}/{RECORDS} holds the records of a run, not its result. Name "
-                f"{run}/data, or the pieces that {run}/{MANIFEST} lists one by one"
+                f"{run}/data, or the pieces that its manifest in {run}/{RECORDS} lists one by one"
             )
         if mixed:
             failed = _quarantine(open_store(run, self._options))

@@ -25,7 +25,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.failures import FailureKey, Loss
+from prefect_raybatch.ledger.failures import COUNTED_BY, FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
 from prefect_raybatch.ledger.positions import Positions
@@ -247,7 +247,7 @@ class Finish:
         return errors
 
     def _cut_off(self, text: object, tokens: int) -> Failure:
-        # Equal in the 120 characters by which failures are counted, whatever the answer is.
+        # Equal in the COUNTED_BY characters by which failures are counted, whatever the answer is.
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
         kept = ", or set output.on_cut_off: keep" if self.output.schema_model is None else ""
         return Failure(
@@ -517,7 +517,7 @@ def _cast_failure(value: object, column: pa.Field) -> Failure | None:
 
 
 def _key(failure: Failure) -> FailureKey:
-    return FailureKey(failure.stage, failure.kind, failure.message[:120])
+    return FailureKey(failure.stage, failure.kind, failure.message[:COUNTED_BY])
 
 
 def _spent(table: pa.Table, stage: str) -> float:

@@ -17,7 +17,12 @@ from prefect_raybatch.storage.local import LocalStore
 from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
-from prefect_raybatch.storage.s3_settings import S3Settings, s3_settings
+from prefect_raybatch.storage.s3_settings import (
+    S3Settings,
+    iceberg_options,
+    object_store_options,
+    s3_settings,
+)
 from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
 
 __all__ = [
@@ -31,8 +36,10 @@ __all__ = [
     "contains",
     "footer_digest",
     "holds",
+    "iceberg_options",
     "is_remote",
     "join",
+    "object_store_options",
     "open_store",
     "put_file_proved",
     "put_proved",

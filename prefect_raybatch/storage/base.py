@@ -209,8 +209,9 @@ class Store(ABC):
             seen += ", and a later one replaced it" if late else ""
             raise UnsafeStore(
                 f"{self.uri}: the store does not honour put-if-absent ({seen}), so rows could be "
-                "lost or doubled. Use a store with atomic If-None-Match (AWS S3, Ceph radosgw, "
-                "MinIO, Cloudflare R2) or a local file system with hard links for the output."
+                "lost or doubled. Use a store with atomic If-None-Match (AWS S3, MinIO, Cloudflare "
+                "R2, Ceph radosgw with a bucket that keeps no versions) or a local file system "
+                "with hard links for the output."
             )
 
 

@@ -57,6 +57,38 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
     return S3Settings(endpoint, region, keys.access_key, keys.secret_key, keys.token)
 
 
+def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
+    """`storage_options` of deltalake and lance, which share their S3 client; None for a local
+    place."""
+    if keys is None:
+        return None
+    given = {
+        "aws_endpoint": keys.endpoint,
+        "aws_region": keys.region,
+        "aws_access_key_id": keys.key,
+        "aws_secret_access_key": keys.secret,
+        "aws_session_token": keys.token,
+        "aws_skip_signature": "true" if keys.anon else None,
+        "allow_http": "true" if (keys.endpoint or "").startswith("http://") else None,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
+    """The properties of pyiceberg for a place on S3; none for a local one."""
+    if keys is None:
+        return {}
+    given = {
+        "s3.endpoint": keys.endpoint,
+        "s3.region": keys.region,
+        "s3.access-key-id": keys.key,
+        "s3.secret-access-key": keys.secret,
+        "s3.session-token": keys.token,
+        "s3.anonymous": "true" if keys.anon else None,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
 def _configured_endpoint(session: Any) -> str | None:
     """AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or what the configuration files say."""
     client = session.create_client("s3", region_name="us-east-1")

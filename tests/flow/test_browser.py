@@ -132,12 +132,12 @@ def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None
     page.locator(".p-select-option", has_text="Newest to oldest").click()
     expect(line.first).to_be_visible()
     picture(page, "run", tmp_path, 1000)
-    open_artifact(page, prefect, "raybatch-monday-live")
+    open_artifact(page, prefect, "raybatch-dev-live")
     row_in_time(page, f"rows .*of {ROWS:,}")
     row_in_time(page, "state inferring")
     row_in_time(page, "engines alive 1")
     picture(page, "live", tmp_path, 700)
-    open_artifact(page, prefect, "raybatch-monday-progress")
+    open_artifact(page, prefect, "raybatch-dev-progress")
     (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
     refused = prefect.until(
@@ -173,7 +173,8 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     expect(where.locator("textarea")).to_have_value("deployments/customers.csv")
     # Titles and not the names of fields; a choice is a list to choose from.
     labels = form.locator(".schema-form-property__label").all_inner_texts()
-    assert len(labels) > 60 and labels[0] == "Job", labels
+    assert len(labels) > 60, labels
+    assert labels[:4] == ["Run key", "Scheduled for", "Run date", "Limit"]  # then the job
     assert not [text for text in labels if "_" in text or text[:1].islower()]
     device = form_field(form, "Job", "Engine", "Device")
     device.locator("button.p-select-button__control").press("ArrowDown")
@@ -222,21 +223,21 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     for name in ("plan-shards", "infer-shards", "finalize-run", "result-asset"):
         expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
     tab(page, "Artifacts")
-    expect(page.get_by_text("raybatch-monday-report", exact=True)).to_be_visible()
+    expect(page.get_by_text("raybatch-dev-report", exact=True)).to_be_visible()
 
     page.goto(site(prefect, "/artifacts"))
     for kind in ("progress", "live", "stages", "report"):
-        expect(page.get_by_text(f"raybatch-monday-{kind}", exact=True)).to_be_visible()
+        expect(page.get_by_text(f"raybatch-dev-{kind}", exact=True)).to_be_visible()
     picture(page, "artifacts", tmp_path, 500)
-    open_artifact(page, prefect, "raybatch-monday-report")
+    open_artifact(page, prefect, "raybatch-dev-report")
     expect(page.get_by_role("heading", name="dev: completed")).to_be_visible()
     expect(page.get_by_role("row", name=f"Rows answered {ROWS:,}")).to_be_visible()
     expect(page.get_by_role("heading", name="Stages")).to_be_visible()
     picture(page, "report", tmp_path, 1100)
-    open_artifact(page, prefect, "raybatch-monday-stages")
+    open_artifact(page, prefect, "raybatch-dev-stages")
     for stage in ("read", "prepare", "engine", "finish"):
         expect(page.locator("tr", has_text=stage)).to_contain_text(f"{ROWS:,}")
-    open_artifact(page, prefect, "raybatch-monday-progress")
+    open_artifact(page, prefect, "raybatch-dev-progress")
     expect(page.get_by_text("Progress: 100%")).to_be_visible()
 
 
@@ -289,3 +290,27 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     command = ["raybatch", "reconcile", job_server, "--json"]
     done = subprocess.run(command, env=prefect.env, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["actions"] == [], done.stderr
+
+
+def test_the_cause_of_a_failure_is_on_the_first_screen(
+    deployed: Prefect, page: Page, folder: Path, tmp_path: Path
+) -> None:
+    dev = deployed.deployments["dev"]
+    given = dev["parameters"]["job"]
+    job = {**given, "prompt": {"template": "What is {Nothing}?"}}
+    job |= {"name": "broken", "output": {"uri": str(folder / "out")}}
+    body = {"parameters": {"job": job, "run_key": "tuesday"}}
+    run = deployed.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
+    deployed.until(lambda: deployed.state(run)["type"] == "FAILED", 120, "the failure")
+    command = "prefect deployment run batch_inference/dev -p run_key=tuesday"
+    assert command in deployed.state(run)["message"]
+    open_run(page, deployed, run)
+    cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
+    expect(cause.first).to_contain_text(command)
+    assert "Traceback" not in page.locator("body").inner_text()
+    picture(page, "failed", tmp_path, 900)
+    open_artifact(page, deployed, "raybatch-broken-failure")
+    expect(page.get_by_role("heading", name="broken: plan_shards failed")).to_be_visible()
+    expect(page.get_by_text("Nothing", exact=False).first).to_be_visible()
+    expect(page.get_by_text(command)).to_be_visible()
+    picture(page, "failure", tmp_path, 700)

@@ -9,10 +9,13 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import pytest
@@ -25,6 +28,8 @@ from hypothesis import strategies as st
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
@@ -35,6 +40,7 @@ from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_k
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
 from prefect_raybatch.runs.run import Run
@@ -89,6 +95,23 @@ def test_stalls_and_a_high_quarantine_are_told_once_each(emitted, caplog):
     assert "limits.warn_failed" in caplog.text
 
 
+def test_a_deadline_at_risk_is_told_once(emitted):
+    def told(beats, worked=0.0):
+        emitted.clear()
+        live = LiveEvents(RunEvents("k", "j"), "/run", 9, deadline=100.0)
+        live.started(Beat(0.0, shards=20, committed=2), worked)
+        for at, committed, left in beats:
+            live.see(Beat(0.0, shards=20, committed=committed, seconds_left=left), at)
+        return [e["payload"]["about"] for e in emitted if e["event"].endswith("deadline.risk")]
+
+    assert told([(0.0, 2, None), (20.0, 3, 500.0), (40.0, 9, 50.0), (90.0, 20, 0.0)]) == []
+    late = [(0.0, 2, None), (30.0, 7, 71.0), (40.0, 8, 80.0)]
+    allowed = "where limits.deadline allows 1 min 40 s"
+    assert told(late) == [f"30 s of work are done and about 1 min 11 s are left, {allowed}"]
+    assert told([(0.0, 2, None), (30.0, 7, 60.0)], worked=20.0) != []
+    assert told([(0.0, 2, None), (101.0, 2, None)]) != []  # nothing was committed at all
+
+
 @pytest.mark.parametrize(
     ("error", "tries", "told"),
     [
@@ -140,13 +163,13 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
 
     def show(self: Page, artifact: Any, kind: str) -> None:
         if kind == "progress" and away[0]:
-            raise ConnectionError("database is locked")
+            raise ValueError("database is locked")
         seen.append(kind)
 
     monkeypatch.setattr(Page, "show", show)
     shown.counts = counts()  # the same for ever: what is shown once is not shown again
     shown.hear(Beat(0.0, phase=INFERRING))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ValueError, match="locked"):
         shown.tick()
     assert "live" in seen and "progress" not in seen
     now[0], away[0] = 1.0, False
@@ -179,33 +202,51 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
 
 
 @pytest.mark.parametrize(
-    ("run", "key"),
+    ("output", "key"),
     [
-        ("s3://b/out/k", "s3://b/out/k/data/"),
-        ("/srv/out/k/", "file:///srv/out/k/data/"),
-        ("file:///srv/out/k", "file:///srv/out/k/data/"),
+        ("s3://b/out", "s3://b/out/j/"),
+        ("s3://b/out/{run_date:%Y/%m}/x", "s3://b/out/j/"),
+        ("s3://b/out/night-{run_key}", "s3://b/out/j/"),
+        ("/srv/out/", "file:///srv/out/j/"),
+        ("file:///srv/out", "file:///srv/out/j/"),
     ],
 )
-def test_the_asset_key_is_the_uri_of_the_data(run, key):
-    assert assets.asset_key(run) == key
+def test_the_asset_key_is_the_same_each_night(output, key):
+    assert assets.asset_key(output, "j") == key
     assert assets.Asset(key=key)
 
 
 def test_characters_that_an_asset_key_may_not_hold_are_replaced():
-    key = assets.asset_key("/srv/o ut/{a}#%20/k")
-    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/data/~[0-9a-f]{8}/", key)
+    key = assets.asset_key("/srv/o ut/{a}#%20", "k")
+    assert re.fullmatch(r"file:///srv/o_ut/_a___20/k/~[0-9a-f]{8}/", key)
     assert assets.Asset(key=key)
 
 
 def test_a_long_path_keeps_its_end():
-    key = assets.asset_key("/" + "x" * 600 + "/k")
-    assert len(key) <= 512 and "xx/k/data/" in key and assets.Asset(key=key)
+    key = assets.asset_key("/" + "x" * 600, "k")
+    assert len(key) <= 512 and "xx/k/" in key and assets.Asset(key=key)
 
 
 def test_two_places_never_share_an_asset_key():
-    long = "/" + "x" * 600 + "/k"
-    places = ["/o/a b/k", "/o/a_b/k", "/o/a#b/k", "s3://o/a b/k", long, "/y" + long]
-    assert len({assets.asset_key(place) for place in places}) == len(places)
+    long = "/" + "x" * 600
+    places = ["/o/a b", "/o/a_b", "/o/a#b", "s3://o/a b", long, "/y" + long]
+    assert len({assets.asset_key(place, "k") for place in places}) == len(places)
+
+
+def test_what_a_job_reads_comes_before_its_result(tmp_path):
+    def keys(**source):
+        found = assets.source_keys(make_job(source=source).source)
+        assert all(assets.Asset(key=key) for key in found)
+        return found
+
+    assert keys(uri="s3://lake/in/{run_date}/*.parquet") == ["s3://lake/in"]
+    assert keys(uri=["/a/x.csv", "/a/y.csv"]) == ["file:///a/x.csv", "file:///a/y.csv"]
+    assert keys(uri="postgresql://db:5432/shop", query="select 1") == ["postgresql://db:5432/shop"]
+    assert keys(uri="hf://datasets/team/rows", split="a") == ["hf://datasets/team/rows"]
+    assert keys(uri="/srv/saved", format="huggingface") == ["file:///srv/saved"]
+    # The result of a run is the asset of the job that wrote it.
+    first = small_run(tmp_path / "key", key="key", name="first", output={"uri": str(tmp_path)})
+    assert keys(uri=first.store.uri) == [assets.asset_key(str(tmp_path), "first")]
 
 
 # --- a real server ------------------------------------------------------------------------------
@@ -230,10 +271,11 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
         observe(progress)
         for shard in range(shards):
             time.sleep(seconds / shards)
-            bad = ((0, failed),) if shard == 0 and failed else ()
+            few = failed if shard == 0 else 0
+            bad, none = Positions.spans((0, few)) if few else Positions(), Positions()
             stats = ShardStats(rows=10, started=time.time() - 0.05, ended=time.time())
-            good = ((failed if bad else 0, 10),)
-            commit = Commit(shard, "a", "t", "h", good, bad, (), (), stats, {}, {}, 0.0)
+            good = Positions.spans((few, 10))
+            commit = Commit(shard, "a", "t", "h", good, bad, none, (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)
         observe.hear(Beat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0))
@@ -262,7 +304,7 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
 
     @flow
     def night() -> None:
-        job = make_job()
+        job = make_job(name="night-7")
         progress = tasks.infer_shards.with_options(retry_delay_seconds=0)(job, run)
         tasks.finalize_run(job, run, progress)
 
@@ -288,7 +330,7 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
     (made,) = wait_for(
         lambda: [
             event
-            for event in events_of("file:///nowhere/k/data/")
+            for event in events_of(f"file://{Path('out').absolute()}/night-7/")
             if event["payload"].get("run_key") == "night-7"
         ]
     )
@@ -322,7 +364,7 @@ def test_the_report_shows_its_plots_on_the_server(prefect_api, monkeypatch):
 
     @flow
     def night() -> None:
-        tasks.finalize_run(make_job(), run)
+        tasks.finalize_run(make_job(name="night-8"), run)
 
     assert night(return_state=True).is_completed()
     made = {a.key: a for a in artifacts_of("raybatch-night-8-")}
@@ -347,11 +389,12 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
             raise StoreUnavailable("away")
 
     monkeypatch.setattr(tasks.RunEvents, "completed", completed)
+    job = make_job(name="night-9")
 
     @flow
     def night() -> None:
-        progress = tasks.infer_shards(make_job(), run)
-        tasks.finalize_run.with_options(retry_delay_seconds=0)(make_job(), run, progress)
+        progress = tasks.infer_shards(job, run)
+        tasks.finalize_run.with_options(retry_delay_seconds=0)(job, run, progress)
 
     assert night(return_state=True).is_completed() and len(tries) == 2
     every = artifacts_of("raybatch-night-9-")
@@ -359,22 +402,22 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
     assert sorted(a.key for a in every) == [f"raybatch-night-9-{kind}" for kind in kinds]
     by_key = {a.key: a for a in every}
     assert titles(by_key["raybatch-night-9-plots"].data) == list(plots.NAMES.values())
-    assert by_key["raybatch-night-9-plots"].description == "Plots of the run night-9."
+    assert by_key["raybatch-night-9-plots"].description == "Plots. Run `night-9`."
 
 
 # --- keys of artifacts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("run_key", "key"),
+    ("job", "key"),
     [
         ("monday", "raybatch-monday"),
         ("demo-600-7", "raybatch-demo-600-7"),
-        ("industries-20260301T020000Z", "raybatch-industries-20260301t020000z"),
+        ("Industries", "raybatch-industries--a8da9932"),
     ],
 )
-def test_plain_run_keys_are_their_own_artifact_keys(run_key, key):
-    assert artifact_key(run_key) == key
+def test_plain_names_of_jobs_are_their_own_artifact_keys(job, key):
+    assert artifact_key(job) == key
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
@@ -383,7 +426,7 @@ STAMPED = st.sampled_from(["n-20260301T020000Z", "n-20260301t020000z", "N-202603
 
 
 @given(st.sets(NAMES | ALIKE | STAMPED, min_size=2, max_size=12))
-def test_two_run_keys_never_share_an_artifact_key(names):
+def test_two_jobs_never_share_an_artifact_key(names):
     keys = {artifact_key(name) for name in names}
     assert len(keys) == len(names)
     assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
@@ -461,13 +504,28 @@ def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch)
     assert len(steadily) / 8 <= 1.0
 
 
-def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path):
-    spec = importlib.util.spec_from_file_location(
-        "automations", ROOT / "deployments/automations.py"
-    )
+@flow(name="batch_inference")
+def one_of_ours() -> None:
+    pass
+
+
+@flow(name="of somebody else")
+def another() -> None:
+    pass
+
+
+def automations_script() -> Any:
+    path = ROOT / "deployments/automations.py"
+    spec = importlib.util.spec_from_file_location("automations", path)
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@contextmanager
+def pager() -> Iterator[list[dict[str, Any]]]:
+    """What was sent to the block custom-webhook/on-call."""
     pages: list[dict[str, Any]] = []
 
     class Pager(BaseHTTPRequestHandler):
@@ -479,37 +537,89 @@ def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path
         def log_message(self, *_: Any) -> None:
             pass
 
-    pager = HTTPServer(("127.0.0.1", 0), Pager)
-    threading.Thread(target=pager.serve_forever, daemon=True).start()
+    server = HTTPServer(("127.0.0.1", 0), Pager)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     CustomWebhookNotificationBlock(
         name="pager",
-        url=f"http://127.0.0.1:{pager.server_port}/",
+        url=f"http://127.0.0.1:{server.server_port}/",
         json_data={"subject": "{{subject}}", "body": "{{body}}"},
     ).save("on-call", overwrite=True)
+    try:
+        yield pages
+    finally:
+        server.shutdown()
+
+
+def in_state(name: str, state: Any, which: Any = one_of_ours) -> UUID:
+    """A new flow run that gets into this state."""
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(which, name=name, state=Running())
+        client.set_flow_run_state(made.id, state, force=True)
+        return made.id
+
+
+def beats_of(run: UUID) -> None:
+    """A heartbeat as Prefect's engine sends them."""
+    with get_client(sync_client=True) as client:
+        known = client.read_flow_run(run)
+    emit_event(
+        "prefect.flow-run.heartbeat",
+        {"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.name": known.name},
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow.{known.flow_id}",
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": "batch_inference",
+            }
+        ],
+    )
+
+
+def test_each_automation_is_created_once_and_pages_someone(prefect_api):
+    script = automations_script()
     with pytest.raises(SystemExit, match="there is no block"):
         script.deploy("custom-webhook/nobody")
-    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"created"}
-    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"updated"}
-    with get_client(sync_client=True) as client:
-        known = [a.name for a in client.read_automations() if a.name.startswith("raybatch")]
-    assert sorted(known) == ["raybatch: a run stalls", "raybatch: the quarantine is high"]
-
-    live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/out/industries-1", 3)
-    # The server's trigger service reads automations when told of them: say it until it is heard.
-    for number in range(60):
-        live.see(
-            Beat(0.0, alarms=number + 1, about="engines: 1 alive", failed=4, rows=9, shards=5), 0.0
-        )
-        live.told_high = False
-        if {"stall" in p["subject"] for p in pages} == {True, False}:
-            break
-        time.sleep(1)
-    pager.shutdown()
-    with get_client(sync_client=True) as client:
-        for automation in client.read_automations():
-            client.delete_automation(automation.id)
-    stalls = next(p for p in pages if "stalls" in p["subject"])
-    high = next(p for p in pages if "many rows fail" in p["subject"])
-    assert stalls["subject"] == "industries-1 stalls"
-    assert "engines: 1 alive" in stalls["body"] and "s3://b/out/industries-1" in stalls["body"]
-    assert "4 of 9 rows have failed" in high["body"].replace("\n", " ")
+    with pager() as pages, get_client(sync_client=True) as client:
+        assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
+        assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
+        known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
+        assert len(known) == 8
+        try:
+            gone = in_state("gone-night", Running())
+            live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
+            # The server's services read automations when told of them: say it until it is heard.
+            for number in range(60):
+                if number % 5 == 0:
+                    limit = Cancelled(message="Deployment concurrency limit reached.")
+                    in_state("refused-night", limit)
+                    in_state("failed-night", Failed(message="What to do: look"))
+                    in_state("late-night", Scheduled(name="Late"))
+                    in_state("foreign", Failed(), another)
+                    in_state("cancelled-by-hand", Cancelled())
+                if number < 4:
+                    beats_of(gone)
+                beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
+                live.see(beat, 61.0 * number)
+                live.told_high = live.told_late = False
+                if len({p["subject"] for p in pages}) >= 7:
+                    break
+                time.sleep(1)
+            state = client.read_flow_run(gone).state
+        finally:
+            for automation in known:
+                client.delete_automation(automation.id)
+    said = {page["subject"]: page["body"] for page in pages}
+    assert set(said) == {
+        "industries-1 stalls",
+        "industries-1: many rows fail",
+        "industries-1 will be late",
+        "failed-night failed",
+        "gone-night crashed",
+        "late-night is late",
+        "refused-night was not run",
+    }
+    assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
+    assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
+    assert "What to do: look" in said["failed-night failed"]
+    assert "limits.deadline allows 1 min 00 s" in said["industries-1 will be late"]
+    assert state.is_crashed() and "No heartbeat for 10 s" in state.message

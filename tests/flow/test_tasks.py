@@ -31,6 +31,7 @@ from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shard
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, tasks
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.records import RunReport
@@ -53,9 +54,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     def infer_run(job: BatchJob, run: Run, observe: Any) -> Progress:
         made["infer"].append(run)
         progress = Progress(100, 4)
+        good, none = Positions.spans((0, 25)), Positions()
         for shard in range(4):
             stats = ShardStats(rows=25, started=time.time(), ended=time.time())
-            commit = Commit(shard, "a", "t", "h", ((0, 25),), (), (), (), stats, {}, {}, 0.0)
+            commit = Commit(shard, "a", "t", "h", good, none, none, (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)
         return progress
@@ -155,12 +157,13 @@ def test_artifacts_and_logs_are_in_the_page(
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
-    base = artifacts.artifact_key(key)
+    job = make_job(name="Artifacts.of-one")
+    base = artifacts.artifact_key(job.name)
     wanted = {f"{base}-{kind}" for kind in ("progress", "live", "stages", "failures", "report")}
     with get_client(sync_client=True) as client:
         # Prefect's server on SQLite was once locked for a minute; the page then gives up in time.
         for _ in range(2):
-            state = batch_inference(make_job(), key, return_state=True)
+            state = batch_inference(job, key, return_state=True)
             assert state.is_completed()
             found = {a.key: a for a in artifacts_of(f"{base}-")}
             if wanted <= set(found):
@@ -226,7 +229,7 @@ def test_a_page_that_is_away_stops_nothing(
         asked.append("artifact")
         raise ConnectionError("no API")
 
-    monkeypatch.setattr(artifacts.Artifact, "get", away)
+    monkeypatch.setattr(artifacts, "get_client", away)
 
     @flow
     def infer() -> int:

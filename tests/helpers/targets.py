@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+
+from prefect_raybatch.publish.base import AnsweredRows
 
 Row = dict[str, Any]
 
@@ -79,6 +81,15 @@ def jsonl(root: Path, **more: Any) -> Row:
 def jsonl_rows(root: Path) -> list[Row]:
     files = sorted((root / "jsonl").rglob("part-*"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def published_rows(table: pa.Table, plan: str = "p" * 64) -> AnsweredRows:
+    """The rows of a table as those of a run that is being published."""
+
+    def read() -> Iterator[pa.RecordBatch]:
+        yield from table.to_batches()
+
+    return AnsweredRows(plan, "key", "job", len(table), table.schema, read)
 
 
 # By format: what makes the target's fields, and what reads its rows.

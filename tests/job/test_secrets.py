@@ -248,6 +248,25 @@ def test_options_that_are_no_secrets_are_shown_and_sent(tmp_path):
     assert BatchJob.from_dict(json.loads(job.model_dump_json())) == job
 
 
+def test_properties_of_a_catalog_are_secret_unless_known_or_a_name_of_a_variable(tmp_path):
+    table = {"uri": "sales.orders", "format": "iceberg"}
+    plain = {"type": "rest", "uri": "https://lake", "auth": {"type": "basic"}, "ssl": {"a": True}}
+    named = {"token": "${LAKE_TOKEN}", "auth": {"oauth2": {"client_secret": "${B}"}}}
+    job = at(tmp_path, source={**table, "catalog": plain | named})
+    assert json.loads(job.model_dump_json())["source"]["catalog"] == plain | named
+    assert sendable(job)["source"]["catalog"] == plain | named
+    assert BatchJob.from_dict(json.loads(job.model_dump_json())) == job
+    for hidden in ({"token": PLANTED}, {"auth": {"a": "${B}", "basic": {"password": PLANTED}}}):
+        job = at(tmp_path, source={**table, "catalog": {**plain, **hidden}})
+        target = {"format": "iceberg", "table": "a.b", "catalog": {**plain, **hidden}}
+        both = at(tmp_path, source=table, output={"publish": [target]})
+        shown = "".join(f"{one!r} {one.model_dump_json()} {public_job(one)}" for one in (job, both))
+        assert PLANTED not in shown and "rest" in shown
+        with pytest.raises(ConfigError, match=r"source\.catalog\..*\$\{NAME\}") as caught:
+            sendable(job)
+        assert PLANTED not in str(caught.value)
+
+
 def test_engine_arguments_that_hold_keys_are_hidden_and_still_count(tmp_path):
     def job(secret: str) -> BatchJob:
         extra = {"model_loader_extra_config": {"access_key": secret, "concurrency": 4}}

@@ -13,6 +13,7 @@ from prefect_raybatch.ledger.failures import (
     FailureKey,
     Loss,
     add_failures,
+    alike,
     failure_texts,
 )
 
@@ -77,3 +78,22 @@ def test_keys_of_one_text_are_counted_together():
 def test_failures_are_added_by_key():
     a, b = FailureKey("a"), FailureKey("b")
     assert add_failures([{a: 1, b: 2}, {}, {b: 3}]) == {a: 1, b: 5}
+
+
+def test_messages_that_differ_in_numbers_alone_are_one_group():
+    def key(message, error="E"):
+        return FailureKey("prepare", error, message)
+
+    long = "the prompt, of which much is to be said, and all of it at such length that it is cut: "
+    failures = {
+        key("5,123 tokens, more than 4096"): 2,
+        key("77 tokens, more than 4096"): 3,
+        key("77 tokens, more than 4096", "F"): 1,
+        key("no number"): 4,
+        key((long + "1 of the tokens of it, and the rest")[:120]): 1,
+        key((long + "1234 of the tokens of it, and the rest")[:120]): 1,
+    }
+    found = alike(failures)
+    assert found[key("N tokens, more than 4096")] == 5
+    assert found[key("77 tokens, more than 4096", "F")] == 1 and found[key("no number")] == 4
+    assert sorted(found.values()) == [1, 2, 4, 5] and len(found) == 4

@@ -12,6 +12,8 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
 from prefect_raybatch.ledger.family import load_family
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import retry
@@ -72,6 +74,15 @@ def test_a_run_that_has_lost_its_plan_is_damaged(tmp_path):
     (tmp_path / "_raybatch/plan.json").unlink()
     with pytest.raises(CorruptRun, match=r"commits and no _raybatch/plan\.json"):
         status(str(tmp_path))
+
+
+def test_a_run_that_begins_at_that_moment_is_sound(tmp_path, monkeypatch):
+    """The plan is looked for before it is written, the commits after."""
+    run = small_run(tmp_path)
+    run.commit(0)
+    looks = [None, run.plan]
+    monkeypatch.setattr(Ledger, "load_plan", lambda ledger: looks.pop(0))
+    assert need_plan(run.ledger) == run.plan
 
 
 def test_a_store_that_does_not_list_takes_nothing_from_the_message(tmp_path, monkeypatch):

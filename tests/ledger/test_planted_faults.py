@@ -341,13 +341,32 @@ def test_a_listing_that_lacks_a_commit_costs_no_piece(tmp_path, monkeypatch):
 
 
 def test_a_lost_commit_of_a_finished_run_keeps_all_pieces(tmp_path):
-    run = committed(tmp_path, output={"uri": "out", "compact": False})
+    """In a run of format 1 only the commits say which pieces are the result."""
+    run = committed(tmp_path, output={"uri": "out", "compact": False}, format=1)
     end(run)
     (tmp_path / commit_path(2)).unlink()
     before = pieces_of(run)
     with pytest.raises(CorruptRun, match="00000002"):
         reap(run.store, NOW)
     assert pieces_of(run) == before
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
+def test_a_manifest_that_is_not_whole_keeps_all_pieces(tmp_path, damage):
+    run = committed(tmp_path, output={"uri": "out", "compact": False})
+    end(run)
+    run.receipt(run.whole(1))  # nobody's
+    before = pieces_of(run)
+    (manifest,) = (tmp_path / "_raybatch").glob("manifest-*.parquet")
+    whole = manifest.read_bytes()
+    damage(manifest)
+    with pytest.raises(CorruptRun, match="manifest-"):
+        reap(run.store, NOW)
+    assert pieces_of(run) == before
+    manifest.write_bytes(whole)
+    (tmp_path / commit_path(2)).unlink()  # the manifest alone says what is the result
+    reap(run.store, NOW)
+    assert len(pieces_of(run)) == len(before) - 1
 
 
 @pytest.mark.parametrize("compact", [True, False])

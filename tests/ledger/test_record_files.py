@@ -11,7 +11,7 @@ import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch.driver.driver import Driver
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, PlanMismatch
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints, record_files
 from prefect_raybatch.ledger.failures import FailureKey
@@ -38,6 +38,7 @@ from prefect_raybatch.ledger.record_files import (
 )
 from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Commit, Part, Piece, Receipt, Unit
+from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
@@ -72,8 +73,25 @@ def test_a_plan_of_36_000_files_named_one_by_one_is_read_again(tmp_path):
     run = small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5})
     again = Ledger(open_store(str(tmp_path)))
     assert again.load_plan() == run.plan
+    assert (tmp_path / PLAN).stat().st_size < 10_000 and again.uris(run.plan) == uris
     run.commit_all()
     assert all(again.committed(run.plan))
+
+
+def test_very_many_uris_tell_jobs_apart_as_few_do(tmp_path):
+    uris = [f"data/{i}.parquet" for i in range(1_001)]
+
+    def planned(uris: list[str], **sampling: int) -> SmallRun:
+        return small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5}, sampling=sampling)
+
+    first = planned(uris)
+    assert planned(uris).plan == first.plan
+    with pytest.raises(PlanMismatch, match=r"source\.uri\.sha256: ") as caught:
+        planned([*uris[:-1], "data/other.parquet"])
+    assert "source.uri.count" not in str(caught.value)
+    # A plan of before holds all of them, and differs in nothing else.
+    whole = replace(first.plan, parts={**first.plan.parts, "source.uri": uris})
+    assert difference(whole.parts, first.plan.parts) == []
 
 
 def test_a_success_of_40_000_parts_is_read_again(tmp_path):
@@ -125,7 +143,7 @@ def test_a_record_has_one_limit_for_who_writes_and_who_reads(tmp_path, path, mon
 
 def test_a_plan_that_nobody_could_read_is_refused_and_nothing_is_planned(tmp_path, monkeypatch):
     smaller(monkeypatch, 20_000)
-    uris = [f"data/{i:0100d}.parquet" for i in range(200)]
+    uris = [f"data/{i:0200d}.parquet" for i in range(200)]
     with pytest.raises(ConfigError, match=r"plan\.json would have .* name their folder or a glob"):
         small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5})
     assert not (tmp_path / PLAN).exists()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sqlite3
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import lance
 import pyarrow as pa
 import pytest
 from helpers.small import make_job
-from helpers.targets import TARGETS, iceberg
+from helpers.targets import TARGETS, catalog, iceberg, published_rows
+from pyiceberg.catalog import load_catalog
 
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
-from prefect_raybatch.publish.base import AnsweredRows
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
 
@@ -53,18 +54,11 @@ KEPT: dict[str, dict[str, Any]] = {
 }
 
 
-def rows_of(table: pa.Table, plan: str = "p" * 64) -> AnsweredRows:
-    def read() -> Iterator[pa.RecordBatch]:
-        yield from table.to_batches()
-
-    return AnsweredRows(plan, "key", "job", len(table), table.schema, read)
-
-
 def put(format: str, root: Path, table: pa.Table, **more: Any) -> None:
     target = PublishTarget.model_validate(TARGETS[format][0](root, **more))
     sink = open_sink(target, "key", {})
     sink.check(table.schema)
-    sink.publish(rows_of(table), lambda step: None)
+    sink.publish(published_rows(table), lambda step: None)
 
 
 def quiet(schema: pa.Schema, *targets: dict[str, Any]) -> list[str]:
@@ -122,13 +116,51 @@ def test_a_table_with_another_schema_is_told_when_the_run_is_planned(format, tmp
             quiet(made.schema.set(1, pa.field("answer", pa.float64())), target)
 
 
+def change(format: str, root: Path) -> None:
+    """Column `answer` of the target becomes `reply`, as its owner would do it."""
+    if format == "delta":
+        from deltalake import DeltaTable, write_deltalake
+
+        table = pa.table(DeltaTable(str(root / "delta")).to_pyarrow_table())
+        table = table.rename_columns({"answer": "reply"})
+        write_deltalake(str(root / "delta"), table, mode="overwrite", schema_mode="overwrite")
+    elif format == "iceberg":
+        with load_catalog(None, **catalog(root)).load_table("db.answers").update_schema() as schema:
+            schema.rename_column("answer", "reply")
+    elif format == "lance":
+        lance.dataset(str(root / "lance-all")).alter_columns({"path": "answer", "name": "reply"})
+    else:
+        with sqlite3.connect(root / "rows.db") as base:
+            base.execute("ALTER TABLE answers RENAME COLUMN answer TO reply")
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg", "sql", "lance"])
+def test_a_target_that_changed_since_it_was_published_to_is_told_by_column(format, tmp_path):
+    merge = {"mode": "merge", "key": ["_row"], "uri": str(tmp_path / "lance-all")}
+    more = merge if format == "lance" else {}
+    table = pa.table({"_row": pa.array([7], pa.int64()), "answer": ["x"]})
+    put(format, tmp_path, table, **more)
+    change(format, tmp_path)
+    target = TARGETS[format][0](tmp_path, **more)
+    with pytest.raises(ConfigError, match=r"has no column 'answer' \(columns: _row, reply\)"):
+        quiet(table.schema, target)
+    given = pa.schema([("id", pa.int64()), ("Company", pa.string())])
+    output = {"uri": str(tmp_path / "out"), "publish": [target], "column": "answer"}
+    with pytest.raises(ConfigError, match=r"no column '(id|Company|answer)'"):
+        check_targets_of(make_job(output=output), given)
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    with pytest.raises(ConfigError, match="'answer'"):
+        sink.publish(published_rows(table, "q" * 64), lambda step: None)
+    assert [row["reply"] for row in TARGETS[format][1](tmp_path)] == ["x"]
+
+
 def test_a_null_that_a_table_does_not_take_gives_up_the_whole_commit(tmp_path):
     schema = pa.schema([pa.field("_row", pa.int64(), False), pa.field("a", pa.string(), False)])
     put("delta", tmp_path, pa.table({"_row": [1], "a": ["x"]}, schema=schema))
     table = pa.table({"_row": [2, 3], "a": ["y", None]})
     sink = open_sink(PublishTarget.model_validate(TARGETS["delta"][0](tmp_path)), "key", {})
     with pytest.raises(ConfigError, match="column 'a' is never null in the target, and 1 rows"):
-        sink.publish(rows_of(table, "q" * 64), lambda step: None)
+        sink.publish(published_rows(table, "q" * 64), lambda step: None)
     assert [row["_row"] for row in TARGETS["delta"][1](tmp_path)] == [1]
     with pytest.raises(ConfigError, match="'a' that is never null, and the result has none"):
         quiet(pa.schema([("_row", pa.int64())]), TARGETS["delta"][0](tmp_path))
@@ -192,7 +224,7 @@ def test_a_catalog_that_is_not_there_is_one_line(tmp_path):
     assert "is made" in quiet(TABLE.schema.remove(2), target)[0]
     with pytest.raises(ConfigError, match=r"no namespace for 'nowhere.answers'"):
         sink = open_sink(PublishTarget.model_validate(target), "key", {})
-        sink.publish(rows_of(TABLE.drop_columns(["at"])), lambda step: None)
+        sink.publish(published_rows(TABLE.drop_columns(["at"])), lambda step: None)
     target["catalog"] = {"type": "rest", "uri": "http://127.0.0.1:1", "token": "hunter2"}
     with pytest.raises(PublishFailed) as caught:
         quiet(TABLE.schema.remove(2), target)

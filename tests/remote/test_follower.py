@@ -8,11 +8,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.fake_ray import FakeHead, Killed, Turns
+from helpers.nights import Killed as NightKilled
+from helpers.nights import Nights
 from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,13 +34,16 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import JOBS, heartbeat_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import __main__ as remote
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.remote import server as servers
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome, sendable
 from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import open_store
 
 URL, OTHER = "http://head:8265", "http://old-head:8265"
 
@@ -261,7 +267,7 @@ def test_a_job_that_succeeded_meanwhile_is_collected(world: World) -> None:
     id = world.submitted(status="SUCCEEDED")
     world.small.commit_all()
     follower = world.follower()
-    follower.watch.seen[:] = False  # as if the commits came after the first look
+    follower.watch.own.seen[:] = False  # as if the commits came after the first look
     record, server = follower.attach()
     assert record.id == id
     assert follower.follow(record, server).status == "SUCCEEDED"
@@ -512,6 +518,30 @@ def test_the_loser_of_the_race_for_a_number_follows_the_winner(world: World) -> 
     record, _ = follower.attach()
     assert record.number == 2 and record.flow_run == "earlier"
     assert world.head.started == [world.id(1), world.id(2)]
+
+
+def test_a_night_that_reuses_answers_is_followed_over_both_of_its_ledgers(tmp_path: Path) -> None:
+    nights = Nights(tmp_path)
+    nights.write("a", "b", "c", "d", "e", "a", "b", "f")
+    job = nights.job()
+    run = plan_run(nights.job(cluster={"job_server": URL}), "n1")
+    assert BatchJob.from_dict(sendable(nights.job(cluster={"job_server": URL}))).reuse == "latest"
+    ledger = Ledger(open_store(run.uri))
+    plan = ledger.load_plan()
+    assert plan is not None
+    seen: list[tuple[int, int]] = []
+    watch = jobs.Watch(ledger, plan, lambda p: seen.append((p.whole_done, p.whole)))
+    watch.begin()
+    nights.stop_after = 1
+    while not watch.look_now():
+        with suppress(NightKilled):
+            nights.infer(job, run)
+        nights.stop_after = 1  # a shard a try
+    done = [done for done, _ in seen]
+    assert {whole for _, whole in seen} == {6 + 8}
+    assert done == sorted(done) and (done[0], done[-1]) == (0, 14) and len(set(done)) >= 4
+    assert (watch.progress.rows, watch.progress.done) == (8, 8)
+    assert jobs.infer(job, job, run).done == 8
 
 
 # --- the job's own side -------------------------------------------------------------------------

@@ -46,6 +46,12 @@ def test_the_steady_rate_leaves_out_the_sleep_between_attempts():
     assert made.steady_rate == 1.0
 
 
+def test_a_clock_that_was_set_back_leaves_a_rate_unknown():
+    """The figures of a commit never change: a report that failed on them would fail for ever."""
+    made = tally(commit(100, 95), commit(101, 96), commit(102, 97))
+    assert made.steady_rate == 0
+
+
 def test_stages_have_time_rate_and_balance():
     made = tally(
         commit(0, 4, prepare_s=1.0, engine_s=2.0, finish_s=0.5),

@@ -294,10 +294,18 @@ def test_without_compaction_a_manifest_names_the_pieces_in_input_order(tmp_path)
     run.commit_all({(2, 0)})
     result = finish(run, compact=False)
     assert result.parts == [] and not (tmp_path / "data").exists()
-    pieces = read_json(tmp_path / "_raybatch/manifest.json")["pieces"]
+    pieces = pq.read_table(tmp_path / "_raybatch" / result.manifest).to_pylist()
     assert [(p["shard"], p["start"]) for p in pieces] == [(0, 0), (1, 5), (2, 10), (2, 10), (3, 15)]
     named = [pq.read_table(tmp_path / "_raybatch/pieces" / p["piece"]) for p in pieces]
     assert sum(table.num_rows for table in named) == 20
+
+
+def test_in_a_run_of_format_1_the_manifest_is_json(tmp_path):
+    run = small_run(tmp_path, format=1)
+    run.commit_all({(2, 0)})
+    assert finish(run, compact=False).manifest is None
+    pieces = read_json(tmp_path / "_raybatch/manifest.json")["pieces"]
+    assert [(p["shard"], p["start"]) for p in pieces] == [(0, 0), (1, 5), (2, 10), (2, 10), (3, 15)]
 
 
 def test_a_sample_is_the_first_rows(tmp_path):

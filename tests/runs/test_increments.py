@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 from helpers.nights import Killed, Nights, words
 from helpers.small import make_job
 
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Beat, Counts
 from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -105,6 +110,64 @@ def test_the_budget_counts_all_rows_that_wait_for_a_failed_ask(nights: Nights) -
         nights.night("n1", job)
     nights.night("n1", nights.job(limits={"max_failed_rows": 5}))
     assert len(nights.quarantined("n1")) == 5
+
+
+def test_progress_is_one_count_of_requests_and_rows(nights: Nights) -> None:
+    """It never goes back, and failed rows are those of the run from the first failed request on."""
+    nights.write("a", "b", *["bad"] * 3, "c", "d", "e", "a")
+    nights.refuses = lambda prompt: words(prompt) == "bad"
+    seen: list[Counts] = []
+    job = nights.job()
+    run = plan_run(job, "n1")
+
+    def observe(progress: Progress) -> None:
+        seen.append(Counts.whole(progress))
+        assert progress.unit == ("request or row", "requests and rows")
+
+    done = nights.infer(job, run, observe)
+    assert (done.rows, done.done, done.shards) == (9, 9, 3)  # of the run itself
+    assert {(c.rows, c.shards) for c in seen} == {(6 + 9, 2 + 3)}
+    counts = [(c.done, c.committed, c.failed) for c in seen]
+    assert counts == sorted(counts) and counts[0] == (0, 0, 0) and counts[-1] == (15, 5, 3)
+    assert (4, 1, 3) in counts  # the request that failed is in the first shard of the asks
+    left = [
+        Beat.of(replace(c, window_start=c.at - 1), c.at).seconds_left for c in seen if c.commits
+    ]
+    assert left[1] == 0.0 == left[-1]  # of the requests, while these are asked
+    again: list[int] = []
+    nights.infer(job, run, lambda progress: again.append(progress.whole_done))
+    assert again in ([], [15])
+
+
+def test_an_automatic_length_stays_while_prompts_fit(nights: Nights) -> None:
+    """Longer ones need another length, under which all is asked anew; then that one stays."""
+    job = nights.job(engine={"max_model_len": "auto"})
+
+    def length(key: str) -> int:
+        plan = Ledger(open_store(run_dir(nights, key))).load_plan()
+        assert plan is not None and plan.context is not None
+        return int(plan.context["max_model_len"])
+
+    long, longer = "word " * 60, "word " * 600
+    nights.write("a", "b", long)
+    nights.night("n1", job)
+    asked(nights)
+    nights.write("b", "c", "a")
+    told = dry_run(job, "n2")
+    assert told.tokens is not None and told.tokens.max_model_len == length("n1")
+    assert "answers are taken over" in told.tokens.why
+    assert told.reuse is not None and told.reuse.counts.reused == 2 and not told.reuse.differs
+    report = nights.night("n2", job)
+    assert asked(nights) == ["c"] and length("n2") == length("n1") and report.good == 3
+    nights.write("b", longer)
+    told = dry_run(job, "n3")
+    assert told.reuse is not None and told.reuse.counts.reused == 0
+    assert "engine.max_model_len" in told.reuse.differs[0]
+    nights.night("n3", job)
+    assert len(asked(nights)) == 2 and length("n3") > length("n2")
+    nights.write("b")
+    nights.night("n4", job)
+    assert asked(nights) == [] and length("n4") == length("n3")
 
 
 def test_another_postprocess_asks_nothing(nights: Nights) -> None:
@@ -274,8 +337,6 @@ def test_a_job_that_reuses_nothing_writes_what_it_always_wrote(nights: Nights) -
     [
         ({"engine": {"task": "embed"}}, "engine.task embed"),
         ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
-        ({"engine": {"max_model_len": "auto"}}, "max_model_len"),
-        ({"cluster": {"job_server": "http://h:8265"}}, "job_server"),
         ({"prompt": {"template": "x {a}", "images": {"columns": ["i"]}}}, "images"),
     ],
 )

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 from datetime import UTC, date, datetime
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,14 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from helpers.deletion_vectors import delete_by_vector
 from helpers.small import make_job
-from helpers.table_sources import companies, copied, refused
+from helpers.table_sources import (
+    KINDS_FITTING,
+    all_kinds,
+    companies,
+    copied,
+    refused,
+    without_keys,
+)
 from s3server import S3Server
 
 from prefect_raybatch.cli.show import show_plan
@@ -164,41 +170,12 @@ def test_columns_filter_and_limit_choose(tmp_path):
 
 
 def test_values_of_all_kinds_come_through_and_are_filtered_by_the_table_itself(tmp_path):
-    rows = pa.table(
-        {
-            "id": pa.array([0, 1, 2], pa.int32()),
-            "cost": pa.array([Decimal("1.10"), None, Decimal("-3.33")], pa.decimal128(20, 2)),
-            "at": pa.array(
-                [datetime(2026, 1, d, tzinfo=UTC) for d in (1, 2, 3)], pa.timestamp("us", "UTC")
-            ),
-            "seen": pa.array([datetime(2026, 1, d) for d in (1, 2, 3)], pa.timestamp("us")),
-            "day": [date(2026, 1, 1), None, date(2026, 1, 3)],
-            "price": [0.5, float("nan"), None],
-            "ok": [True, False, None],
-            "data": [b"\0", b"", None],
-            "tags": [["a", None], [], None],
-            "who": [{"name": "x", "years": [1]}, {"name": None, "years": None}, None],
-            "more": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
-            'odd "name"': ["it's", "", None],
-        }
-    )
+    rows = all_kinds()
     uri = table_of(tmp_path / "t", rows)
     found = copied(tmp_path, uri)[1]
     assert found.schema.types == [field.type for field in rows.schema]
     assert str(found.to_pylist()) == str(rows.to_pylist())  # NaN is not equal to itself
-    for text, fitting in (
-        ("at > '2026-01-01T12:00:00Z'", [1, 2]),
-        ("seen <= '2026-01-02'", [0, 1]),
-        ("day = '2026-01-03'", [2]),
-        ("cost > -3.33", [0]),
-        ("price <= 1 OR price IS NULL", [0, 2]),
-        ("NOT price > 1", [0]),
-        ("ok", [0]),
-        ("NOT ok", [1]),
-        ("id NOT IN (0, 7)", [1, 2]),
-        ('"odd ""name""" = \'it\'\'s\'', [0]),
-        ('"odd ""name""" LIKE \'it%\'', [0]),
-    ):
+    for text, fitting in KINDS_FITTING:
         assert ids(copied(tmp_path, uri, filter=text)[1]) == fitting, text
 
 
@@ -249,8 +226,7 @@ def test_a_missing_library_is_told_with_what_to_install(tmp_path, monkeypatch):
 
 
 def test_a_table_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    without_keys(monkeypatch)
     options = s3.options
     uri = "s3://delta/lake/sales"
     write_deltalake(

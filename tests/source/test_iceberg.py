@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from datetime import UTC, date, datetime
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ import pyarrow as pa
 import pytest
 from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
-from helpers.table_sources import companies, copied, refused
+from helpers.table_sources import (
+    KINDS_FITTING,
+    all_kinds,
+    companies,
+    copied,
+    refused,
+    without_keys,
+)
 from pyiceberg.catalog import Catalog, load_catalog
 from s3server import S3Server
 
@@ -117,45 +123,14 @@ def test_deletes_by_position_are_applied_and_by_equality_refused(tmp_path, catal
 
 
 def test_partitions_columns_filter_and_all_kinds_of_values_come_through(tmp_path, catalog):
-    rows = pa.table(
-        {
-            "id": pa.array([0, 1, 2], pa.int32()),
-            "cost": pa.array([Decimal("1.10"), None, Decimal("-3.33")], pa.decimal128(20, 2)),
-            "at": pa.array(
-                [datetime(2026, 1, d, tzinfo=UTC) for d in (1, 2, 3)], pa.timestamp("us", "UTC")
-            ),
-            "seen": pa.array([datetime(2026, 1, d) for d in (1, 2, 3)], pa.timestamp("us")),
-            "day": [date(2026, 1, 1), None, date(2026, 1, 3)],
-            "price": [0.5, float("nan"), None],
-            "ok": [True, False, None],
-            "data": [b"\0", b"", None],
-            "tags": [["a", None], [], None],
-            "who": [{"name": "x", "years": [1]}, {"name": None, "years": None}, None],
-            'odd "name"': ["it's", "", None],
-        }
-    )
+    rows = all_kinds()
     table = catalog.create_table("sales.kinds", schema=rows.schema)
     with table.update_spec() as change:
         change.add_identity("day")
     table.append(rows)
     found = copied(tmp_path, folder_of(table))[1].sort_by("id")
     assert str(found.to_pylist()) == str(rows.to_pylist())  # NaN is not equal to itself
-    for text, fitting in (
-        ("at > '2026-01-01T12:00:00Z'", [1, 2]),
-        ("seen <= '2026-01-02'", [0, 1]),
-        ("day = '2026-01-03'", [2]),
-        ("day != '2026-01-03'", [0]),
-        ("cost > -3.33", [0]),
-        ("price <= 1 OR price IS NULL", [0, 2]),
-        ("NOT price > 1", [0]),
-        ("ok", [0]),
-        ("NOT ok", [1]),
-        ("id NOT IN (0, 7)", [1, 2]),
-        ("id > 0.5 AND id < 2", [1]),
-        ('"odd ""name""" = \'it\'\'s\'', [0]),
-        ('"odd ""name""" LIKE \'it%\'', [0]),
-        ('"odd ""name""" NOT LIKE \'it%\'', [1]),
-    ):
+    for text, fitting in KINDS_FITTING:
         kept = copied(tmp_path, folder_of(table), filter=text, columns=["who", "id"])[1]
         assert ids(kept) == fitting and kept.column_names == ["who", "id"], text
 
@@ -226,8 +201,7 @@ def test_a_job_that_cannot_be_meant_is_refused_when_it_is_read(fields, words):
 
 
 def test_a_table_on_s3_is_read_with_the_keys_of_the_job_alone(tmp_path, s3: S3Server, monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    without_keys(monkeypatch)
     options = s3.options
     keys = {
         "s3.endpoint": options["endpoint_url"],

@@ -10,7 +10,7 @@ import lance
 import pyarrow as pa
 import pytest
 from helpers.small import make_job
-from helpers.table_sources import companies, copied, refused
+from helpers.table_sources import companies, copied, refused, without_keys
 from s3server import S3Server
 
 from prefect_raybatch.errors import ConfigError, SourceError
@@ -111,8 +111,7 @@ def test_what_is_no_data_set_is_told(tmp_path, monkeypatch):
 
 
 def test_a_data_set_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    without_keys(monkeypatch)
     options = s3.options
     uri = "s3://lance/sets/companies"
     keys = {

@@ -23,7 +23,6 @@ plan.json and the error for a missing extra.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError, StoreUnavailable
 from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.storage.library_errors import failure_in, text_of
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,6 @@ class TableSource(ABC):
         self.close()
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_GONE = re.compile(r"not found|no such file|NoSuchKey|does not exist|404", re.IGNORECASE)
-_DENIED = re.compile(
-    r"\b403\b|\b401\b|access[ _]?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
-    r"|permission denied|necessary privileges|expired ?token|no credentials|CredentialsNot",
-    re.IGNORECASE,
-)
-_AWAY = re.compile(
-    r"timed? ?out|connection|dns error|\b50[0234]\b|SlowDown|temporarily|error sending request",
-    re.IGNORECASE,
-)
-
-
 @contextmanager
 def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
     """Turns what a library raises while `what` is read into one line of ours. `scrub` takes keys
@@ -113,18 +100,22 @@ def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
     except (MemoryError, NotImplementedError):
         raise
     except Exception as error:  # each library has a tree of its own, some only Exception
-        whole = scrub(_COLOURS.sub("", " ".join(str(error).split())))
+        whole = scrub(text_of(error))
         text = whole[:300] or type(error).__name__
-        if _DENIED.search(whole):
+        failure = failure_in(error)
+        if failure == "denied":
             raise SourceError(
-                f"{what}: access is denied ({text}); check the keys in source.options, the "
-                "credentials_block or the environment, and that they may read it"
+                f"{what}: access is denied ({text}); check the keys in source.options, "
+                "source.catalog, the credentials_block or the environment, and that they may read "
+                "it"
             ) from None
-        if _GONE.search(whole) or isinstance(error, FileNotFoundError):
+        if failure == "no bucket":
+            raise SourceError(f"{what}: there is no such bucket ({text}); check its name") from None
+        if failure == "gone":
             raise SourceError(
                 f"{what}: a file of it is not there ({text}); was it removed by a cleanup "
                 "(vacuum, expired snapshots), or does the place not exist?"
             ) from None
-        if _AWAY.search(whole):
+        if failure == "away":
             raise StoreUnavailable(f"{what}: {text}") from None
         raise SourceError(f"{what}: cannot be read ({type(error).__name__}: {text})") from None

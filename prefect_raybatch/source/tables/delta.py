@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +14,7 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of
-from prefect_raybatch.storage import S3Settings, is_remote, join, s3_settings
+from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
 # One partition reads the files one after the other, so that the order is the same each time.
 HISTORY = 1000  # commits looked through for the time of a version
@@ -32,7 +32,7 @@ def open_delta(source: Source) -> TableSource:
     what = f"source.uri: the Delta table {uri}"
     with said_plainly(what, scrub):
         try:
-            newest = DeltaTable(uri, storage_options=delta_options(keys))
+            newest = DeltaTable(uri, storage_options=object_store_options(keys))
         except TableNotFoundError:
             raise SourceError(
                 f"source.uri: {uri} holds no Delta table (no _delta_log that can be read); name "
@@ -40,7 +40,7 @@ def open_delta(source: Source) -> TableSource:
             ) from None
         if source.version is None:
             return DeltaSource(newest, uri, _made(newest, newest.version()), scrub)
-        table = DeltaTable(uri, storage_options=delta_options(keys))
+        table = DeltaTable(uri, storage_options=object_store_options(keys))
     try:
         with said_plainly(what, scrub):
             _go_to(table, source.version)
@@ -71,22 +71,6 @@ def _go_to(table: Any, version: str) -> None:
             "timestamp such as 2026-07-01T00:00:00Z"
         )
     table.load_as_version(when)
-
-
-def delta_options(keys: S3Settings | None) -> dict[str, str] | None:
-    """`storage_options` of deltalake for a place on S3; None for a local one."""
-    if keys is None:
-        return None
-    given: Mapping[str, str | None] = {
-        "AWS_ENDPOINT_URL": keys.endpoint,
-        "AWS_REGION": keys.region,
-        "AWS_ACCESS_KEY_ID": keys.key,
-        "AWS_SECRET_ACCESS_KEY": keys.secret,
-        "AWS_SESSION_TOKEN": keys.token,
-        "AWS_SKIP_SIGNATURE": "true" if keys.anon else None,
-        "AWS_ALLOW_HTTP": "true" if (keys.endpoint or "").startswith("http://") else None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 class DeltaSource(TableSource):

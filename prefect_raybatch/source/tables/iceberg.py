@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,26 @@ from prefect_raybatch.job.filter_text import (
     Literal,
     OneOf,
 )
+from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of
-from prefect_raybatch.storage import S3Settings, is_remote, join, open_store, s3_settings
+from prefect_raybatch.storage import (
+    S3Settings,
+    iceberg_options,
+    is_remote,
+    join,
+    open_store,
+    s3_settings,
+)
 
 METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
 )
 SQLITE = "sqlite:///"
+SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
 
 def open_iceberg(source: Source) -> TableSource:
@@ -39,32 +49,28 @@ def open_iceberg(source: Source) -> TableSource:
     place = given if source.catalog else join(given)
     remote = bool(source.catalog) or is_remote(place)
     keys = s3_settings(source.options) if remote else None
-    scrub = keys.scrub if keys else str
+    properties = fill_variables(source.catalog, "source.catalog")
+    scrub = _scrub(keys, properties)
     name = f"source.uri: the Iceberg table {place}"
     with said_plainly(name, scrub):
         if source.catalog:
-            table = _from_catalog(place, {**iceberg_options(keys), **source.catalog})
+            table = _from_catalog(place, {**iceberg_options(keys), **properties})
         else:
             table = _from_folder(place, source.options, iceberg_options(keys))
         snapshot = _snapshot(table, source.version, place)
         return IcebergSource(table, snapshot, place, scrub)
 
 
-def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
-    """pyiceberg's properties for a place on S3; none for a local one."""
-    given: Mapping[str, str | None] = (
-        {}
-        if keys is None
-        else {
-            "s3.endpoint": keys.endpoint,
-            "s3.region": keys.region,
-            "s3.access-key-id": keys.key,
-            "s3.secret-access-key": keys.secret,
-            "s3.session-token": keys.token,
-            "s3.anonymous": "true" if keys.anon else None,
-        }
-    )
-    return {name: value for name, value in given.items() if value is not None}
+def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[str], str]:
+    """Takes the keys of store and catalog out of a text."""
+    secrets = sorted(catalog_secrets(properties), key=len, reverse=True)
+
+    def scrub(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***") if len(secret) > SHORTEST_KEY else text
+        return keys.scrub(text) if keys else text
+
+    return scrub
 
 
 def _from_catalog(name: str, properties: dict[str, Any]) -> Any:

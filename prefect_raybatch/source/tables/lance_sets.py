@@ -13,7 +13,7 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.versions import moment_of
-from prefect_raybatch.storage import S3Settings, is_remote, join, s3_settings
+from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
 ABSENT = "was not found"  # what the library says of a data set or version
 
@@ -28,7 +28,7 @@ def open_lance(source: Source) -> TableSource:
     what = f"source.uri: the Lance data set {uri}"
 
     def opened(version: int | str | None) -> Any:
-        return lance.dataset(uri, version=version, storage_options=lance_options(keys))
+        return lance.dataset(uri, version=version, storage_options=object_store_options(keys))
 
     with said_plainly(what, scrub):
         try:
@@ -68,22 +68,6 @@ def _pinned(
 def _utc(when: datetime) -> datetime:
     """The library tells local time without a zone."""
     return when.astimezone(UTC)
-
-
-def lance_options(keys: S3Settings | None) -> dict[str, str] | None:
-    """`storage_options` of lance for a place on S3; None for a local one."""
-    if keys is None:
-        return None
-    given: Mapping[str, str | None] = {
-        "endpoint": keys.endpoint,
-        "region": keys.region,
-        "access_key_id": keys.key,
-        "secret_access_key": keys.secret,
-        "session_token": keys.token,
-        "skip_signature": "true" if keys.anon else None,
-        "allow_http": "true" if (keys.endpoint or "").startswith("http://") else None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 class LanceSource(TableSource):

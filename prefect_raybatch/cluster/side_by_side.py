@@ -1,0 +1,93 @@
+"""Work on a Ray cluster item by item, where neither engines nor data sets are needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected
+from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.storage.ahead import Item, Value
+
+log = logging.getLogger(__name__)
+
+
+WORTH_A_START = 1 << 30  # bytes of work for which a cluster is joined, or one started here
+WORTH_A_TASK = 256 << 20  # ... for which one is used that the process is in already
+TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself raises is not retried
+
+
+@contextmanager
+def workers_for(job: BatchJob, size: int) -> Iterator[int]:
+    """How many CPUs there are to work on `size` bytes side by side; 0 where it is done here.
+
+    For the block the process is in the cluster. One that does not answer is no fault: then the work
+    is done here.
+    """
+    with SHARED.visited() as there:
+        if there:
+            yield int(capacity().cpus) if size >= WORTH_A_TASK else 0
+            return
+    with ExitStack() as stack:
+        workers = 0
+        # With a job server the cluster is elsewhere, and only its jobs work there.
+        if size >= WORTH_A_START and not job.cluster.job_server:
+            try:
+                found = stack.enter_context(connected(job, User(f"{job.name}: result")))
+                # A cluster of our own may count more CPUs than there are.
+                here = address_of(job.cluster) is None
+                workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
+            except ClusterUnavailable as error:
+                log.warning("the result is written by this process alone: %s", error)
+        yield workers
+
+
+def side_by_side(
+    work: Callable[[Item], Value], items: Iterator[Item], at_once: int
+) -> Iterator[Value]:
+    """`work(item)` for each item as it is done, in any order, by tasks of one CPU each.
+
+    At most `at_once` of them are under way, and items are taken as there is room. The first error
+    comes out here; then nothing new begins, and what is under way is given up. An item may be
+    worked on twice at the same time: Ray does it again when its worker or node is lost.
+    """
+    import ray
+
+    task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES, scheduling_strategy="SPREAD")(_done)
+    shared, under_way = ray.put(work), set[Any]()
+    try:
+        for item in items:
+            under_way.add(task.remote(shared, item))
+            if len(under_way) >= at_once:
+                yield _next(under_way)
+        while under_way:
+            yield _next(under_way)
+    finally:
+        for reference in under_way:
+            ray.cancel(reference, recursive=False)
+
+
+def _done(work: Callable[[Any], Any], item: Any) -> Any:
+    """What comes of an item; an error of ours as a value, by which Ray retries nothing and hides
+    no message."""
+    try:
+        return work(item)
+    except RayBatchError as error:
+        return error
+
+
+def _next(under_way: set[Any]) -> Any:
+    """Of the first that is done, which is taken out; raises its error."""
+    import ray
+
+    (first,), _ = ray.wait(list(under_way), num_returns=1)
+    under_way.remove(first)
+    found = ray.get(first)
+    if isinstance(found, RayBatchError):
+        raise found
+    return found

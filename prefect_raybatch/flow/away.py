@@ -1,0 +1,83 @@
+"""Prefect's API being away and back: a line each, whatever was asked of it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+from prefect.settings import get_current_settings
+
+from prefect_raybatch.report.report import duration
+
+log = logging.getLogger(__name__)
+
+AWAY_AFTER = 10.0  # seconds without an answer, which a busy server takes at times
+NO_ANSWER = (httpx.TransportError, OSError)  # what calls raise that were not answered
+
+
+class ApiWatch:
+    """Calls are made `within` it, from one thread; `look` is called from another one, since
+    Prefect's client asks on for a minute before a call raises."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock = clock
+        self._since: float | None = None  # when the first call began that was not answered
+        self._said = False
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        if self._since is None:
+            self._since = self.clock()
+        try:
+            yield
+        except NO_ANSWER:
+            self.look()
+            raise
+        except Exception:  # an answer, if none that helps
+            self._answered()
+            raise
+        self._answered()
+
+    def _answered(self) -> None:
+        since, self._since = self._since, None
+        if self._said and since is not None:
+            self._said = False
+            log.warning("Prefect's API answers again, after %s", duration(self.clock() - since))
+
+    def look(self) -> None:
+        """Says once that the API is away, when it is."""
+        since = self._since
+        if self._said or since is None or self.clock() - since < AWAY_AFTER:
+            return
+        self._said = True
+        log.warning(
+            "Prefect's API at %s has not answered for %.0f s; the run goes on, and its page is "
+            "brought up to date when it answers again",
+            get_current_settings().api.url or "its embedded server",
+            self.clock() - since,
+        )
+
+
+class _OneLine(logging.Filter):
+    """Prefect says of each event that could not be sent that it could not, with all of it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        return not (text.startswith("Unable to connect to") or "failed to process item" in text)
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Keeps Prefect's clients from saying at length, each for itself, that the API is away."""
+    added = _OneLine()
+    loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]
+    loggers.append(logging.getLogger("prefect._internal.concurrency"))
+    for logger in loggers:
+        logger.addFilter(added)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(added)

@@ -1,0 +1,231 @@
+"""Why a task failed, said where an operator looks first: the state's message, the first error among
+the logs, and the artifact `raybatch-JOB-failure`, each with the command that mends it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from textwrap import TextWrapper
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import MarkdownArtifact
+from prefect.client.orchestration import get_client
+from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run, task_run
+
+from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    InsufficientResources,
+    PlanMismatch,
+    PublishFailed,
+    RayBatchError,
+    StoreError,
+)
+from prefect_raybatch.flow.artifacts import artifact_key, put
+from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import MAX_FAILED
+from prefect_raybatch.report.report import table_lines
+
+log = logging.getLogger(__name__)
+
+ROWS_SHOWN = 20
+LONGEST_LINE = 300  # characters of an error's text from elsewhere
+JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
+# So wide that the page shows the whole of it; the indent of lists stays.
+WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
+TOLD = "plain"  # attribute of an error that was told: its message before that
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What failed, why, and what to do: `task` of the run `run_key`, at `run` where that is known;
+    `rows` are some of those that failed."""
+
+    task: str
+    job: str
+    run_key: str
+    error: str
+    message: str
+    remedy: str
+    command: str
+    run: str | None = None
+    rows: Sequence[Sample] = ()
+
+    @property
+    def text(self) -> str:
+        """Why and what to do, as it stands in the state and in the log."""
+        return f"{self.message}\nWhat to do: {self.remedy}\n  {self.command}"
+
+    def markdown(self) -> str:
+        lines = [
+            f"# {self.job}: {self.task} failed",
+            "",
+            f"Run `{self.run_key}`" + (f" in `{self.run}`" if self.run else ""),
+            "",
+            f"**{self.error}**",
+            "",
+            *_quoted(self.message),
+            "",
+            "## What to do",
+            "",
+            self.remedy,
+            "",
+            "```",
+            self.command,
+            "```",
+        ]
+        if self.rows:
+            lines += ["", "## Some of the rows that failed", "", *table_lines(_table(self.rows))]
+        return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def explained(
+    task: str,
+    job: BatchJob | str,
+    run_key: str,
+    retries: int = 0,
+    run: str | None = None,
+    sample: Callable[[], Sequence[Sample]] | None = None,
+) -> Iterator[None]:
+    """Tells of what the block raises, and raises it again. What Prefect will try again is told as
+    an event at most. `job` or its name; `run` is the run directory where there is one."""
+    name = job if isinstance(job, str) else job.name
+    try:
+        yield
+    except Exception as error:
+        if _was_told(error) or not (flow_run.get_id() or task_run.get_id()):
+            raise  # told within, or called as a plain function, of which no page knows
+        if not RunEvents(run_key, name).failed(error, retries):
+            raise
+        rows = sample() if sample and not isinstance(error, StoreError) else ()
+        kind, message = _of(error)
+        remedy = error.remedy if isinstance(error, RayBatchError) else RayBatchError.remedy
+        command = command_for(error, job, run_key, run)
+        cause = Cause(task, name, run_key, kind, message, remedy, command, run, rows)
+        _tell(cause)
+        setattr(error, TOLD, str(error))
+        if isinstance(error, RayBatchError):
+            error.args = (cause.text,)  # Prefect makes the state's message of it
+        raise
+
+
+def _was_told(error: object) -> bool:
+    return getattr(error, TOLD, None) is not None
+
+
+def _of(error: BaseException) -> tuple[str, str]:
+    """Class and text of an error. Ray's own hold the tracebacks of other processes: of these the
+    last line says what happened."""
+    if type(error).__module__.partition(".")[0] != "ray":
+        return type(error).__name__, str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return type(error).__name__, (lines[-1] if lines else "")[:LONGEST_LINE]
+
+
+def _tell(cause: Cause) -> None:
+    """The page being away must not hide the error itself."""
+    with suppress(MissingContextError):
+        get_run_logger().error("%s failed: %s: %s", cause.task, cause.error, cause.text)
+    try:
+        text = f"Why {cause.task} failed."
+        page = MarkdownArtifact(markdown=cause.markdown(), description=text)
+        put(page, f"{artifact_key(cause.job)}-failure", cause.run_key)
+    except Exception as error:
+        log.warning("the failure is not shown in the page: %s: %s", type(error).__name__, error)
+
+
+def command_for(error: Exception, job: BatchJob | str, run_key: str, run: str | None) -> str:
+    """What an operator types next."""
+    if isinstance(error, CorruptRun) and run:
+        return f"raybatch verify {shlex.quote(run)}"
+    if isinstance(error, PublishFailed) and run:
+        return f"raybatch publish {shlex.quote(run)}"
+    change: dict[str, Any] = {}
+    if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
+        change = _raised(job)
+    key = f"{run_key}-2" if isinstance(error, PlanMismatch) else run_key
+    root = root_run()
+    name = deployment_of(root)
+    if name and (change or isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))):
+        more = f" -p {shlex.quote('overrides=' + json.dumps(change))}" if change else ""
+        return f"prefect deployment run {shlex.quote(name)} -p run_key={key}{more}"
+    if name and root:
+        return f"prefect flow-run retry {root}"
+    more = "".join(f" --set {field}={value}" for field, value in change.items())
+    return f"raybatch run JOB.yaml --run-key {key}{more}"
+
+
+def _raised(job: BatchJob) -> dict[str, float]:
+    """The limit of failed rows that the job has, twice as high: for a person to correct."""
+    limits = job.limits
+    for name in ("max_failed", "max_failed_rows", "max_failed_fraction"):
+        value = getattr(limits, name)
+        if value:
+            most = value < 1 or name == "max_failed_fraction"
+            return {f"limits.{name}": min(1.0, 2 * value) if most else 2 * value}
+    return {"limits.max_failed_fraction": 2 * MAX_FAILED}
+
+
+def root_run() -> UUID | None:
+    """The outermost flow run: to try it again keeps the run key."""
+    with suppress(Exception):
+        return UUID(str(flow_run.get_root_flow_run_id()))
+    return None
+
+
+def deployment_of(root: UUID | None) -> str | None:
+    """FLOW/DEPLOYMENT of the outermost flow run; None where it has none, or nobody tells."""
+    if root is None:
+        return None
+    with suppress(Exception), get_client(sync_client=True) as client:
+        known = client.read_flow_run(root).deployment_id
+        if known is not None:
+            found = client.read_deployment(known)
+            flow = client.read_flow(found.flow_id)
+            return f"{flow.name}/{found.name}"
+    return None
+
+
+def _quoted(text: str) -> list[str]:
+    """As it stands, whatever characters it holds; the page does not break such lines."""
+    lines = [part for line in text.splitlines() for part in (WRAPPED.wrap(line) or [""])]
+    return [f"    {line}" for line in lines]
+
+
+def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
+    return [
+        {"row": f"{one.row:,}", "stage": one.stage, "error": one.error, "message": one.message}
+        for one in rows
+    ]
+
+
+class _Short(logging.Filter):
+    """Prefect logs an error with its traceback, once for the task and once for the flow. One that
+    was told has said all that a person can use; its traceback is of no use to them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if _was_told(error) and (
+            isinstance(error, RayBatchError) or type(error).__module__.startswith("ray.")
+        ):
+            said = str(record.msg).partition(": ")[0]
+            record.msg, record.args = f"{said}: {type(error).__name__}, as said above", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
+for _name in ("prefect.task_runs", "prefect.flow_runs"):
+    logging.getLogger(_name).addFilter(_Short())

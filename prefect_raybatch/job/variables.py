@@ -1,0 +1,31 @@
+"""Environment variables in a job's texts, written ${NAME} and filled in where the flow runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def fill_variables(value: Any, where: str) -> Any:
+    """`value` with the variables in its texts, at any depth. `ConfigError` for one that is not
+    set."""
+    if isinstance(value, Mapping):
+        return {name: fill_variables(inner, f"{where}.{name}") for name, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        try:
+            return os.environ[match[1]]
+        except KeyError:
+            raise ConfigError(
+                f"{where}: the environment variable {match[1]} is not set where this runs; set it"
+            ) from None
+
+    return VARIABLE.sub(variable, value)

@@ -1,0 +1,50 @@
+"""Inputs that a job names one by one, very many of them: in a table beside the plan.
+
+The fingerprint is over all of them. What stands in the plan is bounded: the first few in its job,
+and number and hash among what went into the fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
+from prefect_raybatch.ledger.records import digest, dump
+
+MOST_URIS = 1_000  # that a plan holds itself
+FIRST_URIS = 10  # of more than that
+URI_PART = "source.uri"  # of what goes into a fingerprint
+
+
+def too_many(uris: Any) -> bool:
+    """Whether these URIs go to a table of their own."""
+    return isinstance(uris, list) and len(uris) > MOST_URIS
+
+
+def uris_table(uris: Sequence[str]) -> bytes:
+    """Parquet bytes of the table (column uri)."""
+    import pyarrow as pa
+
+    return to_parquet(pa.table({"uri": pa.array(uris, pa.string())}))
+
+
+def read_uris(data: bytes) -> list[str]:
+    found: list[str] = from_parquet(data, "table of URIs", ["uri"])["uri"].to_pylist()
+    return found
+
+
+def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What went into a fingerprint as a plan holds it."""
+    uris = parts.get(URI_PART, ())
+    if not too_many(uris):
+        return dict(parts)
+    return {**parts, URI_PART: {"count": len(uris), "sha256": digest(dump(uris))}}
+
+
+def bounded_job(job: dict[str, Any]) -> dict[str, Any]:
+    """A job as a plan holds it."""
+    source = job.get("source", {})
+    if not too_many(source.get("uri")):
+        return job
+    return {**job, "source": {**source, "uri": source["uri"][:FIRST_URIS]}}

@@ -1,0 +1,142 @@
+"""Which shards' rows are in which file of the result: decided once, by whoever comes first.
+
+The choice follows from plan and commits, and a later version may choose in another way. So it is a
+record, put before the first file is, and every finalizer goes by what stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.layout import KINDS, LAYOUT, table_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
+from prefect_raybatch.ledger.record_files import (
+    put_record_if_absent,
+    put_record_proved,
+    read_record,
+    read_table,
+)
+from prefect_raybatch.ledger.records import Plan, TableName, digest, dump
+from prefect_raybatch.ledger.strict import STRICT, Count, read_json
+
+WHOLE_SHARDS = "whole shards in input order, a new file before file_bytes of pieces are passed"
+_COLUMNS = ("kind", "index", "start", "stop", "rows")
+
+
+@dataclass(frozen=True)
+class PartSpan:
+    """A file of the result, number `index` of its kind: `rows` rows, those of its kind in shards
+    [start, stop)."""
+
+    kind: str
+    index: int
+    start: int
+    stop: int
+    rows: int
+
+    def path(self, plan: Plan) -> str:
+        return f"{plan.folders[self.kind]}/part-{self.index:05d}.parquet"
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """`_raybatch/layout.json`. `schemas` are the columns of a kind without the row number's, as
+    Arrow IPC in base64; `table` names the table of the spans, and so stands for all of it."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    plan: str
+    rule: str
+    file_bytes: Count
+    row_number: str
+    schemas: Mapping[str, str]
+    table: TableName
+
+
+@dataclass(frozen=True)
+class ShardSums:
+    """Of each shard, by kind: the rows and the bytes of its pieces (int64)."""
+
+    rows: Mapping[str, np.ndarray]
+    bytes: Mapping[str, np.ndarray]
+
+    @classmethod
+    def empty(cls, shards: int) -> ShardSums:
+        rows, sizes = ({kind: np.zeros(shards, np.int64) for kind in KINDS} for _ in range(2))
+        return cls(rows, sizes)
+
+
+def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
+    """The files that these shards make, by the rule WHOLE_SHARDS."""
+    spans: list[PartSpan] = []
+    for kind in KINDS:
+        index = start = stop = rows = held = 0
+        for shard in np.flatnonzero(sums.rows[kind]).tolist():
+            size = int(sums.bytes[kind][shard])
+            if held and held + size > file_bytes:
+                spans.append(PartSpan(kind, index, start, stop, rows))
+                index, rows, held = index + 1, 0, 0
+            if not held:
+                start = shard
+            stop, held = shard + 1, held + size
+            rows += int(sums.rows[kind][shard])
+        if rows:
+            spans.append(PartSpan(kind, index, start, stop, rows))
+    return tuple(spans)
+
+
+def spans_table(spans: Sequence[PartSpan]) -> bytes:
+    """Parquet bytes of the files, one row each."""
+    import pyarrow as pa
+
+    types = [pa.string(), pa.int32(), pa.int32(), pa.int32(), pa.int64()]
+    schema = pa.schema(list(zip(_COLUMNS, types, strict=True)))
+    return to_parquet(pa.Table.from_pylist([asdict(span) for span in spans], schema))
+
+
+def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> None:
+    """Writes a layout unless there is one; whose it is that holds, `read_layout` tells."""
+    put_record_proved(ledger.store, table_path(made.table), spans_table(spans))
+    put_record_if_absent(ledger.store, LAYOUT, dump(asdict(made)))
+
+
+def layout_table(spans: Sequence[PartSpan]) -> str:
+    """The name of their table, which carries its hash."""
+    return f"layout-{digest(spans_table(spans))[:16]}.parquet"
+
+
+def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan, ...]] | None:
+    """The run's layout, None while there is none. `CorruptRun` for one that is none, or of another
+    plan."""
+    try:
+        found = read_json(_LAYOUT, read_record(ledger.store, LAYOUT), LAYOUT)
+    except FileNotFoundError:
+        return None
+    if found.plan != plan.hash:
+        raise CorruptRun(f"{LAYOUT} was written for another plan ({found.plan[:12]})")
+    table = from_parquet(read_table(ledger.store, found.table, LAYOUT), found.table, _COLUMNS)
+    return found, tuple(PartSpan(**row) for row in table.to_pylist())
+
+
+def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:
+    """Whether the files hold each row once, in order; `CorruptRun` names one that does not fit."""
+    for kind in KINDS:
+        reached = total = 0
+        of_kind = [span for span in spans if span.kind == kind]
+        for index, span in enumerate(of_kind):
+            held = int(sums.rows[kind][max(0, span.start) : span.stop].sum())
+            if span.index != index or not reached <= span.start < span.stop or held != span.rows:
+                raise CorruptRun(f"{LAYOUT}: file {span.index} of {kind} does not fit the commits")
+            reached, total = span.stop, total + held
+        if total != int(sums.rows[kind].sum()):
+            raise CorruptRun(f"{LAYOUT} leaves rows of {kind} out that are committed")
+
+
+_LAYOUT = TypeAdapter(PartLayout)

@@ -1,0 +1,108 @@
+"""Notes of files that are written: a finalizer that goes on after a crash does not write them anew.
+
+Only a cache. A note counts where the store lists the file as it was when it was proved, and where
+it is of the same layout; any loss costs time alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.ledger.layout import (
+    PART_NOTE_NAME,
+    PART_NOTES,
+    ROW_SUMS,
+    row_sums_path,
+)
+from prefect_raybatch.ledger.part_layout import PartSpan
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import Part, Plan, dump
+from prefect_raybatch.ledger.strict import STRICT, Count, read_json
+from prefect_raybatch.storage import FileInfo, Store, read_ahead
+
+log = logging.getLogger(__name__)
+
+READ_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class FileSeen:
+    """What a listing tells a file by: S3's ETag, or on a disk its time and inode."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    size: Count
+    etag: str | None
+    mtime_ns: int | None
+    inode: int | None
+
+    @classmethod
+    def of(cls, info: FileInfo) -> FileSeen:
+        return cls(info.size, info.etag, info.mtime_ns, info.inode)
+
+
+@dataclass(frozen=True)
+class PartNote:
+    """That `part` was written and proved; `layout` is the table of the layout it is of, and `file`
+    and `sums` are it and its row sums as they were then."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    layout: str
+    kind: str
+    index: Count
+    part: Part
+    file: FileSeen
+    sums: FileSeen
+
+    def put(self, store: Store) -> None:
+        """Writes the note, or not: nothing hangs on it."""
+        try:
+            put_record(store, _path(self.kind, self.index), dump(asdict(self)))
+        except RayBatchError as error:
+            log.info("%s is not noted: %s", self.part.path, error)
+
+
+def noted(store: Store, plan: Plan, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
+    """The files of this layout that are there as they were noted, by path."""
+    names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
+    if not names:
+        return {}
+    folders = [*plan.folders.values(), ROW_SUMS]
+    there = {info.path: FileSeen.of(info) for folder in folders for info in store.list(folder)}
+    wanted = {(span.kind, span.index): span for span in spans}
+    found = {}
+    for note in _read(store, names):
+        span = wanted.get((note.kind, note.index))
+        if span is None or note.layout != layout:
+            continue
+        part = note.part
+        fits = (part.path, part.rows, part.bytes) == (span.path(plan), span.rows, note.file.size)
+        seen = there.get(part.path), there.get(row_sums_path(part.path))
+        if fits and seen == (note.file, note.sums):
+            found[part.path] = part
+    return found
+
+
+def _read(store: Store, names: list[str]) -> Iterator[PartNote]:
+    def one(name: str) -> PartNote | None:
+        try:
+            return read_json(_NOTE, read_record(store, name), name)
+        except (CorruptRun, FileNotFoundError) as error:
+            log.info("a note is left out: %s", error)
+            return None
+
+    yield from filter(None, read_ahead(one, names, READ_AT_ONCE, READ_AT_ONCE))
+
+
+def _path(kind: str, index: int) -> str:
+    return f"{PART_NOTES}/{kind}-{index:05d}.json"
+
+
+_NOTE = TypeAdapter(PartNote)

@@ -1,0 +1,122 @@
+"""The first pass of finalize, over the commits alone: they hold each planned row once, and from
+what they hold follows which rows are in which file of the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.errors import CorruptRun, IncompleteRun
+from prefect_raybatch.ledger.checkpoints import Listing
+from prefect_raybatch.ledger.layout import LAYOUT, POSITION
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.manifest import PieceRow
+from prefect_raybatch.ledger.part_layout import (
+    WHOLE_SHARDS,
+    PartLayout,
+    PartSpan,
+    ShardSums,
+    check_spans,
+    choose_spans,
+    layout_table,
+    put_layout,
+    read_layout,
+)
+from prefect_raybatch.ledger.plan_tables import Shards, encode_schema
+from prefect_raybatch.ledger.records import Commit, Plan
+from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.result.parts import check_unfinished
+from prefect_raybatch.result.pieces import check_commit, read_pieces
+from prefect_raybatch.words import are, counted
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What all commits of a run say together. `pieces` in input order, only where asked for."""
+
+    listing: Listing
+    tally: Tally
+    sums: ShardSums
+    pieces: list[PieceRow]
+
+
+def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
+    """Reads and checks the commits of all shards. Raises `IncompleteRun` when some are missing,
+    and `CorruptRun` when they do not hold each planned row once.
+
+    Memory: four numbers a shard, and with `pieces` a row for each.
+    """
+    listing = ledger.listing(plan)
+    if not listing.done.all():
+        missing = np.flatnonzero(~listing.done)
+        raise IncompleteRun(
+            f"{len(missing)} of {counted(plan.shards, 'shard')} {are(len(missing))} not "
+            f"committed (first: {missing[0]}); run the same command again"
+        )
+    found = Survey(listing, Tally(), ShardSums.empty(plan.shards), [])
+    for commit in ledger.commits(plan, listing):
+        shard = shards[commit.shard]
+        check_commit(commit, shard.rows)
+        found.tally.add(commit)
+        for piece in commit.pieces:
+            found.sums.rows[piece.kind][shard.id] += piece.rows
+            found.sums.bytes[piece.kind][shard.id] += piece.bytes
+            if pieces:
+                found.pieces.append(PieceRow(shard.id, shard.start, piece))
+    if found.tally.rows != plan.rows:
+        raise CorruptRun(f"commits hold {found.tally.rows} rows, the plan {plan.rows}")
+    return found
+
+
+def layout_of(
+    ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
+) -> tuple[PartLayout, tuple[PartSpan, ...]]:
+    """The layout of the result: the one that is recorded, or else this one, recorded.
+
+    In a run of format 1, which has no such record, each finalizer goes by its own: there the rule
+    is part of the format.
+    """
+    if plan.format > 1 and (there := read_layout(ledger, plan)) is not None:
+        return _checked(there, found, row_number)
+    spans = choose_spans(found.sums, file_bytes)
+    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in _kinds(spans)}
+    name = layout_table(spans)
+    made = PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name)
+    if plan.format == 1:
+        return made, spans
+    check_unfinished(ledger.store)
+    put_layout(ledger, made, spans)
+    if (there := read_layout(ledger, plan)) is None:
+        raise CorruptRun(f"{LAYOUT} was there and is gone; run the same command again")
+    return _checked(there, found, row_number)
+
+
+def _checked(
+    there: tuple[PartLayout, tuple[PartSpan, ...]], found: Survey, row_number: str
+) -> tuple[PartLayout, tuple[PartSpan, ...]]:
+    layout, spans = there
+    check_spans(spans, found.sums)
+    if layout.row_number != row_number or layout.schemas.keys() != _kinds(spans):
+        raise CorruptRun(f"{LAYOUT} names other columns than the plan and the commits")
+    return there
+
+
+def _kinds(spans: tuple[PartSpan, ...]) -> set[str]:
+    return {span.kind for span in spans}
+
+
+def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
+    """The columns of the first piece of the kind, without that of positions."""
+    first = int(np.flatnonzero(found.sums.rows[kind])[0])
+    commit = bare(ledger.read_commit(plan, first), kind)
+    ((_, table, _),) = read_pieces(ledger.store, commit)
+    return table.drop_columns([POSITION]).schema
+
+
+def bare(commit: Commit, kind: str) -> Commit:
+    """The commit with what is needed to read its pieces of one kind."""
+    pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
+    return replace(commit, pieces=pieces, stats=ShardStats(), failures={}, where={})

@@ -1,0 +1,200 @@
+"""What an operator is told of a failed task: state, logs and artifact, on a real Prefect server."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.prefect_server import artifacts_of
+from helpers.retries import first_run
+from helpers.small import make_job
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+
+from prefect_raybatch import BatchJob, batch_inference, plan_shards, retry_failed
+from prefect_raybatch.driver.stops import Sample, Stop
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    ErrorBudgetExceeded,
+    RayBatchError,
+)
+from prefect_raybatch.flow import failure
+from prefect_raybatch.flow.away import ApiWatch, said_once
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import open_store
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None:
+    """Makes the run's inference fail so."""
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+
+
+def logs_of(run: Any, text: str) -> list[str]:
+    """The lines of a flow run from the first error on, once one of them holds `text`."""
+    lines: list[Any] = []
+    deadline = time.time() + 30
+    with get_client(sync_client=True) as client:
+        while not any(text in line.message for line in lines) and time.time() < deadline:
+            time.sleep(0.3)
+            lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])))
+    lines.sort(key=lambda line: line.timestamp)
+    levels = [line.level for line in lines]
+    return [line.message for line in lines[levels.index(logging.ERROR) :]]
+
+
+def page_of(job: str) -> str:
+    return str(artifacts_of(f"raybatch-{job}-failure")[0].data)
+
+
+def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = first_run(tmp_path, failed={4: "ValueError", 11: "TypeError"}, finish=False)
+    stop = Stop(9, 7, 2, 20, 3, (Sample(17, "prepare", "KeyError", "no | such name"),))
+    ledger = Ledger(open_store(made.store.uri))
+    note = {"started": "2026-03-01T02:00:00+00:00", "stopped": stop.to_dict()}
+    ledger.note_attempt("a" * 32, note)
+    plan = made.plan
+    run = Run(made.store.uri, plan.run_key, plan.hash, plan.rows, plan.shards, False)
+    error = ErrorBudgetExceeded("9 of 20 rows failed, more than 2. Commonest:\n  7 rows: prepare")
+    failing(monkeypatch, run, error)
+    job = make_job(name="over-budget", output={"uri": str(tmp_path)})
+    state = batch_inference(job, run.run_key, return_state=True)
+    text = str(state.message)
+    assert state.is_failed()
+    assert "9 of 20 rows failed" in text and "What to do: Mend the cause, or raise" in text
+    command = "raybatch run JOB.yaml --run-key key --set limits.max_failed_fraction=0.02"
+    assert command in text
+
+    page = page_of("over-budget")
+    assert page.startswith("# over-budget: infer_shards failed\n") and command in page
+    assert "    9 of 20 rows failed, more than 2. Commonest:\n" in page
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "| 4 | engine | ValueError | refused |",
+        "| 11 | engine | TypeError | refused |",
+        "| 17 | prepare | KeyError | no \\| such name |",
+    ]
+    lines = logs_of(state.state_details.flow_run_id, "Finished in state")
+    assert lines[0].startswith("infer_shards failed: ErrorBudgetExceeded: 9 of 20 rows failed")
+    assert not [line for line in lines if "Traceback" in line]
+    assert any("ErrorBudgetExceeded, as said above" in line for line in lines)
+    with pytest.raises(ErrorBudgetExceeded) as told:
+        state.result()
+    assert pickle.loads(pickle.dumps(told.value)).plain == str(error.plain)
+    assert told.value.plain and "What to do" not in told.value.plain
+
+
+class RayTaskError(Exception):
+    """As Ray raises them: the text is the traceback of another process."""
+
+
+RayTaskError.__module__ = "ray.exceptions"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (EngineFailure("engines kept dying"), "prefect flow-run retry"),
+        (RayTaskError("Traceback (most recent call last):\n  File x\nKeyError: 'a'"), "KeyError"),
+        (ZeroDivisionError("division by zero"), "division by zero"),
+    ],
+)
+def test_any_error_of_any_task_is_explained(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_run(*_: Any) -> Run:
+        raise error
+
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
+    monkeypatch.setattr(failure, "deployment_of", lambda root: "batch_inference/nightly")
+    name = f"fails-{type(error).__name__.lower()}"
+
+    @flow
+    def night() -> None:
+        plan_shards.with_options(retry_delay_seconds=0)(make_job(name=name), "k")
+
+    state = night(return_state=True)
+    assert state.is_failed()
+    page = page_of(name)
+    assert said in page and "prefect flow-run retry" in page and "File x" not in page
+    lines = logs_of(state.state_details.flow_run_id, "plan_shards failed")
+    assert lines[0].startswith(f"plan_shards failed: {type(error).__name__}: ")
+
+
+def test_an_error_before_any_task_and_one_of_a_retry_are_explained(tmp_path: Path) -> None:
+    job = make_job(name="no-key", source={"uri": "in/{run_key}"})
+    state = batch_inference(job, "mon/day", return_state=True)
+    assert state.is_failed() and "batch_inference failed" in page_of("no-key")
+    state = batch_inference(job, overrides={"sampling.max_tokns": 9}, return_state=True)
+    assert state.is_failed() and "unknown field 'max_tokns'" in str(state.message)
+    retried = retry_failed(str(tmp_path / "nobody"), return_state=True)
+    assert retried.is_failed() and "What to do" in str(retried.message)
+    assert "plan_retry failed" in page_of("nobody")
+
+
+@pytest.mark.parametrize(
+    ("error", "limits", "command"),
+    [
+        (CorruptRun("x"), {}, "raybatch verify /o/k"),
+        (ConfigError("x"), {}, "prefect deployment run f/d -p run_key=k"),
+        (
+            ErrorBudgetExceeded("x"),
+            {"max_failed_rows": 3},
+            "prefect deployment run f/d -p run_key=k "
+            "-p 'overrides={\"limits.max_failed_rows\": 6}'",
+        ),
+        (EngineFailure("x"), {}, "prefect flow-run retry 00000000-0000-0000-0000-000000000007"),
+    ],
+)
+def test_the_command_fits_the_error(
+    error: RayBatchError, limits: Any, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "root_run", lambda: "00000000-0000-0000-0000-000000000007")
+    monkeypatch.setattr(failure, "deployment_of", lambda root: "f/d")
+    assert failure.command_for(error, make_job(limits=limits), "k", "/o/k") == command
+
+
+def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    watch = ApiWatch(lambda: now[0])
+
+    def ask(error: Exception | None, seconds: float) -> None:
+        with suppress(ConnectionError, ValueError), watch.within():
+            for _ in range(10):  # Prefect's client asks again and again
+                now[0] += seconds / 10
+                watch.look()
+            if error is not None:
+                raise error
+
+    ask(None, 9.0)
+    ask(ValueError("an answer"), 2.0)
+    assert not caplog.messages
+    for _ in range(3):
+        ask(ConnectionError("refused"), 40.0)
+    ask(None, 5.0)
+    ask(None, 5.0)
+    away, back = caplog.messages
+    assert re.match(r"Prefect's API at http://127\.0\.0\.1:\d+/api has not answered for 12 s", away)
+    assert back == "Prefect's API answers again, after 2 min 05 s"
+    with said_once():
+        logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
+        logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
+    assert len(caplog.messages) == 2

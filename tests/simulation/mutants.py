@@ -1,0 +1,360 @@
+"""Bugs planted in the protocol, each of which the schedules must find.
+
+A bug is a change of the source of some functions. The changed text must stand in the function
+exactly once: a mutant that no longer fits the code says so.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import CodeType, FunctionType
+from typing import Any
+
+PACKAGE = "prefect_raybatch"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`old` becomes `new` in the source of `function`, MODULE:NAME within the package."""
+
+    function: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug: `within` schedules of any seed are to find it."""
+
+    name: str
+    title: str
+    edits: tuple[Edit, ...]
+    within: int = 100
+    quick: bool = False  # found so early that each `make test` looks for it
+
+
+MUTANTS = (
+    Mutant(
+        "piece_late",
+        "a receipt exists before its piece is durable",
+        (
+            Edit(
+                "stages.finish:Finish.write_piece",
+                "put_proved(self.store, piece_path(name), data)",
+                "__import__('simulation.scheduler', fromlist=['Pool']).Pool(1).submit("
+                "put_proved, self.store, piece_path(name), data)",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "piece_unproved",
+        "a piece is believed to be kept as it was sent",
+        (
+            Edit(
+                "stages.finish:Finish.write_piece",
+                "put_proved(self.store, piece_path(name), data)",
+                "self.store.put(piece_path(name), data)",
+            ),
+        ),
+        within=200,
+        quick=True,
+    ),
+    Mutant(
+        "piece_name",
+        "two attempts write a piece under the same name",
+        (
+            Edit(
+                "stages.finish:Finish.write_piece",
+                "{uuid.uuid4().hex}",
+                "{len(kind):032x}",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "commit_put",
+        "a commit is written without if-absent",
+        (
+            Edit(
+                "ledger.ledger:Ledger.commit",
+                "won = put_record_if_absent(",
+                "won = True or put_record_if_absent(",
+            ),
+            Edit(
+                "ledger.ledger:Ledger.commit",
+                "return commit if won else None",
+                "put_record(self.store, path, commit.body)\n    return commit",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "s3_if_absent",
+        "S3 is not told If-None-Match",
+        (Edit("storage.s3:S3Store.put_if_absent", 'IfNoneMatch="*", ', ""),),
+        quick=True,
+    ),
+    Mutant(
+        "disk_if_absent",
+        "on a disk a rename takes the place of the link",
+        (
+            Edit(
+                "storage.local:LocalStore.put_if_absent",
+                "self._land(path, data, len(data), _link)",
+                "self._land(path, data, len(data), os.replace)",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "plan_loser",
+        "who loses the race for plan.json goes on with his own plan",
+        (
+            Edit(
+                "ledger.ledger:Ledger.create_plan",
+                "winner = self.load_plan()",
+                "return plan",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "plan_put",
+        "plan.json is written without if-absent",
+        (
+            Edit(
+                "ledger.ledger:Ledger.create_plan",
+                "if put_record_if_absent(self.store, PLAN, plan.to_bytes()):",
+                "put_record(self.store, PLAN, plan.to_bytes())\n    if True:",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "overlap",
+        "receipts that overlap count as two",
+        (
+            Edit(
+                "ledger.ledger:Coverage.add",
+                "union = disjoint((self._held.get(shard.id, NO_POSITIONS), held))\n"
+                "    if union is None:\n"
+                "        return None",
+                "union = disjoint((self._held.get(shard.id, NO_POSITIONS), held)) or (\n"
+                "        Positions.spans((0, shard.rows)))",
+            ),
+            Edit(
+                "ledger.ledger:Ledger.commit",
+                "if not all(parts) or held != Positions.spans((0, rows)):",
+                "if False:",
+            ),
+        ),
+        within=200,
+    ),
+    Mutant(
+        "coverage",
+        "a shard is committed before its receipts cover it",
+        (
+            Edit("ledger.ledger:Coverage.add", "if len(union) < shard.rows:", "if False:"),
+            Edit(
+                "ledger.ledger:Ledger.commit",
+                "if not all(parts) or held != Positions.spans((0, rows)):",
+                "if False:",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "finalize_early",
+        "finalize does not wait for all shards",
+        (
+            Edit("result.finalize:finalize", "if not listing.done.all():", "if False:"),
+            Edit("result.finalize:finalize", "if tally.rows != plan.rows:", "if False:"),
+        ),
+        within=200,
+    ),
+    Mutant(
+        "reap_by_age",
+        "reap asks no commit whether a piece may still count",
+        (
+            Edit(
+                "result.reap:orphans",
+                "if success is not None or (shard < plan.shards and done[shard]):",
+                "if True:",
+            ),
+        ),
+    ),
+    Mutant(
+        "reap_named",
+        "reap takes the pieces that a commit names",
+        (
+            Edit(
+                "result.reap:orphans",
+                'if match is None or info.path.rpartition("/")[2] in named:',
+                "if match is None:",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "stale_list",
+        "a listing of commits is believed where pieces are deleted",
+        (
+            Edit(
+                "result.reap:orphans",
+                "commits = ledger.every_commit(plan)",
+                "commits = ledger.commits(plan, ledger.listing(plan))",
+            ),
+        ),
+        within=300,
+    ),
+    Mutant(
+        "pieces_first",
+        "pieces are deleted before _SUCCESS is there",
+        (
+            Edit(
+                "runs.finalize_run:finalize_run",
+                "ledger.succeed(_success(plan, output, result))",
+                "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
+                "    ledger.succeed(_success(plan, output, result))",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "success_put",
+        "_SUCCESS is written without if-absent",
+        (
+            Edit(
+                "ledger.ledger:Ledger.succeed",
+                "put_record_if_absent(",
+                "put_record(",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "part_put",
+        "a part that is not there is written by a plain PUT",
+        (
+            Edit(
+                "result.parts:_Fenced._look",
+                "self._store.put_file_if_absent(path, local_path)",
+                "__import__('shutil').copy(local_path, local_path + '.put')\n"
+                "        self._store.put_file(path, local_path + '.put')",
+            ),
+        ),
+        within=200,
+    ),
+    Mutant(
+        "part_unread",
+        "a part that is there is taken without a look at its rows",
+        (
+            Edit(
+                "result.parts:_Fenced._look",
+                "adopted = self._same(path, local_path)",
+                "adopted = __import__('hashlib').sha256(self._store.read(path)).hexdigest()",
+            ),
+        ),
+        within=400,
+    ),
+    Mutant(
+        "part_replaced",
+        "a part with the same rows as other bytes is replaced, without a fence",
+        (
+            Edit(
+                "result.parts:_Fenced._look",
+                "adopted = self._same(path, local_path)",
+                "adopted = None",
+            ),
+            Edit("result.parts:_Fenced._look", "self._guard()\n    log.warning", "log.warning"),
+        ),
+    ),
+    Mutant(
+        "retry_taken",
+        "a retry takes rows that another one has taken",
+        (
+            Edit(
+                "runs.retry:_FailedRows.tables",
+                "mask &= ~among(self.all_taken, numbers)",
+                "pass",
+            ),
+            Edit(
+                "runs.retry:retry_request",
+                "if going is None and sum(member.plan.rows for member in children) "
+                ">= parent.failed:",
+                "if False:",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "retry_numbers",
+        "a retry's rows lose the numbers of the first run",
+        (Edit("result.finalize:finalize", "numbers.of(positions)", "positions"),),
+        quick=True,
+    ),
+    Mutant(
+        "checkpoint",
+        "who loses a commit folds his own, and a folded one is believed without a look",
+        (
+            Edit(
+                "ledger.checkpoints:folded",
+                "and confirmed(shard, body)",
+                "",
+            ),
+            Edit(
+                "ledger.ledger:Ledger.commit",
+                "return commit if won else None",
+                "return commit",
+            ),
+        ),
+        quick=True,
+    ),
+)
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The package with the bug in it. Raises ValueError where it does not fit the code any more."""
+    sources: dict[str, str] = {}
+    functions = {}
+    for edit in mutant.edits:
+        function = functions.setdefault(edit.function, _function(edit.function))
+        source = sources.get(edit.function) or textwrap.dedent(inspect.getsource(function))
+        if source.count(edit.old) != 1:
+            raise ValueError(
+                f"mutant {mutant.name}: {edit.old!r} is {source.count(edit.old)} times in "
+                f"{edit.function}; the code has changed, and so must tests/simulation/mutants.py"
+            )
+        sources[edit.function] = source.replace(edit.old, edit.new)
+    before = {name: function.__code__ for name, function in functions.items()}
+    try:
+        for name, function in functions.items():
+            function.__code__ = _compiled(function, sources[name])
+        yield
+    finally:
+        for name, function in functions.items():
+            function.__code__ = before[name]
+
+
+def _function(name: str) -> FunctionType:
+    found: Any = resolve_name(f"{PACKAGE}.{name}")
+    assert isinstance(found, FunctionType), name
+    return found
+
+
+def _compiled(function: FunctionType, source: str) -> CodeType:
+    """The code of the changed source, put in place: whoever has imported the function runs it."""
+    flags = __future__.annotations.compiler_flag
+    whole = compile(source, function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    codes = (const for const in whole.co_consts if isinstance(const, CodeType))
+    made = next(code for code in codes if code.co_name == function.__name__)
+    assert made.co_freevars == function.__code__.co_freevars
+    return made
