@@ -60,7 +60,8 @@ class Nodes:
         with open(log, "w") as file:
             done = subprocess.run(
                 command,
-                env={**self.env, MARK: self._mark(host)},
+                # Where Ray notes the address that ray.init() takes later, in any process here.
+                env={**self.env, MARK: self._mark(host), "RAY_TMPDIR": str(self.folder)},
                 stdout=file,
                 stderr=file,
                 timeout=120,
