@@ -60,8 +60,7 @@ class Nodes:
         with open(log, "w") as file:
             done = subprocess.run(
                 command,
-                # Where Ray notes the address that ray.init() takes later, in any process here.
-                env={**self.env, MARK: self._mark(host), "RAY_TMPDIR": str(self.folder)},
+                env={**self.env, MARK: self._mark(host)},
                 stdout=file,
                 stderr=file,
                 timeout=120,
