@@ -2,6 +2,10 @@
 
     python benchmarks/images_memory.py --rows 10000
     python benchmarks/images_memory.py --rows 100000 --out images_memory.jsonl
+    python benchmarks/images_memory.py --rows 100000 --folder DIR --seconds 400  # and again
+
+With --seconds the run stops there, and the same command goes on with it: a line is then of one
+process, which began where the one before had stopped.
 
 Photos are small JPEG files, 1,000 different ones in turns; they are read, decoded, checked, resized
 and prepared as for any model (a tiny Idefics3, by vLLM's own code), and travel through Ray's stages
@@ -10,7 +14,8 @@ it is given of each image, as vLLM would be handed it, and answers 32 tokens.
 
 Memory is what a process has for itself (resident, without what it shares), looked at twice a
 second. A line is a tenth of the run's rows: the most that the driver and the largest worker of each
-kind had in it, and all of Ray's processes together.
+kind had in it, and all of Ray's processes together; `store` is what Ray's raylet shares, the object
+store.
 """
 
 from __future__ import annotations
@@ -80,6 +85,8 @@ class Watch(threading.Thread):
                 except self._psutil.Error:
                     continue
                 own = (info.rss - info.shared) / MIB
+                if kind == "raylet":
+                    now["store"] = max(now["store"], info.shared / MIB)
                 now[kind] = max(now[kind], own)
                 now["all"] += own
             with self._lock:
@@ -90,6 +97,8 @@ class Watch(threading.Thread):
         if process == self._me:
             return "driver"
         name = " ".join(process.cmdline())
+        if "raylet/raylet" in name:
+            return "raylet"
         if not name.startswith("ray::"):
             return "other"
         for kind in ("Prepare", "Answers", "Finish", "IDLE"):
@@ -121,7 +130,12 @@ def write_rows(folder: Path, rows: int) -> None:
         pq.write_table(table, folder / f"part-{start:08}.parquet", row_group_size=100)
 
 
-def run(rows: int, folder: Path, model: str) -> list[dict[str, Any]]:
+class Stopped(Exception):
+    """The seconds of this process are over."""
+
+
+def run(rows: int, folder: Path, model: str, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """The lines of this process, and whether the run is done."""
     import ray
 
     from prefect_raybatch import BatchJob
@@ -144,19 +158,34 @@ def run(rows: int, folder: Path, model: str) -> list[dict[str, Any]]:
     watch, lines, began = Watch(), [], time.time()
     watch.start()
 
+    tenth, marks = rows / 10, []
+
+    def tell(done: int) -> None:
+        lines.append({"rows": done, "seconds": round(time.time() - began, 1), **watch.taken()})
+        print(json.dumps(lines[-1]), flush=True)
+
     def look(progress: Any) -> None:
-        while progress.done >= (len(lines) + 1) * rows / 10:
-            done = {"rows": progress.done, "seconds": round(time.time() - began, 1)}
-            lines.append({**done, **watch.taken()})
-            print(json.dumps(lines[-1]), flush=True)
+        mark = int(progress.done // tenth)
+        if not marks:
+            marks.append(mark)
+        if mark > marks[-1]:
+            marks.append(mark)
+            tell(progress.done)
+        if time.time() - began > seconds and progress.done < rows:
+            tell(progress.done)
+            raise Stopped
 
     planned = plan_run(job, "bench")
-    report = finalize_run(job, planned, infer_run(job, planned, look, engine=Answers))
+    try:
+        report = finalize_run(job, planned, infer_run(job, planned, look, engine=Answers))
+    except Stopped:
+        return lines, False
+    finally:
+        watch.stop()
     if report.good != rows:
         raise SystemExit(f"{report.good} of {rows} rows: {report.failures}")
-    lines.append({"rows": rows, "seconds": round(time.time() - began, 1), **watch.taken()})
-    watch.stop()
-    return lines
+    tell(rows)
+    return lines, True
 
 
 def main() -> int:
@@ -166,14 +195,17 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--models", default="/tmp/raybatch-images")
     parser.add_argument("--out", default="images_memory.jsonl")
+    parser.add_argument("--folder", type=Path, help="of input and run; by default one that goes")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
     from vision_models import make_model
 
     model = make_model("idefics3-2b", Path(args.models), tiny=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_rows(folder / "in", args.rows)
-        lines = run(args.rows, folder, model)
+        folder = args.folder or Path(name)
+        if not (folder / "in").exists():
+            write_rows(folder / "in", args.rows)
+        lines, done = run(args.rows, folder, model, args.seconds)
     with open(args.out, "a") as out:
         about = {"date": f"{date.today()}", "asked_rows": args.rows}
         out.write(json.dumps({**about, "tenths": lines}) + "\n")
@@ -181,7 +213,8 @@ def main() -> int:
     print(" ".join(f"{kind:>9}" for kind in kinds))
     for line in lines:
         print(" ".join(f"{line.get(kind, ''):>9}" for kind in kinds))
-    return 0
+    print("done" if done else f"stopped after {args.seconds:g} s; the same command goes on")
+    return 0 if done else 3
 
 
 if __name__ == "__main__":

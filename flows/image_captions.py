@@ -1,10 +1,10 @@
 """Captions for a table of images, as a flow.
 
-    python flows/image_captions.py DATA OUT [MODEL]
+    python flows/image_captions.py DATA OUT [MODEL [RUN_KEY]]
 
 DATA is a folder of Parquet files with a column `image`; each row gets a caption, and rows whose
 image cannot be read go to quarantine with the reason. The job is image_captions.yaml beside this
-file.
+file. Started again with the same RUN_KEY it goes on where it was killed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def captions_job(data: str, out: str, model: str | None = None) -> BatchJob:
 
 
 @flow
-def image_captions(data: str, out: str, model: str | None = None) -> RunReport:
+def image_captions(
+    data: str, out: str, model: str | None = None, run_key: str | None = None
+) -> RunReport:
     """Images in, captions out."""
-    return batch_inference(captions_job(data, out, model))
+    return batch_inference(captions_job(data, out, model), run_key)
 
 
 if __name__ == "__main__":

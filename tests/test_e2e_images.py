@@ -1,38 +1,45 @@
-"""Captions of images from Parquet to the result: real Ray, a real (tiny) vision model, and what
-tables hold in place of images."""
+"""Captions of images from Parquet to the result: the flow under a real Prefect, killed in the
+middle; real Ray, a real (tiny) vision model, and what tables hold in place of images."""
 
 from __future__ import annotations
 
-import importlib
 import io
+import os
+import shutil
+import signal
 import struct
+import subprocess
+import sys
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from helpers import environ
 from helpers.engines import FakeEngine
+from helpers.prefect_server import Prefect
+from helpers.processes import until
+from helpers.ray_head import Head
 from helpers.vision import make_vision_model
 from PIL import Image
 
-from prefect_raybatch import BatchJob, RunReport
-from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
-from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.finalize_run import finalize_run, load_report
 from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-ROWS, PER_SHARD = 24, 6
+ROOT = Path(__file__).parents[1]
+FLOWS = ROOT / "flows"
+ROWS, PER_SHARD, KEY = 24, 6, "captions-of-a-killed-flow"
 MAX_PIXELS = 100_000
 
 
@@ -66,32 +73,55 @@ BAD = {
 }
 
 
-def captions(folder: Path) -> BatchJob:
-    """The job of the flow, for a tiny model and few rows."""
+# The flow's first start: an engine that is there at once, answers the first shard and no other.
+FIRST = """
+import sys, time
+from functools import partial
+
+import image_captions
+from helpers.engines import FineEngine
+from prefect_raybatch.remote import follower
+
+class First(FineEngine):
+    def __call__(self, table):
+        if table["id"][0].as_py():
+            time.sleep(600)
+        return super().__call__(table)
+
+follower.infer_run = partial(follower.infer_run, engine=First)
+image_captions.image_captions(*sys.argv[1:])
+"""
+
+
+def prepare(folder: Path) -> list[str]:
+    """The flow with a job of its own for a tiny model and few rows; its arguments."""
     images = [BAD[n][0] if n in BAD else photo(n) for n in range(ROWS)]
     images[5] = images[4]  # asked about once
     table = pa.table({"id": range(ROWS), "image": [{"bytes": i, "path": None} for i in images]})
     (folder / "photos").mkdir()
     pq.write_table(table, folder / "photos" / "a.parquet", row_group_size=5)
-    model = make_vision_model(folder / "model")
-    flow = importlib.import_module("image_captions")
-    job = flow.captions_job(str(folder / "photos"), str(folder / "out"), model).to_dict()
+    shutil.copy(FLOWS / "image_captions.py", folder)
+    (folder / "first.py").write_text(FIRST)
+    job = yaml.safe_load((FLOWS / "image_captions.yaml").read_text())
     job["source"]["rows_per_shard"] = PER_SHARD
     job["prompt"]["images"]["max_pixels"] = MAX_PIXELS
     job["engine"]["max_model_len"] = 512
     job["sampling"]["max_tokens"] = 8
     job["limits"] = {"max_failed_fraction": 0.5}
     job["cluster"] = {"prepare": {"concurrency": 1}}  # each such process imports vLLM
-    return BatchJob.from_dict(job)
+    (folder / "image_captions.yaml").write_text(yaml.safe_dump(job))
+    model = make_vision_model(folder / "model")
+    return [str(folder / "photos"), str(folder / "out"), model, KEY]
 
 
 @dataclass
 class Told:
-    """What was seen of a run that was stopped and resumed."""
+    """What was seen of a flow that was killed and started again."""
 
     uri: str
-    kept: int  # commits of the attempt that was stopped
+    kept: int  # commits of the flow that was killed
     report: RunReport
+    states: list[str]  # of the flow runs of the run, in the order of their start
 
     def table(self, kind: str) -> pa.Table:
         files = sorted(Path(self.uri, kind).glob("*.parquet"))
@@ -99,30 +129,48 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "flows"))
-        job = captions(tmp_path_factory.mktemp("captions"))
+def told(
+    local_ray: None,
+    ray_head: Head,
+    prefect_process: Prefect,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Told:
+    folder = tmp_path_factory.mktemp("captions")
+    arguments, uri = prepare(folder), folder / "out" / KEY
+    env = {
+        **prefect_process.env,
+        "RAY_ADDRESS": ray_head.address,
+        "RAY_AUTH_MODE": "disabled",  # as the head
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{environ.python_path()}",
+    }
 
-    class Stopped(Exception):
-        pass
+    def start(script: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, script, *arguments]
+        with (folder / "log.txt").open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+            )
 
-    def stop(progress: Any) -> None:
-        if progress.done:
-            raise Stopped
+    def commits() -> int:
+        return len(list((uri / "_raybatch/commits").glob("*.json")))
 
-    run = plan_run(job, "k")
-    with suppress(Stopped):
-        infer_run(job, run, stop, engine=FakeEngine)  # its answers are kept
-    ledger = Ledger(open_store(run.uri))
-    plan = ledger.load_plan()
-    assert plan is not None
-    kept = int(ledger.listing(plan).done.sum())
-    return Told(run.uri, kept, finalize_run(job, run, infer_run(job, run)))
+    flow = start("first.py")
+    until(lambda: commits() or flow.poll() is not None, 150, "the first commit")
+    os.killpg(flow.pid, signal.SIGKILL)
+    assert flow.wait() == -signal.SIGKILL, (folder / "log.txt").read_text()
+    kept = commits()
+    assert start("image_captions.py").wait(300) == 0, (folder / "log.txt").read_text()
+    report = load_report(open_store(str(uri)))
+    runs = prefect_process.ask(
+        "flow_runs/filter",
+        {"flow_runs": {"name": {"any_": [KEY]}}, "sort": "START_TIME_ASC"},
+    )
+    return Told(str(uri), kept, report, [run["state_type"] for run in runs])
 
 
-def test_a_run_that_was_stopped_is_resumed_and_whole(told: Told) -> None:
-    assert 1 <= told.kept < ROWS // PER_SHARD
+def test_a_flow_that_was_killed_is_started_again_and_whole(told: Told) -> None:
+    assert told.kept == 1
+    assert len(told.states) == 2 and told.states[-1] == "COMPLETED"
     assert (told.report.good, told.report.failed) == (ROWS - len(BAD), len(BAD))
     assert verify(open_store(told.uri)).ok
 
@@ -133,7 +181,8 @@ def test_the_result_is_the_captions_alone(told: Told) -> None:
     assert data["_row"].to_pylist() == [n for n in range(ROWS) if n not in BAD]
     captions = data["caption"].to_pylist()
     fakes = sum(caption.startswith("answer ") for caption in captions)
-    assert None not in captions and 0 < fakes <= told.kept * PER_SHARD
+    assert None not in captions
+    assert fakes == PER_SHARD - sum(n < PER_SHARD for n in BAD)  # the rest were asked
 
 
 def test_bad_images_are_kept_with_the_reason(told: Told) -> None:

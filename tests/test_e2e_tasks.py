@@ -1,5 +1,6 @@
-"""Vectors under LoRA adapters through real Ray and real vLLM: killed, resumed, proved; and retried,
-with an engine that is made up."""
+"""Vectors and answers under LoRA adapters through real Ray and real vLLM: killed, resumed, proved;
+and retried, with an engine that is made up. So is the engine of the runs that are killed: what its
+shards hold shows that they were kept."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ from prefect_raybatch.runs.retry import Retry, plan_retry
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROWS, PER_SHARD = 60, 6
-LATER = {7, 40}  # rows of an adapter that the job does not know until they are retried
+LATER = {40, 55}  # rows of an adapter that the job does not know until they are retried
 KILLED = """
 import json, os, signal, sys
 import ray
+from helpers import engines
 from prefect_raybatch import BatchJob
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -43,7 +45,7 @@ def stop(progress):
 
 ray.init(address=sys.argv[2], logging_level="error", log_to_driver=False)
 job = BatchJob.from_dict(json.loads(sys.argv[1]))
-infer_run(job, plan_run(job, "k"), stop)
+infer_run(job, plan_run(job, "k"), stop, engine=getattr(engines, sys.argv[3]))
 """
 
 
@@ -79,19 +81,21 @@ def job_dict(folder: Path, adapters: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def merged(adapter: Path) -> Any:
+def merged(adapter: Path, kind: str = "AutoModel") -> Any:
     """The bundled model with an adapter's change in its weights."""
     import torch
+    import transformers
     from safetensors.torch import load_file
-    from transformers import AutoModel
 
-    model: Any = AutoModel.from_pretrained(demo.demo_model_path(), dtype=torch.float32)
+    of = getattr(transformers, kind)
+    model: Any = of.from_pretrained(demo.demo_model_path(), dtype=torch.float32)
     tensors = load_file(adapter / "adapter_model.safetensors")
     weights = dict(model.named_parameters())
     with torch.no_grad():
         for name, down in tensors.items():
             if ".lora_A." in name:
-                stem = name.removeprefix("base_model.model.model.").replace(".lora_A", "")
+                prefix = "base_model.model." + ("model." if kind == "AutoModel" else "")
+                stem = name.removeprefix(prefix).replace(".lora_A", "")
                 up = tensors[name.replace("lora_A", "lora_B")]
                 weights[stem] += up @ down * (8 / down.shape[0])
     return model.eval()
@@ -109,14 +113,28 @@ def cosine(model: Any, words: str, vector: Any) -> float:
     return float(state @ np.array(vector) / np.linalg.norm(state))
 
 
+def adapters(folder: Path, names: str) -> dict[str, Path]:
+    config = json.loads((Path(demo.demo_model_path()) / "config.json").read_text())
+    return {
+        name: tiny_models.lora(folder / name, demo.demo_model_path(), config, seed=seed)
+        for seed, name in enumerate(names, 1)
+    }
+
+
+def begun(folder: Path, value: dict[str, Any], head: Head, engine: str) -> dict[str, bytes]:
+    """The commits of a run of that job that is killed after the first, on an engine of ours."""
+    command = [sys.executable, "-c", KILLED, json.dumps(value), head.address, engine]
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # as the head
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -9, killed.stderr[-3000:]
+    commits = folder / "out" / "k" / "_raybatch/commits"
+    return {file.name: file.read_bytes() for file in commits.iterdir()}
+
+
 def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     local_ray: None, ray_head: Head, tmp_path: Path
 ) -> None:
-    config = json.loads((Path(demo.demo_model_path()) / "config.json").read_text())
-    folders = {
-        name: tiny_models.lora(tmp_path / name, demo.demo_model_path(), config, seed=seed)
-        for seed, name in enumerate("abc", 1)
-    }
+    folders = adapters(tmp_path, "abc")
     table = pa.table(
         {
             "id": range(ROWS),
@@ -126,12 +144,7 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     )
     pq.write_table(table, tmp_path / "in.parquet")
     value = job_dict(tmp_path, {name: str(folders[name]) for name in "ab"})
-    command = [sys.executable, "-c", KILLED, json.dumps(value), ray_head.address]
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # as the head
-    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -9, killed.stderr[-3000:]
-    run_dir = tmp_path / "out" / "k"
-    before = {p.name: p.read_bytes() for p in (run_dir / "_raybatch/commits").iterdir()}
+    before, run_dir = begun(tmp_path, value, ray_head, "WideVectorEngine"), tmp_path / "out" / "k"
     assert 0 < len(before) < ROWS // PER_SHARD
 
     job = BatchJob.from_dict(value)
@@ -144,7 +157,7 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     made = pq.read_table(run_dir / "data").to_pylist()
     assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
     models = {name: merged(folders[name]) for name in "ab"}
-    for row in made[::9]:
+    for row in made[ROWS // 2 :: 9]:
         own, other = ("ab"[(row["id"] + more) % 2] for more in (0, 1))
         assert cosine(models[own], text(row["id"]), row["vector"]) > 0.999
         assert cosine(models[other], text(row["id"]), row["vector"]) < 0.999
@@ -159,3 +172,53 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
     verdict = verify_chain(*place(str(run_dir)))
     assert verdict.ok and verdict.quarantined == 0, verdict
+
+
+def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
+    local_ray: None, ray_head: Head, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folders = adapters(tmp_path, "ab")
+    under = [None if i in LATER else "ab"[i % 2] for i in range(ROWS)]
+    table = pa.table({"id": range(ROWS), "text": [text(i) for i in range(ROWS)], "adapter": under})
+    pq.write_table(table, tmp_path / "in.parquet")
+    value = job_dict(tmp_path, {name: str(folder) for name, folder in folders.items()})
+    value["prompt"]["on_null"] = "empty"  # the model alone, which a CPU cannot do beside adapters
+    value["sampling"] = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
+    del value["engine"]["task"]
+    value["output"] |= {"column": "answer", "extras": []}
+    before = begun(tmp_path, value, ray_head, "FineEngine")
+    assert 0 < len(before) < ROWS // PER_SHARD // 2
+
+    job = BatchJob.from_dict(value)
+    run = plan_run(job, "k")
+    report = finalize_run(job, run, infer_run(job, run))
+    assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
+    assert report.resumed_shards == len(before)
+    kept = pq.read_table(tmp_path / "out" / "k" / "_quarantine").to_pylist()
+    assert {row["_row"] for row in kept} == LATER
+    assert all("on a CPU vLLM cannot ask the model alone" in row["message"] for row in kept)
+
+    made = pq.read_table(tmp_path / "out" / "k" / "data").to_pylist()
+    assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.demo_model_path())
+    models = {name: merged(folders[name], "AutoModelForCausalLM") for name in "ab"}
+    for row in made[ROWS // 2 :: 9]:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text(row["id"])}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        told = {
+            name: tokenizer.decode(
+                model.generate(**prompt, do_sample=False, max_new_tokens=6, min_new_tokens=6)[
+                    0, prompt["input_ids"].shape[1] :
+                ],
+                skip_special_tokens=True,
+            )
+            for name, model in models.items()
+        }
+        assert told["a"] != told["b"]
+        assert row["answer"] == told["ab"[row["id"] % 2]]

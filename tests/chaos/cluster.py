@@ -49,7 +49,9 @@ class Nodes:
         self.folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # sockets want short names
 
     def add_node(self, host: str, cpus: int, gpus: int = 0) -> None:
-        self._start(host, cpus, "--num-gpus", str(gpus), "--address", self.address)
+        # There Ray notes the address that a later ray.init() takes, in any process here.
+        place = ("--temp-dir", str(self.folder))
+        self._start(host, cpus, "--num-gpus", str(gpus), "--address", self.address, *place)
 
     def _start(self, host: str, cpus: int, *args: str) -> None:
         ray = Path(sys.executable).with_name("ray")

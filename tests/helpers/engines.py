@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
+HIDDEN = 256  # of the bundled model
 FAILS = 13  # the id of the row that the fake engine refuses
 
 
@@ -122,6 +124,18 @@ class VectorEngine(EngineStage):
 
     def ready(self) -> Any:
         return Stepped(lambda requests: [vector_of(request) for request in requests])
+
+
+class WideVectorEngine(VectorEngine):
+    """The same, as wide as the vectors of the bundled model."""
+
+    def ready(self) -> Any:
+        return Stepped(lambda requests: [widened(vector_of(request)) for request in requests])
+
+
+def widened(completion: Completion) -> Completion:
+    vector = np.asarray(completion.vector)
+    return replace(completion, vector=np.pad(vector, (0, HIDDEN - len(vector))))
 
 
 def vector_of(request: Request) -> Completion:

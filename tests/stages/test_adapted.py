@@ -17,6 +17,7 @@ from helpers.engines import Stepped, completion
 
 from prefect_raybatch import demo
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model.memory import describe
 from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.block import ERROR, TEXTS, TOKENS
 from prefect_raybatch.stages.engine import EngineStage
@@ -93,6 +94,7 @@ def test_real_vllm_answers_as_the_merged_weights_do(tmp_path, monkeypatch):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
+    from vllm.lora.layers import BaseLayerWithLoRA
 
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -120,9 +122,19 @@ def test_real_vllm_answers_as_the_merged_weights_do(tmp_path, monkeypatch):
         "max_cpu_loras": 2,
         "max_lora_rank": 8,
     }
+    layers: list[Any] = []
+    first = BaseLayerWithLoRA.__init__
+
+    def noted(layer: Any, *given: Any, **named: Any) -> None:
+        first(layer, *given, **named)
+        layers.append(layer)
+
+    monkeypatch.setattr(BaseLayerWithLoRA, "__init__", noted)
     under = [(str(i), i, str(folder)) for i, folder in enumerate(folders, 1)]
     with SteppedEngine(arguments) as engine:
         found = engine.run([Request(prompt, fields, adapter) for adapter in under * 2])
+        held = sum(map(_held_for_adapters, layers))
+    assert held == describe(config, arguments).adapters()
     assert [f.error for f in found] == [None] * 4
     answers = [f.token_ids[0] for f in found]
     assert answers[:2] == answers[2:]
@@ -134,6 +146,15 @@ def test_real_vllm_answers_as_the_merged_weights_do(tmp_path, monkeypatch):
             torch.tensor([prompt]), do_sample=False, max_new_tokens=6, min_new_tokens=6
         )
         assert made[0, len(prompt) :].tolist() == answer
+
+
+def _held_for_adapters(layer: Any) -> int:
+    """Bytes of the tensors that vLLM has set aside in a layer."""
+    import torch
+
+    stacked = (getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked"))
+    tensors = [[t] if isinstance(t, torch.Tensor) else t for t in stacked]
+    return sum(one.nbytes for some in tensors for one in some)
 
 
 def _merge(model: Any, tensors: dict[str, Any]) -> None:
