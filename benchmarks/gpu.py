@@ -10,6 +10,9 @@ Work, greedy in all cases:
   long       512 tokens out for each of short prompts, end tokens ignored
   varied     the same with 128 to 512 tokens out, another number for each row
   prefix     256 prefixes of about 512 tokens, shuffled, with a short ending; 128 tokens out
+  triage     about 150 prompt tokens of which half are shared, 24 tokens out
+  mid        about 370 prompt tokens, 64 tokens out
+  rag        about 2,000 prompt tokens, 32 tokens out
 
 Weights are random (load_format="dummy") at the dimensions of a Llama of that size,
 so speed is real and answers are not. Each peer is a process of its own, one after the other.
@@ -40,9 +43,11 @@ engine start.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,8 +103,11 @@ DIMENSIONS = {
         "vocab_size": 32000,
     },
 }
-WORK = ("company", "long", "varied", "prefix")
-OUT = {"long": 512, "varied": 512, "prefix": 128}  # tokens at most
+OUT = {"long": 512, "varied": 512, "prefix": 128, "triage": 24, "mid": 64, "rag": 32}  # at most
+WORK = ("company", *OUT)
+# Words of a row of its own, of about 2.8 tokens each, beside the system message.
+OWN_WORDS = {"triage": 20, "mid": 100, "rag": 670}
+LENGTH = {"company": 256, "rag": 4096}  # max_model_len, where it is not 1024
 WORDS = [
     "Acme",
     "Stone",
@@ -187,6 +195,11 @@ def make_rows(work: str, count: int) -> list[dict[str, Any]]:
             {"text": f"{draw.choice(prefixes)} {draw.randint(1, 10**9)} {words(8)}", "out": 128}
             for _ in range(count)
         ]
+    if work in OWN_WORDS:
+        return [
+            {"text": f"{draw.randint(1, 10**9)} {words(OWN_WORDS[work])}", "out": OUT[work]}
+            for _ in range(count)
+        ]
     least = 128 if work == "varied" else 512
     return [{"text": words(30), "out": draw.randint(least, 512)} for _ in range(count)]
 
@@ -209,7 +222,7 @@ def ask(row: dict[str, Any]) -> dict[str, Any]:
 def engine_arguments(args: argparse.Namespace, engines: int = 1) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "load_format": "dummy",
-        "max_model_len": 256 if args.work == "company" else 1024,
+        "max_model_len": LENGTH.get(args.work, 1024),
         "max_num_batched_tokens": args.batched_tokens,
     }
     if args.seqs:
@@ -295,7 +308,7 @@ def job_of(
 
     rows = make_rows(args.work, args.rows)
     pq.write_table(pa.Table.from_pylist(rows), f"{folder}/in.parquet")
-    own = args.work in ("long", "varied", "prefix")
+    own = args.work in OUT
     arguments = engine_arguments(args)
     if engines != 1:  # left to the package
         del arguments["gpu_memory_utilization"]
@@ -508,19 +521,37 @@ def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
     return run_apart([__file__, *given], log, args.limit)
 
 
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a peer: itself, its Ray, its engines."""
+    import psutil
+
+    left: list[Any] = []
+    with contextlib.suppress(psutil.Error):
+        left = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for one in left:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+
+
 def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
     """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
+        # In a session of its own: engines that outlive a peer would be measured with the next.
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            subprocess.run(
-                [sys.executable, *command],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            )
+            child.wait(limit)
         except subprocess.TimeoutExpired:
             return {"error": f"took over {limit:.0f} s"}
+        finally:
+            end_all(child)
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):

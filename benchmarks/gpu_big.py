@@ -332,7 +332,7 @@ def measure(case: dict[str, Any], limit: float, out: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             stacks(process.pid, out.with_name(f"{out.stem}-{case['name']}-stacks.txt"))
         finally:
-            end_all(process)
+            gpu.end_all(process)
     logged = "".join(kept(log_files(folder)))
     out.with_name(f"{out.stem}-{case['name']}.log").write_text(logged[-KEPT_LOG:])
     text = log.read_text(errors="replace")
@@ -351,21 +351,6 @@ def measure(case: dict[str, Any], limit: float, out: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     wait_for_gpus()
     return found
-
-
-def end_all(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a case: itself, its Ray, its engines."""
-    import psutil
-
-    left: list[Any] = []
-    with contextlib.suppress(psutil.Error):
-        left = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for one in left:
-        with contextlib.suppress(psutil.Error):
-            one.kill()
 
 
 def stacks(root: int, path: Path) -> None:

@@ -24,6 +24,9 @@ WORK = {
     "long": "long outputs: 512 tokens out",
     "varied": "long outputs of varied length: 128 to 512 tokens out",
     "prefix": "shared prefixes: 256 of about 512 tokens, shuffled, 128 tokens out",
+    "triage": "short texts: about 150 tokens in, half of them shared, 24 out",
+    "mid": "texts: about 370 tokens in, 64 out",
+    "rag": "long texts: about 2,000 tokens in, 32 out",
 }
 SIZE = {"70b": "70B", "8b": "8B", "05b": "0.5B"}
 PEERS = {"vllm": "`LLM.chat`", "raydata": "`ray.data.llm`"}

@@ -3,6 +3,7 @@
     python benchmarks/images.py --out images.jsonl                  # all 16 runs, about 40 minutes
     python benchmarks/images.py --answers 32 --sizes 225 --out images.jsonl           # one case
     python benchmarks/images.py --peers ours --rows 20000 --out images.jsonl
+    python benchmarks/images.py --answers 32 --sizes 225 --rows 1500,6000 --warm
     python benchmarks/images.py --tiny --rows 48 --answers 8 --peers ours,vllm   # on a CPU, a check
 
 Photos are JPEG files of 640x480 and 1024x768 in Parquet, made here, no two alike. The model has the
@@ -26,12 +27,15 @@ after a warm-up with other photos. raydata: between the 10th and the 90th percen
 rows from the first shard's entry into an engine to the last shard's end. gpu is the share of that
 time in which the GPU was busy (NVML), cpu that of the machine's cores, memory_gib the most of the
 machine's memory in use meanwhile.
+
+Rows of `ray.data.llm` leave its last stage in bursts, so its images_s says little. With two numbers
+of rows each peer has a rate that is measured alike: the rows between them over the seconds between
+the two runs, process start to last row. --warm has each peer run WARM rows before, for its caches.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import os
@@ -46,12 +50,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gpu
+
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 START = time.time()
 JOB = Path(__file__).parents[1] / "flows" / "image_captions.yaml"
 ROWS = {("225", 32): 10_000, ("225", 256): 5000, ("none", 32): 3000, ("none", 256): 3000}
-WARM = 64  # photos before the timed call of `vllm`, none of them timed
+WARM = 64  # photos before the timed call of `vllm`, none of them timed; rows of a warming run
+WARMED: set[tuple[str, str, int]] = set()
 CHOSEN = ("max_num_seqs", "max_num_batched_tokens")  # of the engine, by `ours`
 CPU_ENGINE = {"enforce_eager": True, "dtype": "float32"}
 COLUMNS = ("images_s", "gpu", "cpu", "memory_gib", "first_row_s", "prompt_tokens")
@@ -110,6 +117,7 @@ def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
         progress = infer_run(job, run)
         ends = progress.tally.ends
         report = finalize_run(job, run, progress)
+        over = time.time()
         if report.good != args.rows:
             raise SystemExit(f"{report.good} of {args.rows} rows: {report.failures}")
         ledger = Ledger(open_store(run.uri))
@@ -121,6 +129,7 @@ def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
         sums = progress.tally.stats.to_dict()
         return {
             "images_s": report.rows / progress.tally.busy_seconds,
+            "total_s": over - START,
             "window": [min(s for s, _, _ in ends), max(e for _, e, _ in ends)],
             "first_row_s": min(end for _, end, _ in ends) - START,
             "prompt_tokens": sums["prompt_tokens"] / args.rows,
@@ -176,12 +185,14 @@ def peer_raydata(
         },
     )
     rows = processor(ray.data.read_parquet(data)).take_all()
+    over = time.time()
     if len(rows) != args.rows:
         raise SystemExit(f"{len(rows)} of {args.rows} rows came back")
     at = sorted(row["at"] for row in rows)
     low, high = int(0.1 * len(at)), int(0.9 * len(at)) - 1
     return {
         "images_s": (high - low) / (at[high] - at[low]),
+        "total_s": over - START,
         "window": [at[low], at[high]],
         "first_row_s": at[0] - START,
         "prompt_tokens": sum(row["asked"] for row in rows) / len(rows),
@@ -216,6 +227,7 @@ def peer_vllm(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
     ended = time.time()
     return {
         "images_s": args.rows / (ended - began),
+        "total_s": ended - START,
         "window": [began, ended],
         "first_row_s": first,
         "images_s_of_the_call": args.rows / (ended - read),
@@ -301,7 +313,8 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--answers", default="32,256", help="tokens out, a case each")
     parser.add_argument("--sizes", default="225,none", help="side of the images, or none")
-    parser.add_argument("--rows", type=int, default=0, help="0: by the case")
+    parser.add_argument("--rows", default="", help="a number, or two; by default by the case")
+    parser.add_argument("--warm", action="store_true", help=f"each peer runs {WARM} rows before")
     parser.add_argument("--family", default="qwen2.5-vl-3b")
     parser.add_argument("--tiny", action="store_true", help="tiny dimensions on a CPU, for a check")
     parser.add_argument("--seqs", type=int, default=256)
@@ -313,6 +326,7 @@ def main() -> int:
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.rows = int(args.rows or 0) if args.peer else args.rows
     from vision_models import FAMILIES, make_model, trouble
 
     if args.family not in FAMILIES:
@@ -328,13 +342,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the peer at work too
     found = [row for case in _cases(args) for row in _case(args, *case)]
     _table(found)
+    _between(found)
     return 1 if any("error" in row for row in found) else 0
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, int, int]]:
     """(size, tokens out, rows)."""
     wanted = [(s, int(a)) for s in args.sizes.split(",") for a in args.answers.split(",")]
-    return [(s, a, args.rows or ROWS.get((s, a), 3000)) for s, a in wanted]
+    given = [int(rows) for rows in args.rows.split(",") if rows]
+    return [(s, a, rows) for s, a in wanted for rows in given or [ROWS.get((s, a), 3000)]]
 
 
 def _case(args: argparse.Namespace, size: str, answer: int, rows: int) -> list[dict[str, Any]]:
@@ -351,6 +367,12 @@ def _case(args: argparse.Namespace, size: str, answer: int, rows: int) -> list[d
     made: list[dict[str, Any]] = []
     for peer in args.peers.split(","):
         chosen = next((row for row in made if row["peer"] == "ours"), {})
+        if args.warm and (peer, size, answer) not in WARMED:
+            WARMED.add((peer, size, answer))
+            few = write_photos(Path(args.folder) / "photos", WARM)
+            _run(
+                args, {"peer": peer, "size": size, "answer": answer, "rows": WARM}, f"{few}", chosen
+            )
         row = {"peer": peer, "size": size, "answer": answer, "rows": rows, **about}
         row |= _run(args, row, f"{data}", chosen)
         made.append(row)
@@ -382,9 +404,7 @@ def _run(
         except subprocess.TimeoutExpired:
             return {"error": f"took over {args.limit:.0f} s"}
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            gpu.end_all(child)
     text = log.read_text(errors="replace")
     for line in text.splitlines():
         if line.startswith("RESULT "):
@@ -397,9 +417,7 @@ def _run(
 def _device(args: argparse.Namespace) -> str:
     if args.tiny:
         return f"no GPU, {os.cpu_count()} CPUs"
-    from gpu import device
-
-    return device(1)
+    return gpu.device(1)
 
 
 def _vllm() -> str:
@@ -424,6 +442,28 @@ def _table(rows: list[dict[str, Any]]) -> None:
         share = f"{row['images_s'] / base['images_s']:12.2f}" if base.get("images_s") else ""
         shown = (f"{row[n]:13.2f}" if n in row else " " * 13 for n in COLUMNS)
         print(start, *shown, share)
+
+
+def _between(rows: list[dict[str, Any]]) -> None:
+    """The rate between two runs of a peer that differ in their number of rows alone."""
+    runs: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "total_s" in row:
+            runs.setdefault((row["size"], row["answer"], row["peer"]), []).append(row)
+    found = {}
+    for case, made in runs.items():
+        less, more = min(made, key=_rows_of), max(made, key=_rows_of)
+        if less is not more and more["total_s"] > less["total_s"]:
+            seconds = more["total_s"] - less["total_s"]
+            found[case] = (more["rows"] - less["rows"]) / seconds
+    for (size, answer, peer), rate in found.items():
+        base = found.get((size, answer, "raydata"))
+        share = f", {rate / base:.2f} of raydata" if base else ""
+        print(f"{size} {answer} {peer}: {rate:.1f} images/s between its two runs{share}")
+
+
+def _rows_of(row: dict[str, Any]) -> int:
+    return int(row["rows"])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
 `from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
-`infer_shards`, `finalize_run`, `publish_run`, the functions `open_run` and `reconcile_jobs` and the
-blocks `RayCluster`, `ObjectStore` and `BatchInferenceJob` are the whole of the Python interface;
-the rest may move.
+`infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `reconcile_jobs` and
+`restart_crashed` and the blocks `RayCluster`, `ObjectStore` and `BatchInferenceJob` are the whole
+of the Python interface; the rest may move.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
     from prefect_raybatch.flow.flows import batch_inference, retry_failed, tune_job
-    from prefect_raybatch.flow.reconcile import reconcile_jobs
+    from prefect_raybatch.flow.reconcile import reconcile_jobs, restart_crashed
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards, publish_run
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
@@ -42,6 +42,7 @@ _HOMES = {
     "plan_shards": "flow.tasks",
     "publish_run": "flow.tasks",
     "reconcile_jobs": "flow.reconcile",
+    "restart_crashed": "flow.reconcile",
     "retry_failed": "flow.flows",
     "tune_job": "flow.flows",
 }
@@ -61,6 +62,7 @@ __all__ = [
     "plan_shards",
     "publish_run",
     "reconcile_jobs",
+    "restart_crashed",
     "retry_failed",
     "tune_job",
 ]

@@ -378,6 +378,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "plan_shards",
         "publish_run",
         "reconcile_jobs",
+        "restart_crashed",
         "retry_failed",
         "tune_job",
     ]

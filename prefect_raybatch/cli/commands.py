@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
+from prefect_raybatch.cli.outputs import app as outputs
 from prefect_raybatch.cli.show import (
     err,
     out,
@@ -445,6 +446,9 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
     return changes
+
+
+app.add_typer(outputs)
 
 
 def main(argv: list[str] | None = None) -> None:

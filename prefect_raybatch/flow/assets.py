@@ -42,15 +42,15 @@ def source_keys(source: Source) -> list[str]:
     keys: dict[str, None] = {}
     for uri in source.uris[:UPSTREAM]:
         known = _result_of(uri, source.options) if source.stored else None
-        keys[known or _key(_named(uri, source.table_format))] = None
+        keys[known or _key(_named(uri))] = None
     return list(keys)
 
 
-def _named(uri: str, table_format: str | None) -> str:
+def _named(uri: str) -> str:
     """A URI as it may be shown: without user, password and what follows a question mark."""
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
-        return f"hf://{uri}" if table_format == "huggingface" else _fixed(uri)
+        return _fixed(uri)
     host, slash, path = rest.partition("?")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 

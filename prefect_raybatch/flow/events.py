@@ -13,11 +13,13 @@ from prefect.runtime import task_run
 from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.errors import ErrorBudgetExceeded, is_transient
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
 
 log = logging.getLogger(__name__)
 
 COMMIT_EVERY = 5.0  # seconds between two events of commits at the least
 COMMIT_EVENTS = 400  # about as many a run at the most, however long it is and however many shards
+STEADY = 5  # commits of this try after which its rate says when it will end
 EVENT_TEXT = 500  # characters of an error that travel
 
 
@@ -72,17 +74,23 @@ class RunEvents:
 
 
 class LiveEvents:
-    """Turns beats into events: commits coalesced, stalls, a quarantine above `reported` rows."""
+    """Turns beats into events: commits coalesced, stalls, a quarantine above `reported` rows, a
+    run that will take longer than `deadline` seconds."""
 
-    def __init__(self, events: RunEvents, run: str, reported: int):
+    def __init__(self, events: RunEvents, run: str, reported: int, deadline: float | None = None):
         self.events, self.run, self.reported = events, run, reported
+        self.deadline, self._worked = deadline, 0.0
+        self._began: float | None = None
+        self._first = 0  # shards that were committed at the start
+        self.told_late = False
         self._committed = self._alarms = 0
         self._at = float("-inf")
         self.told_high = False
 
-    def started(self, beat: Beat) -> None:
-        """Call first: what is committed then is no news."""
-        self._committed = beat.committed
+    def started(self, beat: Beat, worked: float = 0.0) -> None:
+        """Call first: what is committed then is no news. `worked`: seconds of earlier tries."""
+        self._committed = self._first = beat.committed
+        self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
 
     def see(self, beat: Beat, now: float) -> None:
@@ -102,7 +110,27 @@ class LiveEvents:
             self.events.emit(
                 "quarantine.high", run=self.run, reported=self.reported, **_figures(beat)
             )
+        self._look_at_deadline(beat, now)
         self._commits(beat, now)
+
+    def _look_at_deadline(self, beat: Beat, now: float) -> None:
+        """By the rate of the latest commits, once there are some: the first ones tell of the start
+        of the engines."""
+        self._began = now if self._began is None else self._began
+        if self.deadline is None or self.told_late or beat.committed == beat.shards:
+            return
+        taken = self._worked + now - self._began
+        steady = beat.committed - self._first >= STEADY
+        left = beat.seconds_left if steady and beat.seconds_left is not None else 0.0
+        if taken + left <= self.deadline:
+            return
+        self.told_late = True
+        about = (
+            f"{duration(taken)} of work are done and about {duration(left)} are left, where "
+            f"limits.deadline allows {duration(self.deadline)}"
+        )
+        log.warning("the deadline is at risk: %s", about)
+        self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
 
     def _commits(self, beat: Beat, now: float) -> None:
         # A share of the shards and not a share of the time bounds the number over all attempts.

@@ -27,6 +27,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
@@ -61,8 +62,12 @@ class Page(Listener):
     ):
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
         self.key = artifact_key(job.name)
+        limits = job.limits
         self.events = LiveEvents(
-            RunEvents(run.run_key, job.name), run.uri, job.limits.reported(run.rows)
+            RunEvents(run.run_key, job.name),
+            run.uri,
+            limits.reported(run.rows),
+            seconds_of(limits.deadline) if limits.deadline else None,
         )
         self.counts: Counts | None = None
         self.progress: Progress | None = None
@@ -107,7 +112,8 @@ class Page(Listener):
             return
         if not self._began:
             self._began = True
-            self.events.started(beat)
+            worked = self.progress.tally.busy_seconds if self.progress else 0.0
+            self.events.started(beat, worked)
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))

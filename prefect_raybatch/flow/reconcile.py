@@ -16,7 +16,10 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
     FlowRunFilter,
+    FlowRunFilterName,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
@@ -24,7 +27,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Crashed
+from prefect.states import Crashed, Scheduled
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster import Cluster
@@ -42,6 +45,9 @@ GRACE = 900.0  # seconds after which a flow run has had time to notice that its 
 SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
 CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
 FLOW_RUNS_PAGE = 200
+RESTARTS = 2  # times that a crashed flow run is scheduled again
+RESTART_WITHIN = 12.0  # hours after which a night that crashed is a person's to look at
+OUR_FLOWS = ("batch_inference", "retry_failed")
 OPEN = [
     StateType.SCHEDULED,
     StateType.PENDING,
@@ -81,7 +87,8 @@ def owner() -> Owner:
 
 @dataclass(frozen=True)
 class Action:
-    """What was done (or, in a dry run, would be): `what` is stopped, crashed or kept."""
+    """What was done (or, in a dry run, would be): `what` is stopped, crashed, restarted or
+    kept; `job` is the Ray job, or the run key of what is restarted."""
 
     what: str
     job: str
@@ -111,6 +118,64 @@ def reconcile_jobs(
         following = [run for run in _open_runs(client) if _label(run, SERVER_LABEL) == server.url]
         stopped = _orphans(client, server, known, following, dry_run)
         return stopped + _widows(client, server, known, following, dry_run, grace, settle)
+
+
+def restart_crashed(
+    most: int = RESTARTS, hours: float = RESTART_WITHIN, dry_run: bool = False
+) -> list[Action]:
+    """Schedules crashed flow runs of deployments again: each keeps its parameters and its run key,
+    so that it goes on with what is committed. Only those that crashed within the last `hours`,
+    each at most `most` times, and none whose run key another flow run works on."""
+    since = time.time() - hours * 3600
+    actions = []
+    with get_client(sync_client=True) as client:
+        for run in _crashed_runs(client):
+            if run.state is None or run.state.timestamp.timestamp() < since:
+                continue
+            if run.run_count > most:
+                why = f"it crashed {run.run_count} times; a person must look at it"
+                actions.append(Action("kept", run.name, str(run.id), why))
+            elif _at_work(client, run.name):
+                why = "another flow run works on its run key"
+                actions.append(Action("kept", run.name, str(run.id), why))
+            else:
+                if not dry_run:
+                    again: Any = Scheduled(message="It crashed; it goes on where it was.")
+                    client.set_flow_run_state(run.id, again, force=True)
+                why = f"it crashed: {run.state.message}"
+                actions.append(Action("restarted", run.name, str(run.id), why))
+    return actions
+
+
+def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """The latest crashed flow runs of our flows that have a deployment, one for each run key."""
+    found = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
+        ),
+        sort=FlowRunSort.END_TIME_DESC,
+        limit=FLOW_RUNS_PAGE,
+    )
+    newest: dict[str, FlowRun] = {}
+    for run in found:
+        if run.deployment_id is not None:
+            newest.setdefault(run.name, run)
+    return list(newest.values())
+
+
+def _at_work(client: SyncPrefectClient, run_key: str) -> bool:
+    """Whether a flow run of that run key, by which it is named, has not ended or has completed."""
+    ours = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            name=FlowRunFilterName(any_=[run_key]),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[*OPEN, StateType.COMPLETED])
+            ),
+        ),
+        limit=1,
+    )
+    return bool(ours)
 
 
 def _orphans(

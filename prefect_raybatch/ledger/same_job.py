@@ -10,6 +10,19 @@ from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import Plan
 
+# Arguments of an engine that earlier versions counted, and that change speed alone.
+FREED = frozenset(
+    (
+        "performance_mode",
+        "optimization_level",
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "cudagraph_metrics",
+        "stream_interval",
+    )
+)
+
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line a differing field: `field: old -> new`; groups are taken apart."""
@@ -22,9 +35,26 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
+    """Whether the run of that plan is one of the job with fingerprint `found`, made of `parts`.
+
+    Fingerprints of earlier versions hold arguments that are free by now: without these they are
+    the job's own, unless something in them is hidden and cannot be compared.
+    """
+    if plan.fingerprint == found:
+        return True
+    counted = plan.parts.get("engine")
+    if not isinstance(counted, Mapping) or not FREED & set(counted):
+        return False
+    rest = {name: value for name, value in counted.items() if name not in FREED}
+    if any(masked(rest, "engine")):
+        return False
+    return not difference({**plan.parts, "engine": rest}, parts)
+
+
 def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> None:
     """Raises `PlanMismatch` with a readable difference when the run belongs to another job."""
-    if plan.fingerprint == found:
+    if same_job(plan, found, parts):
         return
     lines = difference(plan.parts, parts)
     if not lines:  # then it is what both hide

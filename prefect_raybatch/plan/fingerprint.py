@@ -12,6 +12,7 @@ from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, unsigned
 from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.ledger.same_job import FREED
 from prefect_raybatch.model import adapters
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
@@ -98,7 +99,7 @@ FREE = {
     "engine.max_concurrent_batches": "speed",
     "engine.accelerator_type": "where it runs",
     "engine.num_cpus": "what Ray sets aside",
-    "engine.env": "how the process runs; may hold secrets",
+    "engine.env": "how the process runs; may hold secrets; VLLM_BATCH_INVARIANT counts where on",
     "output.uri": "where the run directory is",
     "output.compact": "layout of the result, not its rows",
     "output.file_mb": "layout of the result, not its rows",
@@ -112,7 +113,7 @@ FREE = {
     "cluster": "where it runs",
 }
 
-FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory, not answers
+FREE_ENGINE_ARGUMENTS = FREED | frozenset(  # vLLM arguments that change speed or memory alone
     (
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
@@ -131,6 +132,8 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
     )
 )
 
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
 
 PROMPT_LATER = (  # fields of the prompt that came after the first runs
     *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
@@ -201,6 +204,8 @@ def fingerprint(
     parts |= job.output.parsed_columns
     if found := adapters.identities(job.engine):
         parts["engine.adapters"] = found
+    if job.engine.env.get(BATCH_INVARIANT, "0") not in ("", "0"):
+        parts[f"engine.env.{BATCH_INVARIANT}"] = job.engine.env[BATCH_INVARIANT]
     if job.engine.task != "generate":
         parts["engine.task"] = job.engine.task
     if job.engine.task == "embed":

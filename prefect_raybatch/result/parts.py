@@ -55,6 +55,10 @@ class PartTask:
     read_back: bool = False
     layout: str | None = None
 
+    @property
+    def run_format(self) -> int:
+        return self.commits[0].format
+
     def numbers_of(self, positions: np.ndarray) -> np.ndarray:
         return positions if self.numbers is None else self.numbers[positions - self.starts[0]]
 
@@ -108,7 +112,7 @@ class _PartFile(PartFiles):
         if self._sums:
             self._sums[-1].result()  # at most one table waits
         self._rows.append(numbers)
-        self._sums.append(self.pool.submit(row_sums, table))
+        self._sums.append(self.pool.submit(row_sums, table, self._task.run_format))
         self.write(table.append_column(self._task.row_number, pa.array(numbers)))
 
     def end(self) -> Part:
@@ -163,7 +167,7 @@ class _PartFile(PartFiles):
                         return None
                     if not found.schema_arrow.equals(pq.read_schema(local_path)):
                         return None
-                    same = _equal(self._made(), _numbers_and_sums(found, self._task.row_number))
+                    same = _equal(self._made(), _numbers_and_sums(found, self._task))
         except (pa.ArrowException, OSError, ValueError, CorruptRun, SourceError) as error:
             log.info("%s is no part of the result: %s", path, error)
             return None
@@ -254,12 +258,12 @@ def _local_file(data: bytes) -> Iterator[str]:
         yield path
 
 
-def _numbers_and_sums(found: pq.ParquetFile, row_number: str) -> tuple[np.ndarray, np.ndarray]:
+def _numbers_and_sums(found: pq.ParquetFile, task: PartTask) -> tuple[np.ndarray, np.ndarray]:
     numbers, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
     for group in range(found.num_row_groups):
         table = found.read_row_group(group, use_threads=False)
-        numbers.append(table[row_number].to_numpy())
-        sums.append(row_sums(table.drop_columns([row_number])))
+        numbers.append(table[task.row_number].to_numpy())
+        sums.append(row_sums(table.drop_columns([task.row_number]), task.run_format))
     return np.concatenate(numbers), np.concatenate(sums)
 
 

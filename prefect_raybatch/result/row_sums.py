@@ -21,14 +21,15 @@ _NULL = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/comp/fnv/
 
 
-def row_sums(table: pa.Table) -> np.ndarray:
+def row_sums(table: pa.Table, run_format: int) -> np.ndarray:
     """uint32[rows]: depends on each row's values and the order and names of columns, not on how
-    the table is chunked or encoded."""
+    the table is chunked or encoded. In runs of format 1 lists count as their JSON, since then as
+    their values: a vector of 1,024 numbers took 2 ms as JSON, where it takes 20 us."""
     total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
     for name in table.column_names:
         column = table[name].combine_chunks()
         seed = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
-        total = (total ^ (_column(column) + seed)) * _PRIME
+        total = (total ^ (_column(column, run_format) + seed)) * _PRIME
     sums: np.ndarray = (total ^ (total >> np.uint64(32))).astype(np.uint32)
     return sums
 
@@ -68,27 +69,57 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         raise CorruptRun(f"{name} is not readable: {error}") from None
 
 
-def _column(array: pa.Array) -> np.ndarray:
+def _column(array: pa.Array, run_format: int) -> np.ndarray:
     """uint64[rows] of one column; a null is unlike any value."""
     from pandas.util import hash_array
 
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return _column(array.dictionary_decode())
+        return _column(array.dictionary_decode(), run_format)
     if isinstance(array, pa.ExtensionArray):
-        return _column(array.storage)
+        return _column(array.storage, run_format)
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     if pa.types.is_struct(kind):
         sums = np.full(len(array), 1, np.uint64)
         for index in range(kind.num_fields):
-            sums = (sums ^ _column(pc.struct_field(array, index))) * _PRIME
+            sums = (sums ^ _column(pc.struct_field(array, index), run_format)) * _PRIME
     elif pa.types.is_null(kind):
         return np.full(len(array), _NULL)
+    elif run_format > 1 and (found := _lists(array)):
+        sums = _folded(*found, run_format)
     else:
         sums = hash_array(_flat(array), categorize=False)
     if nulls is not None:
         sums = np.where(nulls, _NULL, sums)
     return sums
+
+
+def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
+    """(what the lists hold, int64[rows + 1] of where each begins); None: these are no lists."""
+    kind, first, rows = array.type, array.offset, len(array)
+    if pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        return [array.values.slice(first * size, rows * size)], np.arange(rows + 1) * size
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind)):
+        return None
+    places = array.offsets.to_numpy().astype(np.int64)
+    begin, end = int(places[0]), int(places[-1])
+    parts = [array.keys, array.items] if pa.types.is_map(kind) else [array.values]
+    return [part.slice(begin, end - begin) for part in parts], places - begin
+
+
+def _folded(parts: list[pa.Array], places: np.ndarray, run_format: int) -> np.ndarray:
+    """uint64[rows]: of each list its length, and its values by their places in it."""
+    values = np.zeros(int(places[-1]), np.uint64)
+    for part in parts:
+        values = (values ^ _column(part, run_format)) * _PRIME
+    lengths = np.diff(places)
+    place = np.arange(len(values)) - np.repeat(places[:-1], lengths)
+    # An odd factor of its own for each place, so that values that changed places show.
+    factors = np.full(int(lengths.max(initial=0)), _PRIME).cumprod(dtype=np.uint64)
+    total = np.concatenate([np.zeros(1, np.uint64), (values * factors[place]).cumsum()])
+    folded: np.ndarray = total[places[1:]] - total[places[:-1]] + lengths.astype(np.uint64) * _PRIME
+    return folded
 
 
 def _flat(array: pa.Array) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from prefect_raybatch.ledger.layout import PIECES, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
-from prefect_raybatch.ledger.records import Commit, Part, Plan
+from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import read_success
 from prefect_raybatch.result.pieces import check_commit, read_pieces
-from prefect_raybatch.result.verify_files import check_folder
+from prefect_raybatch.result.verify_files import Fault, check_folder
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import are, counted
 
@@ -87,7 +87,8 @@ def verify(store: Store) -> Verdict:
         _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
     parts = {part.path: part for part in success.parts}
     for kind, folder in plan.folders.items():  # without compaction they are empty
-        held += _files(store, kind, folder, parts, success.row_number, numbers, found)
+        check = partial(check_folder, store, folder, parts, success.row_number, plan.format)
+        held += _files(check, kind, numbers, found)
     if compact:
         _prove(held, numbers, found)
     return found
@@ -165,17 +166,13 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
 
 
 def _files(
-    store: Store,
+    check: Callable[[Fault], dict[str, np.ndarray]],
     kind: str,
-    folder: str,
-    parts: dict[str, Part],
-    row_number: str,
     numbers: RowNumbers,
     found: Verdict,
 ) -> list[Span]:
     spans = []
-    files = check_folder(store, folder, parts, row_number, partial(_fault, found))
-    for path, rows in files.items():
+    for path, rows in check(partial(_fault, found)).items():
         _count(found, kind, len(rows))
         positions, unknown = numbers.positions(np.unique(rows))
         if len(unknown):

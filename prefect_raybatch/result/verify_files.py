@@ -22,7 +22,12 @@ Fault = Callable[[str], None]
 
 
 def check_folder(
-    store: Store, folder: str, parts: Mapping[str, Part], row_number: str, fault: Fault
+    store: Store,
+    folder: str,
+    parts: Mapping[str, Part],
+    row_number: str,
+    run_format: int,
+    fault: Fault,
 ) -> dict[str, np.ndarray]:
     """Row numbers (int64, as they stand) by path of the files that could be read."""
     there = {info.path for info in store.list(folder)}
@@ -33,13 +38,15 @@ def check_folder(
         fault(f"{path}: _SUCCESS does not name this file; readers would take it for the result")
     found = {}
     for path in sorted(there & set(named)):
-        rows = _check_file(store, named[path], row_number, fault)
+        rows = _check_file(store, named[path], row_number, run_format, fault)
         if rows is not None:
             found[path] = rows
     return found
 
 
-def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.ndarray | None:
+def _check_file(
+    store: Store, part: Part, row_number: str, run_format: int, fault: Fault
+) -> np.ndarray | None:
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         same = checksum == part.sha256
@@ -62,12 +69,13 @@ def _check_file(store: Store, part: Part, row_number: str, fault: Fault) -> np.n
         return None
     rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
-        _compare(store, part, table.drop_columns([row_number]), rows, fault)
+        sums = row_sums(table.drop_columns([row_number]), run_format)
+        _compare(store, part, sums, rows, fault)
     _check_order(part.path, rows, fault)
     return rows
 
 
-def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault: Fault) -> None:
+def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
     """Says which rows of a changed file changed; of a run without checksums, only the file."""
     said = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
@@ -75,7 +83,7 @@ def _compare(store: Store, part: Part, table: pa.Table, rows: np.ndarray, fault:
         fault(said)
         return
     numbers, sums = known
-    changed = _changed(numbers, sums, rows, row_sums(table))
+    changed = _changed(numbers, sums, rows, found)
     lost, strange = np.setdiff1d(numbers, rows), np.setdiff1d(rows, numbers)
     names = [
         f"{what} {rows_text(which)}"

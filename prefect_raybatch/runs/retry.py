@@ -29,6 +29,7 @@ from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
+from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
@@ -153,7 +154,7 @@ def retry_request(
     known = resolve(keys(child), selection)
     going = None
     for member in family.children(key):
-        if member.summary is None and member.plan.fingerprint == known.fingerprint:
+        if member.summary is None and same_job(member.plan, known.fingerprint, known.parts):
             going = member  # the newest
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:

@@ -20,6 +20,7 @@ from prefect_raybatch.job.run_words import (
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.storage import Store, join, open_store
 
@@ -50,14 +51,16 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
         name = job.name if isinstance(job, BatchJob) else job.job.name
         return f"{name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
     resolved = resolve(job)
-    job, wanted = resolved.job, resolved.fingerprint
+    job = resolved.job
     root = open_store(job.output.uri, job.output.options or None)
     unfinished = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
-            if plan is None or plan.fingerprint != wanted or ledger.finished(plan) is not None:
+            if plan is None or not same_job(plan, resolved.fingerprint, resolved.parts):
+                continue
+            if ledger.finished(plan) is not None:
                 continue
         except CorruptRun:  # another format, or not ours: nothing to continue
             continue

@@ -9,10 +9,13 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import pytest
@@ -25,6 +28,8 @@ from hypothesis import strategies as st
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
@@ -88,6 +93,23 @@ def test_stalls_and_a_high_quarantine_are_told_once_each(emitted, caplog):
     assert emitted[0]["payload"]["about"] == "engines: none"
     assert emitted[0]["resource"]["prefect.resource.id"] == "raybatch.run.k"
     assert "limits.warn_failed" in caplog.text
+
+
+def test_a_deadline_at_risk_is_told_once(emitted):
+    def told(beats, worked=0.0):
+        emitted.clear()
+        live = LiveEvents(RunEvents("k", "j"), "/run", 9, deadline=100.0)
+        live.started(Beat(0.0, shards=20, committed=2), worked)
+        for at, committed, left in beats:
+            live.see(Beat(0.0, shards=20, committed=committed, seconds_left=left), at)
+        return [e["payload"]["about"] for e in emitted if e["event"].endswith("deadline.risk")]
+
+    assert told([(0.0, 2, None), (20.0, 3, 500.0), (40.0, 9, 50.0), (90.0, 20, 0.0)]) == []
+    late = [(0.0, 2, None), (30.0, 7, 71.0), (40.0, 8, 80.0)]
+    allowed = "where limits.deadline allows 1 min 40 s"
+    assert told(late) == [f"30 s of work are done and about 1 min 11 s are left, {allowed}"]
+    assert told([(0.0, 2, None), (30.0, 7, 60.0)], worked=20.0) != []
+    assert told([(0.0, 2, None), (101.0, 2, None)]) != []  # nothing was committed at all
 
 
 @pytest.mark.parametrize(
@@ -220,6 +242,8 @@ def test_what_a_job_reads_comes_before_its_result(tmp_path):
     assert keys(uri="s3://lake/in/{run_date}/*.parquet") == ["s3://lake/in"]
     assert keys(uri=["/a/x.csv", "/a/y.csv"]) == ["file:///a/x.csv", "file:///a/y.csv"]
     assert keys(uri="postgresql://db:5432/shop", query="select 1") == ["postgresql://db:5432/shop"]
+    assert keys(uri="hf://datasets/team/rows", split="a") == ["hf://datasets/team/rows"]
+    assert keys(uri="/srv/saved", format="huggingface") == ["file:///srv/saved"]
     # The result of a run is the asset of the job that wrote it.
     first = small_run(tmp_path / "key", key="key", name="first", output={"uri": str(tmp_path)})
     assert keys(uri=first.store.uri) == [assets.asset_key(str(tmp_path), "first")]
@@ -480,13 +504,28 @@ def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch)
     assert len(steadily) / 8 <= 1.0
 
 
-def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path):
-    spec = importlib.util.spec_from_file_location(
-        "automations", ROOT / "deployments/automations.py"
-    )
+@flow(name="batch_inference")
+def one_of_ours() -> None:
+    pass
+
+
+@flow(name="of somebody else")
+def another() -> None:
+    pass
+
+
+def automations_script() -> Any:
+    path = ROOT / "deployments/automations.py"
+    spec = importlib.util.spec_from_file_location("automations", path)
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@contextmanager
+def pager() -> Iterator[list[dict[str, Any]]]:
+    """What was sent to the block custom-webhook/on-call."""
     pages: list[dict[str, Any]] = []
 
     class Pager(BaseHTTPRequestHandler):
@@ -498,37 +537,89 @@ def test_the_automations_are_created_once_and_page_someone(prefect_api, tmp_path
         def log_message(self, *_: Any) -> None:
             pass
 
-    pager = HTTPServer(("127.0.0.1", 0), Pager)
-    threading.Thread(target=pager.serve_forever, daemon=True).start()
+    server = HTTPServer(("127.0.0.1", 0), Pager)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     CustomWebhookNotificationBlock(
         name="pager",
-        url=f"http://127.0.0.1:{pager.server_port}/",
+        url=f"http://127.0.0.1:{server.server_port}/",
         json_data={"subject": "{{subject}}", "body": "{{body}}"},
     ).save("on-call", overwrite=True)
+    try:
+        yield pages
+    finally:
+        server.shutdown()
+
+
+def in_state(name: str, state: Any, which: Any = one_of_ours) -> UUID:
+    """A new flow run that gets into this state."""
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(which, name=name, state=Running())
+        client.set_flow_run_state(made.id, state, force=True)
+        return made.id
+
+
+def beats_of(run: UUID) -> None:
+    """A heartbeat as Prefect's engine sends them."""
+    with get_client(sync_client=True) as client:
+        known = client.read_flow_run(run)
+    emit_event(
+        "prefect.flow-run.heartbeat",
+        {"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.name": known.name},
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow.{known.flow_id}",
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": "batch_inference",
+            }
+        ],
+    )
+
+
+def test_each_automation_is_created_once_and_pages_someone(prefect_api):
+    script = automations_script()
     with pytest.raises(SystemExit, match="there is no block"):
         script.deploy("custom-webhook/nobody")
-    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"created"}
-    assert {what for _, what in script.deploy("custom-webhook/on-call")} == {"updated"}
-    with get_client(sync_client=True) as client:
-        known = [a.name for a in client.read_automations() if a.name.startswith("raybatch")]
-    assert sorted(known) == ["raybatch: a run stalls", "raybatch: the quarantine is high"]
-
-    live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/out/industries-1", 3)
-    # The server's trigger service reads automations when told of them: say it until it is heard.
-    for number in range(60):
-        live.see(
-            Beat(0.0, alarms=number + 1, about="engines: 1 alive", failed=4, rows=9, shards=5), 0.0
-        )
-        live.told_high = False
-        if {"stall" in p["subject"] for p in pages} == {True, False}:
-            break
-        time.sleep(1)
-    pager.shutdown()
-    with get_client(sync_client=True) as client:
-        for automation in client.read_automations():
-            client.delete_automation(automation.id)
-    stalls = next(p for p in pages if "stalls" in p["subject"])
-    high = next(p for p in pages if "many rows fail" in p["subject"])
-    assert stalls["subject"] == "industries-1 stalls"
-    assert "engines: 1 alive" in stalls["body"] and "s3://b/out/industries-1" in stalls["body"]
-    assert "4 of 9 rows have failed" in high["body"].replace("\n", " ")
+    with pager() as pages, get_client(sync_client=True) as client:
+        assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
+        assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
+        known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
+        assert len(known) == 8
+        try:
+            gone = in_state("gone-night", Running())
+            live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
+            # The server's services read automations when told of them: say it until it is heard.
+            for number in range(60):
+                if number % 5 == 0:
+                    limit = Cancelled(message="Deployment concurrency limit reached.")
+                    in_state("refused-night", limit)
+                    in_state("failed-night", Failed(message="What to do: look"))
+                    in_state("late-night", Scheduled(name="Late"))
+                    in_state("foreign", Failed(), another)
+                    in_state("cancelled-by-hand", Cancelled())
+                if number < 4:
+                    beats_of(gone)
+                beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
+                live.see(beat, 61.0 * number)
+                live.told_high = live.told_late = False
+                if len({p["subject"] for p in pages}) >= 7:
+                    break
+                time.sleep(1)
+            state = client.read_flow_run(gone).state
+        finally:
+            for automation in known:
+                client.delete_automation(automation.id)
+    said = {page["subject"]: page["body"] for page in pages}
+    assert set(said) == {
+        "industries-1 stalls",
+        "industries-1: many rows fail",
+        "industries-1 will be late",
+        "failed-night failed",
+        "gone-night crashed",
+        "late-night is late",
+        "refused-night was not run",
+    }
+    assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
+    assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
+    assert "What to do: look" in said["failed-night failed"]
+    assert "limits.deadline allows 1 min 00 s" in said["industries-1 will be late"]
+    assert state.is_crashed() and "No heartbeat for 10 s" in state.message

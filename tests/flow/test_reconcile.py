@@ -16,7 +16,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
-from prefect_raybatch.flow.reconcile import Action, reconcile_jobs
+from prefect_raybatch.flow.reconcile import Action, reconcile_jobs, restart_crashed
 from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
@@ -185,3 +185,40 @@ def test_a_flow_run_labels_itself_and_knows_when_it_is_cancelled(head: FakeHead)
     follows(return_state=True)
     assert seen == [False, True, {"raybatch.job": ID, "raybatch.job_server": URL}]
     assert flow_runs.owner().id is None
+
+
+@flow(name="batch_inference")
+def night_of_ours() -> None:
+    pass
+
+
+def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key() -> None:
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow(night_of_ours)
+        made = client.create_deployment(flow_id, name="nightly")
+
+        def crashed(key: str, times: int = 1, state: Any = None) -> FlowRun:
+            run = client.create_flow_run_from_deployment(made, name=key)
+            for _ in range(times):
+                client.set_flow_run_state(run.id, Running(), force=True)
+                client.set_flow_run_state(run.id, state or Crashed(message="gone"), force=True)
+            return client.read_flow_run(run.id)
+
+        forget()
+        night, often, taken = crashed("a"), crashed("b", 3), crashed("c")
+        crashed("c", state=Running())
+        elsewhere = flow_run(Crashed())  # has no deployment: nobody would start it
+        assert whats(restart_crashed(dry_run=True)).count("restarted") == 1
+        assert state_of(night).is_crashed()
+        found = {action.job: action for action in restart_crashed()}
+        assert {key: found[key].what for key in found} == {
+            "a": "restarted",
+            "b": "kept",
+            "c": "kept",
+        }
+        assert "crashed 3 times" in found["b"].why and "another flow run" in found["c"].why
+        assert state_of(night).is_scheduled() and state_of(often).is_crashed()
+        assert state_of(taken).is_crashed() and state_of(elsewhere).is_crashed()
+        assert whats(restart_crashed()).count("restarted") == 0
+        assert restart_crashed(hours=0) == []
+        forget()

@@ -30,8 +30,8 @@ from prefect_raybatch.ledger.plan_tables import (
     shards_table,
     to_parquet,
 )
-from prefect_raybatch.ledger.records import QUARANTINE, InputFile, dump
-from prefect_raybatch.ledger.same_job import check_same, difference
+from prefect_raybatch.ledger.records import QUARANTINE, InputFile, digest, dump
+from prefect_raybatch.ledger.same_job import check_same, difference, same_job
 from prefect_raybatch.plan.fingerprint import (
     FINGERPRINTED,
     FREE,
@@ -433,6 +433,44 @@ def test_a_mismatch_says_where_what_and_the_remedy():
     text = str(caught.value)
     assert "/run" in text and "--run-key" in text
     assert "prompt.template: 'What is {Company}?' -> 'Other {Company}'" in text
+
+
+def of_an_earlier_version(**counted: Any) -> Any:
+    """A plan whose fingerprint counted what is free by now."""
+    job = job_with(**{f"engine.{name}": value for name, value in counted.items()})
+    made, _ = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, False
+    )
+    freed = {name: value for name, value in counted.items() if name in FREE_ENGINE_ARGUMENTS}
+    parts = {**made.parts, "engine": {**made.parts["engine"], **freed}}
+    return replace(made, parts=parts, fingerprint=digest(dump(parts)))
+
+
+def test_a_run_goes_on_that_counted_an_argument_which_is_free_by_now():
+    plan = of_an_earlier_version(performance_mode="throughput", cudagraph_capture_sizes=[1, 2])
+    now = fingerprint(job_with(**{"engine.performance_mode": "balanced"}), MODEL)
+    assert plan.fingerprint != now[0]
+    check_same(plan, *now, "/run")
+    other = fingerprint(job_with(**{"engine.dtype": "half"}), MODEL)
+    with pytest.raises(PlanMismatch, match=r"engine\.dtype: None -> 'half'"):
+        check_same(plan, *other, "/run")
+
+
+def test_what_is_hidden_in_a_fingerprint_is_not_taken_for_equal():
+    secret = {"model_loader_extra_config": {"api_key": "k"}}
+    plan = of_an_earlier_version(performance_mode="throughput", **secret)
+    now = fingerprint(
+        job_with(**{f"engine.{name}": value for name, value in secret.items()}), MODEL
+    )
+    assert not same_job(plan, *now)
+
+
+@pytest.mark.parametrize(("value", "counts"), [("1", True), ("0", False), ("", False)])
+def test_batch_invariant_kernels_make_another_job_where_they_are_on(value, counts):
+    plain = fingerprint(job_with(), MODEL)
+    found = fingerprint(job_with(**{"engine.env": {"VLLM_BATCH_INVARIANT": value}}), MODEL)
+    assert (found[0] != plain[0]) is counts
+    assert fingerprint(job_with(**{"engine.env": {"OMP_NUM_THREADS": "2"}}), MODEL) == plain
 
 
 # --- the plan -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from helpers.small import make_job
 from helpers.table_sources import companies, copied, refused
 from PIL import Image
 
+from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
@@ -291,7 +292,7 @@ def planned(job: Any) -> tuple[Any, Any]:
     return dry_run(job), plan_run(job, "one")
 
 
-def test_the_plan_keeps_the_commit_and_a_resume_asks_the_hub_nothing(tmp_path, hub):
+def test_the_plan_keeps_the_commit_and_a_resume_asks_the_hub_nothing(tmp_path, hub, capsys):
     hub.add({"train.parquet": companies(0, 30)})
     chosen = {
         "uri": hub.uri,
@@ -303,6 +304,9 @@ def test_the_plan_keeps_the_commit_and_a_resume_asks_the_hub_nothing(tmp_path, h
     seen, run = hub(planned, job)
     assert (seen.rows, seen.format, seen.table["version"]) == (20, "huggingface", COMMIT)
     assert run.rows == 20
+    show_plan(seen)
+    told = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "20 rows of a Hugging Face source at version" in told
     store = open_store(str(tmp_path / "out/one"))
     kept = Ledger(store).load_plan()
     assert kept.table["version"] == COMMIT and kept.parts["source.split"] == "train"

@@ -1,0 +1,174 @@
+"""The first rows of a job answered in this process: without Prefect, Ray or a run to keep."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, EngineFailure, EngineStartError, SourceError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Cluster
+
+PREVIEW_KEY = "preview"
+
+
+@dataclass(frozen=True)
+class PreviewedPrompt:
+    """What one row asks: the prompt as the model gets it, its tokens; or why it asks nothing."""
+
+    row: int
+    text: str
+    tokens: int
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
+    `failed`: rows of the result and of the quarantine, empty where no engine was asked; `seconds`
+    by what took them."""
+
+    job: str
+    columns: tuple[tuple[str, str], ...]
+    asked: tuple[str, ...]
+    prompts: tuple[PreviewedPrompt, ...]
+    answers: tuple[dict[str, Any], ...]
+    failed: tuple[dict[str, Any], ...]
+    seconds: dict[str, float]
+
+
+def preview(
+    job: BatchJob, rows: int = 5, answers: bool = True, engine: type | None = None
+) -> Preview:
+    """The first `rows` rows through every stage of the job, in this process, on one engine.
+
+    Nothing is kept, published, or taken over from earlier runs. Raises as `plan_run` for a job
+    that cannot run, `EngineStartError` or `EngineFailure` where the engine does not start or dies.
+    `engine` replaces the engine stage in tests.
+    """
+    if rows < 1:
+        raise ConfigError(f"rows {rows}: at least one row is shown")
+    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        return _preview(_small(job, rows, folder), answers, engine)
+
+
+def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
+    """The job over its first rows, with one engine here and the result in `folder`."""
+    limit = min(rows, job.source.limit or rows)
+    source = job.source.model_copy(update={"limit": limit, "rows_per_shard": limit})
+    output = job.output.model_copy(update={"uri": folder, "options": {}, "publish": []})
+    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
+    changed = {"source": source, "output": output, "engine": engine, "cluster": Cluster()}
+    return job.model_copy(update={**changed, "reuse": None})
+
+
+def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.ledger.ledger import Ledger
+    from prefect_raybatch.ledger.plan_tables import decode_schema
+    from prefect_raybatch.ledger.records import Unit
+    from prefect_raybatch.plan import plan as planning
+    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.runs.run import load_run, run_store
+    from prefect_raybatch.sizing.sizes import assumed
+    from prefect_raybatch.stages.block import is_lost, losses
+
+    clock = _Clock()
+    run = plan_run(job, PREVIEW_KEY)
+    store = run_store(job.output, PREVIEW_KEY)
+    ledger = Ledger(store)
+    plan, shards = load_run(ledger, run)
+    job = planning.as_planned(job, plan)
+    schema = decode_schema(plan.input_schema)
+    size = sized.for_attempt(job, plan, ledger, cluster.glance(job) or assumed(job.engine))
+    attempt = uuid.uuid4().hex
+    pipeline = Pipeline(job, plan, shards, store, attempt, size, job.source.options or {})
+    clock.took("plan")
+    units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
+    read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
+    prepare, spec, finish = pipeline.stages(False)
+    prepared = []
+    for table in read:
+        if is_lost(table):
+            raise SourceError(losses(table)[0].message)
+        prepared.append(prepare(table))
+    clock.took("prompts")
+    found = Preview(
+        job=job.name,
+        columns=tuple((name, str(schema.field(name).type)) for name in schema.names),
+        asked=tuple(name for name in job.prompt.columns if name in schema.names),
+        prompts=tuple(p for table in prepared for p in _prompts(pipeline.model, table)),
+        answers=(),
+        failed=(),
+        seconds=clock.seconds,
+    )
+    if not answers or spec is None:
+        return found
+    engine = (made or pipeline.engine)(spec)
+    clock.took("engine's start")
+    tables = [engine(table) for table in prepared]
+    clock.took("answers")
+    for table in tables:
+        if is_lost(table):
+            why = losses(table)[0]
+            raise (EngineStartError if why.fatal else EngineFailure)(why.message)
+    kinds: dict[str, list[dict[str, Any]]] = {"data": [], "quarantine": []}
+    for table in tables:
+        _finish(ledger, plan, finish(table), kinds)
+    return replace(found, answers=tuple(kinds["data"]), failed=tuple(kinds["quarantine"]))
+
+
+def _finish(
+    ledger: Any, plan: Any, table: pa.Table, kinds: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Adds the rows that a block became, by kind, as the result would have them."""
+    from prefect_raybatch.ledger.layout import POSITION
+    from prefect_raybatch.ledger.records import Receipt
+    from prefect_raybatch.result.pieces import read_pieces
+    from prefect_raybatch.stages.finish import RECEIPT
+
+    for text in table[RECEIPT].to_pylist():
+        receipt = Receipt.from_json(text)
+        if receipt.lost is not None:
+            raise EngineFailure(receipt.lost.message)
+        rows = ledger.shards(plan)[receipt.shard].rows
+        commit = ledger.commit(plan, rows, [receipt])
+        for kind, piece, _ in read_pieces(ledger.store, commit):
+            kinds[kind] += piece.drop_columns([POSITION]).to_pylist()
+
+
+def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
+    from prefect_raybatch.ledger.layout import POSITION
+    from prefect_raybatch.model import pinned as models
+    from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer, passes_by
+
+    if passes_by(table):
+        return []
+    tokenizer = load_tokenizer(*models.tokenizer_place(model))
+    made = []
+    columns = (table[name].to_pylist() for name in (POSITION, TOKENS, ERROR))
+    for at, ids, error in zip(*columns, strict=True):
+        trouble = f"{error['kind']}: {error['message']}" if error else ""
+        text = "" if error else tokenizer.decode(ids)
+        made.append(PreviewedPrompt(at, text, 0 if error else len(ids), trouble))
+    return made
+
+
+class _Clock:
+    """Seconds by what took them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def took(self, what: str) -> None:
+        now = time.monotonic()
+        self.seconds[what] = round(now - self._at, 1)
+        self._at = now

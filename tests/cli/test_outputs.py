@@ -1,0 +1,129 @@
+"""The commands around runs: init, schema, runs, prune."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.retries import first_run
+
+from prefect_raybatch.cli.commands import main
+from prefect_raybatch.job.batch_job import BatchJob
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """(exit status, what a command printed, what it said beside)."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    found = capsys.readouterr()
+    code = ended.value.code
+    return (code if isinstance(code, int) else 0), found.out, found.err
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    names = pa.array(["Acme", "Stone"])
+    pq.write_table(
+        pa.table({"id": [1, 2], "a: b": names, "Company": names}), tmp_path / "firms.parquet"
+    )
+    return tmp_path / "firms.parquet"
+
+
+def test_init_writes_a_job_for_a_table_with_its_columns(table, capsys):
+    code, _, err = said(capsys, "init", "firms.parquet")
+    assert code == 0 and "3 columns seen in firms.parquet" in err
+    job = BatchJob.from_yaml("job.yaml")
+    assert (job.name, job.source.uri, job.source.limit) == ("firms", "firms.parquet", 100)
+    assert job.prompt.template == "What is this? {Company}"
+    text = Path("job.yaml").read_text()
+    assert "#   id: int64\n#   a: b: string\n#   Company: string\n" in text
+
+
+def test_init_takes_what_options_say_and_replaces_nothing_unasked(table, capsys):
+    asked = ["--template", "Say: '{id}' # \"x\"", "--model", "a/b", "--output", "s3://b/out"]
+    more = [*asked, "--name", "firms-2", "--file", "other.yaml"]
+    assert said(capsys, "init", "firms.parquet", *more)[0] == 0
+    job = BatchJob.from_yaml("other.yaml")
+    assert job.prompt.template == "Say: '{id}' # \"x\""
+    assert (job.name, job.engine.model, job.output.uri) == ("firms-2", "a/b", "s3://b/out")
+    code, _, err = said(capsys, "init", "firms.parquet", "--file", "other.yaml")
+    assert code == 2 and "other.yaml is there already" in err
+    assert said(capsys, "init", "firms.parquet", "--file", "other.yaml", "--force")[0] == 0
+
+
+def test_init_says_what_is_wrong_with_a_table(table, capsys):
+    code, _, err = said(capsys, "init", "missing.parquet")
+    assert code != 0 and "missing.parquet" in err and not Path("job.yaml").exists()
+
+
+def test_the_schema_takes_every_job_file_of_ours_and_names_a_wrong_field(capsys):
+    code, text, _ = said(capsys, "schema")
+    assert code == 0
+    checker = jsonschema.Draft202012Validator(json.loads(text))
+    files = [*ROOT.glob("flows/*.yaml")]
+    assert files
+    for file in files:
+        checker.validate(yaml.safe_load(file.read_text()))
+    wrong = {**yaml.safe_load(files[0].read_text()), "nmae": 1}
+    assert "nmae" in next(checker.iter_errors(wrong)).message
+
+
+def test_preview_prints_types_and_prompts(table, capsys):
+    assert said(capsys, "init", "firms.parquet")[0] == 0
+    code, text, _ = said(capsys, "preview", "job.yaml", "--rows", "1", "--no-answers")
+    assert code == 0 and "  Company: string" in text and "What is this? Acme" in text
+    assert "prompt of row 0" in text and "took plan" in text and not Path("out").exists()
+
+
+def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsys):
+    for key in ("one", "two"):
+        first_run(tmp_path, key=key)
+    place = str(tmp_path)
+    code, text, _ = said(capsys, "runs", place)
+    assert code == 0 and "completed" in text and "ago" in text
+    code, text, _ = said(capsys, "runs", place, "--latest")
+    assert (code, text.strip()) == (0, str(tmp_path / "two"))
+    code, text, _ = said(capsys, "runs", place, "--json")
+    assert {line["run_key"] for line in json.loads(text)["runs"]} == {"one", "two"}
+    code, text, _ = said(capsys, "prune", place, "--keep", "1", "--dry-run")
+    assert code == 0 and "would remove one" in text and "kept two" in text
+    code, _, err = said(capsys, "prune", place, "--keep", "1")
+    assert code == 2 and "add --yes" in err and (tmp_path / "one/_SUCCESS").exists()
+    code, text, _ = said(capsys, "prune", place, "--keep", "1", "--yes", "--json")
+    assert code == 0 and list(json.loads(text)["removed"]) == ["one"]
+    assert not (tmp_path / "one").exists()
+    code, text, _ = said(capsys, "runs", str(tmp_path / "nowhere"))
+    assert code == 0 and "no runs in" in text
+
+
+@pytest.mark.e2e
+def test_a_real_engine_answers_the_first_rows_without_leaving_anything(tmp_path):
+    choice = ["Law Firm", "Real Estate", "Retail", "Other"]
+    job = {
+        "name": "industries",
+        "source": {"uri": str(ROOT / "deployments/customers.csv")},
+        "prompt": {"template": "What industry is this company in: {Company}"},
+        "sampling": {"temperature": 0, "choice": choice},
+        "engine": {"model": "demo"},
+        "output": {"uri": "out"},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [str(Path(sys.executable).with_name("raybatch")), "preview", "job.yaml", "--json"]
+    done = subprocess.run(
+        [*command, "--rows", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["prompts"]) == len(found["answers"]) == 3
+    assert {row["response"] for row in found["answers"]} <= set(choice)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]

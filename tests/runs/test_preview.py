@@ -1,0 +1,80 @@
+"""The first rows of a job in this process: types, prompts, answers, and nothing that stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+from helpers.engines import FakeEngine
+
+from prefect_raybatch.errors import ConfigError, EngineFailure, EngineStartError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.runs.preview import preview
+from prefect_raybatch.stages.block import lost_all
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    names = [f"Company {n}" if n != 2 else None for n in range(20)]
+    table = pa.table({"id": list(range(20)), "Company": names})
+    pa.csv.write_csv(table, tmp_path / "in.csv")
+    return BatchJob.from_dict(
+        {
+            "name": "small",
+            "source": {"uri": str(tmp_path / "in.csv")},
+            "prompt": {"template": "What is {Company}?"},
+            "engine": {"model": "demo", "device": "cpu"},
+            "output": {"uri": str(tmp_path / "out")},
+        }
+    )
+
+
+def test_types_prompts_answers_and_failed_rows_are_shown_and_nothing_stays(job, tmp_path):
+    found = preview(job, 4, engine=FakeEngine)
+    assert found.columns == (("id", "int64"), ("Company", "string"))
+    assert found.asked == ("Company",)
+    assert [one.row for one in found.prompts] == [0, 1, 2, 3]
+    first, null = found.prompts[0], found.prompts[2]
+    assert "What is Company 0?" in first.text and first.tokens > 5
+    assert (null.tokens, null.text) == (0, "") and "Company" in null.trouble
+    assert [row["id"] for row in found.answers] == [0, 1, 3]
+    assert all(row["response"] for row in found.answers)
+    assert [row["stage"] for row in found.failed] == ["prepare"]
+    assert list(found.seconds) == ["plan", "prompts", "engine's start", "answers"]
+    assert not (tmp_path / "out").exists() and not list((tmp_path / "tmp").iterdir())
+
+
+def test_without_answers_no_engine_is_made(job):
+    class Refused(FakeEngine):
+        def __init__(self, spec: Any) -> None:
+            raise AssertionError("an engine was started")
+
+    found = preview(job, 2, answers=False, engine=Refused)
+    assert len(found.prompts) == 2 and found.answers == found.failed == ()
+
+
+@pytest.mark.parametrize(("fatal", "error"), [(True, EngineStartError), (False, EngineFailure)])
+def test_an_engine_that_is_lost_says_why(job, fatal, error):
+    class Lost(FakeEngine):
+        def __call__(self, table: pa.Table) -> pa.Table:
+            return lost_all(table, Loss("RuntimeError", "no memory left", fatal))
+
+    with pytest.raises(error, match="no memory left"):
+        preview(job, 2, engine=Lost)
+
+
+def test_the_limit_of_the_job_counts_and_its_mistakes_are_told(job):
+    short = job.model_copy(update={"source": job.source.model_copy(update={"limit": 1})})
+    assert len(preview(short, 5, answers=False).prompts) == 1
+    with pytest.raises(ConfigError, match="rows 0"):
+        preview(job, 0)
+    prompt = job.prompt.model_copy(update={"template": "What is {Compny}?"})
+    with pytest.raises(ConfigError, match="Compny"):
+        preview(job.model_copy(update={"prompt": prompt}))
