@@ -185,6 +185,8 @@ class Tokenizer(Protocol):
     all_special_ids: list[int]
     all_special_tokens: list[str]
 
+    def decode(self, token_ids: list[int]) -> str: ...
+
     def apply_chat_template(
         self,
         conversation: list[Messages],

@@ -92,18 +92,21 @@ def _of_pieces(
     files: Mapping[str, bytes], run: str, faults: list[str]
 ) -> tuple[list[int], list[int]]:
     """As `_numbers`, of a result that is left as pieces: its manifest names them."""
-    manifest = json.loads(files[f"{run}/_raybatch/manifest.json"])
+    success = json.loads(files[f"{run}/_SUCCESS"])
+    plan = json.loads(files[f"{run}/_raybatch/plan.json"])
+    pieces = table_of(files[f"{run}/_raybatch/{success['manifest']}"])
     found: dict[str, list[int]] = {"data": [], "_quarantine": []}
     numbers = None
-    if manifest.get("numbers"):
-        numbers = pq.read_table(io.BytesIO(files[f"{run}/_raybatch/{manifest['numbers']}"]))["row"]
-    for named in manifest["pieces"]:
+    if plan.get("numbers_table"):
+        table = files[f"{run}/_raybatch/{plan['numbers_table']}"]
+        numbers = pq.read_table(io.BytesIO(table))["row"]
+    for named in pieces:
         key = f"{run}/_raybatch/pieces/{named['piece']}"
         if key not in files:
             faults.append(f"{key}, which the manifest names, is missing")
             continue
         for row in table_of(files[key]):
-            at = int(row["__rb_pos"]) + named["start"]  # type: ignore[call-overload]
+            at = int(row["__rb_pos"]) + int(named["start"])  # type: ignore[call-overload]
             number = at if numbers is None else numbers[at].as_py()
             folder = "_quarantine" if "error" in row else "data"
             found[folder].append(number)

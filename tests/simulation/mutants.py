@@ -174,8 +174,8 @@ MUTANTS = (
         "finalize_early",
         "finalize does not wait for all shards",
         (
-            Edit("result.finalize:finalize", "if not listing.done.all():", "if False:"),
-            Edit("result.finalize:finalize", "if tally.rows != plan.rows:", "if False:"),
+            Edit("result.survey:survey", "if not listing.done.all():", "if False:"),
+            Edit("result.survey:survey", "if found.tally.rows != plan.rows:", "if False:"),
         ),
         within=200,
     ),
@@ -206,10 +206,11 @@ MUTANTS = (
         "stale_list",
         "a listing of commits is believed where pieces are deleted",
         (
+            Edit("ledger.manifest:pieces_named", "if success.manifest is None:", "if True:"),
             Edit(
-                "result.reap:orphans",
-                "commits = ledger.every_commit(plan)",
-                "commits = ledger.commits(plan, ledger.listing(plan))",
+                "ledger.manifest:pieces_named",
+                "ledger.every_commit(plan)",
+                "ledger.commits(plan, ledger.listing(plan))",
             ),
         ),
         within=300,
@@ -232,9 +233,9 @@ MUTANTS = (
         "_SUCCESS is written without if-absent",
         (
             Edit(
-                "ledger.ledger:Ledger.succeed",
-                "put_record_if_absent(",
-                "put_record(",
+                "ledger.success:put_success",
+                "put_record_if_absent(store, SUCCESS, success.to_bytes())",
+                "store.put(SUCCESS, success.to_bytes())",
             ),
         ),
         quick=True,
@@ -244,10 +245,10 @@ MUTANTS = (
         "a part that is not there is written by a plain PUT",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "self._store.put_file_if_absent(path, local_path)",
+                "result.parts:_look",
+                "store.put_file_if_absent(path, local_path)",
                 "__import__('shutil').copy(local_path, local_path + '.put')\n"
-                "        self._store.put_file(path, local_path + '.put')",
+                "        store.put_file(path, local_path + '.put')",
             ),
         ),
         within=200,
@@ -257,9 +258,9 @@ MUTANTS = (
         "a part that is there is taken without a look at its rows",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "adopted = self._same(path, local_path)",
-                "adopted = __import__('hashlib').sha256(self._store.read(path)).hexdigest()",
+                "result.parts:_look",
+                "adopted = same(path, local_path)",
+                "adopted = __import__('hashlib').sha256(store.read(path)).hexdigest()",
             ),
         ),
         within=400,
@@ -269,11 +270,11 @@ MUTANTS = (
         "a part with the same rows as other bytes is replaced, without a fence",
         (
             Edit(
-                "result.parts:_Fenced._look",
-                "adopted = self._same(path, local_path)",
+                "result.parts:_look",
+                "adopted = same(path, local_path)",
                 "adopted = None",
             ),
-            Edit("result.parts:_Fenced._look", "self._guard()\n    log.warning", "log.warning"),
+            Edit("result.parts:_look", "check_unfinished(store)\n    log.warning", "log.warning"),
         ),
     ),
     Mutant(
@@ -297,7 +298,13 @@ MUTANTS = (
     Mutant(
         "retry_numbers",
         "a retry's rows lose the numbers of the first run",
-        (Edit("result.finalize:finalize", "numbers.of(positions)", "positions"),),
+        (
+            Edit(
+                "result.parts:PartTask.numbers_of",
+                "positions if self.numbers is None else self.numbers[positions - self.starts[0]]",
+                "positions",
+            ),
+        ),
         quick=True,
     ),
     Mutant(
