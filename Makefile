@@ -66,6 +66,7 @@ SCHEDULES ?= 10000
 
 chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
 	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos
+	PYTHONPATH=tests $(BIN)/python -m model
 	PYTHONPATH=tests $(BIN)/python -m simulation --schedules $(SCHEDULES) --mutants all --processes $(PROCESSES)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 

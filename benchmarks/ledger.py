@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,9 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     plan = ledger.load_plan()
     assert plan is not None
     shards = ledger.shards(plan)
-    receipt = receipts()
+    receipt = receipts(args.left_out, args.failed)
+    if args.unsynced and args.store == "local":
+        ledger.store.put_if_absent = partial(_write, Path(_run_folder(args)))  # type: ignore[method-assign]
     todo = np.flatnonzero(~ledger.committed(plan)).tolist()
     if len(todo) > args.pending:
         todo = todo[: -args.pending]
@@ -151,12 +154,26 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
         counts["commits"], counts["writers"] = len(todo), args.writers
 
 
-def receipts() -> Callable[[int, int], Any]:
-    """A function (shard, rows) -> receipt of about the size a real one has."""
+def _write(folder: Path, path: str, data: bytes) -> bool:
+    """Without a sync: to have many commits to read, not to measure how they are written."""
+    target = folder / path
+    if not target.parent.exists():
+        target.parent.mkdir(parents=True)
+    target.write_bytes(data)
+    return True
+
+
+def receipts(left_out: float, failed: float) -> Callable[[int, int], Any]:
+    """A function (shard, rows) -> receipt of about the size a real one has: rows left out and
+    failed at random by these shares, the others good. Pieces are named and not there; without
+    shares all rows are left out, and there are none."""
     import uuid
 
+    import numpy as np
+
     from prefect_raybatch.ledger.positions import Positions
-    from prefect_raybatch.ledger.records import Receipt
+    from prefect_raybatch.ledger.record_texts import PieceKind
+    from prefect_raybatch.ledger.records import Piece, Receipt
     from prefect_raybatch.ledger.stats import ShardStats
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
@@ -164,11 +181,29 @@ def receipts() -> Callable[[int, int], Any]:
     sums = dict.fromkeys(names, 412_345.0)
     times = dict.fromkeys(("read_s", "prepare_s", "engine_s", "finish_s"), 3.1415)
 
+    def positions(shard: int, rows: int) -> dict[str, Positions]:
+        if not left_out and not failed:
+            return {"skipped": Positions.spans((0, rows))}
+        drawn = np.random.default_rng(shard).random(rows)
+        parts = {
+            "skipped": drawn < left_out,
+            "failed": (drawn >= left_out) & (drawn < left_out + failed),
+            "good": drawn >= left_out + failed,
+        }
+        return {name: Positions.of(np.flatnonzero(flags)) for name, flags in parts.items()}
+
     def receipt(shard: int, rows: int) -> Receipt:
+        held = positions(shard, rows)
+        kinds: tuple[tuple[str, PieceKind], ...] = (("good", "data"), ("failed", "quarantine"))
         return Receipt(
             shard=shard,
             attempt=attempt,
-            skipped=Positions.spans((0, rows)),
+            **held,
+            pieces=tuple(
+                Piece(f"{shard:08d}-{'0' * 32}.parquet", kind, len(part), 10**6, "0" * 64, part)
+                for name, kind in kinds
+                if (part := held.get(name))
+            ),
             stats=ShardStats(**sums, **times, rows=rows, started=began, ended=began + shard / 100),
             where={"node": "10.0.0.17", "pid": "4711"},
         )
@@ -296,6 +331,21 @@ def _run_folder(args: argparse.Namespace) -> str:
 # --- all of them ------------------------------------------------------------------------------
 
 
+def print_sizes() -> None:
+    """Bytes of positions in a record, as a bitmap and as ranges."""
+    import numpy as np
+
+    from prefect_raybatch.ledger.positions import Positions
+    from prefect_raybatch.ledger.records import dump
+
+    print(f"{'rows of a shard':>16}{'left out':>10}{'bytes':>12}{'as ranges':>12}")
+    for rows in (4_000, 1_000_000):
+        for share in (0.01, 0.1, 0.5):
+            held = Positions.of(np.flatnonzero(np.random.default_rng(0).random(rows) < share))
+            both = len(str(held.to_text())), 2 * len(dump(held.ranges))  # and those of the good
+            print(f"{rows:>16,}{share:>10.0%}{both[0]:>12,}{both[1]:>12,}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shards", type=int, help="of the plan; without it three sizes")
@@ -303,6 +353,10 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=100, help="files of the input")
     parser.add_argument("--pending", type=int, default=10, help="shards left for the resume")
     parser.add_argument("--writers", type=int, default=16, help="threads that commit; a run has 1")
+    parser.add_argument("--left-out", type=float, default=0.0, help="share of rows, at random")
+    parser.add_argument("--failed", type=float, default=0.0, help="share of rows, at random")
+    parser.add_argument("--unsynced", action="store_true", help="local commits are not synced")
+    parser.add_argument("--through", choices=PHASES, default="verify", help="the last phase")
     parser.add_argument("--store", choices=("s3", "local"), default="s3", help="of the output")
     parser.add_argument("--bar", type=float, default=1000.0, help="MB a driver process may take")
     parser.add_argument("--resume-bar", type=float, default=60.0, help="seconds of a resume")
@@ -316,6 +370,10 @@ def main() -> int:
         PHASES[args.phase](args, steps)
         print(json.dumps(steps.rows))
         return 0
+    if not args.json:
+        print_sizes()
+    if (args.left_out or args.failed) and args.through not in ("plan", "start", "commit"):
+        args.through = "resume" if args.through == "resume" else "status"  # there are no pieces
     with (
         tempfile.TemporaryDirectory(prefix="raybatch-ledger-", dir=args.folder) as folder,
         server(args, folder, args.json) as environment,
@@ -364,7 +422,8 @@ def _size(args: argparse.Namespace, environment: dict[str, str]) -> list[dict[st
         print(f"\n{args.rows:,} rows, {args.files:,} files, {args.shards:,} shards\n")
         titles = f"{'phase':9}{'step':24}{'seconds':>9}{'requests':>9}"
         print(titles + f"{'before':>9}{'after':>9}{'peak MB':>9}", flush=True)
-    for phase in PHASES:
+    phases = list(PHASES)
+    for phase in phases[: phases.index(args.through) + 1]:
         for row in _run(phase, args, environment):
             rows.append(row)
             if not args.json:
@@ -373,8 +432,19 @@ def _size(args: argparse.Namespace, environment: dict[str, str]) -> list[dict[st
 
 
 def _run(phase: str, args: argparse.Namespace, environment: dict[str, str]) -> list[dict[str, Any]]:
-    names = ("rows", "shards", "files", "pending", "writers", "store", "folder")
-    given = [f"--{name}={getattr(args, name)}" for name in names] + [f"--phase={phase}"]
+    names = (
+        "rows",
+        "shards",
+        "files",
+        "pending",
+        "writers",
+        "store",
+        "folder",
+        "left_out",
+        "failed",
+    )
+    given = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    given += [f"--phase={phase}", *(["--unsynced"] if args.unsynced else [])]
     done = subprocess.run(
         [sys.executable, __file__, *given],
         stdout=subprocess.PIPE,
@@ -408,7 +478,9 @@ def _missed(args: argparse.Namespace, shards: int, rows: list[dict[str, Any]]) -
 
 
 def _summary(found: dict[int, list[dict[str, Any]]]) -> None:
-    phases = ("plan", "commit", "resume", "status", "finalize", "verify")
+    measured = {row["phase"] for rows in found.values() for row in rows}
+    known = ("plan", "commit", "resume", "status", "finalize", "verify")
+    phases = [phase for phase in known if phase in measured]
     print("\n| shards | " + " | ".join(f"{phase}: s, requests, MB" for phase in phases) + " |")
     print("| ---: |" + " ---: |" * len(phases))
     for shards, rows in found.items():

@@ -25,6 +25,7 @@ from prefect_raybatch.cli.show import (
     show_findings,
     show_plan,
     show_reaped,
+    show_repaired,
     show_report,
     show_rows,
     show_sample,
@@ -316,6 +317,18 @@ def verify(
         show_verdict(found, run_dir)
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def repair(run_dir: RunDir, as_json: Json = False) -> None:
+    """Begin a run beside one that lost files, with all of it that is whole; nothing is changed."""
+    from prefect_raybatch.runs.repair import repair_run
+
+    found = repair_run(run_dir)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    show_repaired(found)
 
 
 @app.command()

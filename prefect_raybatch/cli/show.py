@@ -23,7 +23,7 @@ from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import are, counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.result.verify import Verdict
     from prefect_raybatch.result.verify_chain import ChainVerdict
     from prefect_raybatch.runs.dry_run import DryRun
+    from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
 
 out = Console(highlight=False, soft_wrap=True)
@@ -400,6 +401,27 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
         for name in found.orphan_names[:3]:
             out.print(f"  {name}", markup=False)
         out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
+
+
+def show_repaired(found: Repaired) -> None:
+    for text in found.faults:
+        out.print(f"[red]fault[/]  {escape(text)}")
+    if found.run_key is None:
+        out.print(f"{found.run}: nothing is lost; nothing was written", markup=False)
+        return
+    out.print(
+        f"{found.run_key} holds {found.taken:,} of {counted(found.shards, 'shard')}; "
+        f"{counted(len(found.lost), 'shard')} of {found.run} {are(len(found.lost))} lost. To have "
+        f"the rest done, the result written and proved:\n"
+        f"  raybatch run JOB --run-key {found.run_key}",
+        markup=False,
+    )
+    for target in found.published:
+        out.print(
+            f"{target} has rows of {found.run}: take them out before {found.run_key} is "
+            "published, or they are there twice",
+            markup=False,
+        )
 
 
 def show_reaped(found: Reaped, older_than: str, dry_run: bool) -> None:

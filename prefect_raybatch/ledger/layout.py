@@ -36,6 +36,7 @@ PUBLISHED = f"{RECORDS}/published"  # a record a target
 ASKS = f"{RECORDS}/asks"  # of a run that reuses: a run of its own over what nobody has answered
 REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder for each try to plan
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
+SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"

@@ -38,7 +38,7 @@ NO_POSITIONS = Positions()
 
 LATER_IN_PLANS = (  # fields of a plan that came after the first runs
     *("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"),
-    "uris_table",
+    *("uris_table", "forked_from"),
 )
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
@@ -77,10 +77,18 @@ def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
+def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if set(value) != {"run_key", "plan"} or not all(isinstance(v, str) for v in value.values()):
+        raise PydanticCustomError("forked_from", "not a run and its plan")
+    _run_key(value["run_key"])
+    return value
+
+
 TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
 QuarantineFolder = Annotated[str, AfterValidator(_folder)]
 Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
+ForkedFrom = Annotated[Mapping[str, Any], AfterValidator(_forked_from)]
 InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
 
 
@@ -162,6 +170,7 @@ class Plan:
     `quarantine` is the folder of failed rows, None in plans of before it was named.
     `uris_table` holds the URIs of the input where the job names very many one by one: then `job`
     holds the first of them and `parts` their number and hash.
+    `forked_from` is the run in whose place this one goes on: {run_key, plan}, the plan's hash.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -189,6 +198,7 @@ class Plan:
     quarantine: QuarantineFolder | None = None
     increment: Mapping[str, Any] | None = None
     uris_table: TableName | None = None
+    forked_from: ForkedFrom | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)

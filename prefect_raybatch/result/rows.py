@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,21 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
         table = table.sort_by(POSITION)
         at = table[POSITION].to_numpy().astype(np.int64) + shards[commit.shard].start
         yield pieces[0].path, numbers.of(at), table.select(columns)
+
+
+def numbered_rows(
+    member: Member, kind: str, fault: Callable[[str], None]
+) -> Iterator[tuple[np.ndarray, pa.Table]]:
+    """(row numbers, the other columns) of a finished run's rows of a kind, some at a time, out of
+    the files that have the checksum that finalize recorded; `fault` is told of the others."""
+    for part in _parts(member, kind):
+        try:
+            with _opened(member, part, check=True) as (parquet, name):
+                for batch in parquet.iter_batches(_batch_rows(parquet), use_threads=False):
+                    table = pa.Table.from_batches([batch])
+                    yield table[name].to_numpy().astype(np.int64), table.drop_columns([name])
+        except CorruptRun as error:
+            fault(str(error))
 
 
 def data_schema(member: Member) -> pa.Schema:

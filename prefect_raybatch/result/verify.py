@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,17 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Plan
-from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.ledger.success import read_success
+from prefect_raybatch.ledger.row_numbers import RowNumbers, among
+from prefect_raybatch.ledger.success import Success, read_success
 from prefect_raybatch.result.pieces import check_commit, read_pieces
-from prefect_raybatch.result.verify_files import Fault, check_folder
-from prefect_raybatch.storage import Store
+from prefect_raybatch.result.seen_rows import BLOCK_ROWS, SeenRows
+from prefect_raybatch.result.verify_files import check_file, present
+from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
+FILES_AT_ONCE = 4  # of the result, read side by side
+COMMITS_SAID = "the commits"  # the place of rows that were left out
 
 
 @dataclass
@@ -71,7 +76,9 @@ def verify(store: Store) -> Verdict:
     compact = success is not None and success.compact
     # Listed after the commits: a piece is there before its commit is.
     pieces = {info.path: info.size for info in store.list(PIECES)}
-    held = _commits(ledger, plan, shards, numbers, listing, found, None if compact else pieces)
+    seen = SeenRows(plan.rows, MOST_NAMED + 1)
+    checked = None if compact else pieces
+    _commits(ledger, plan, shards, numbers, listing, found, checked, seen if compact else None)
     if not compact:
         _note_orphans(pieces, found)
     if success is None:
@@ -85,16 +92,12 @@ def verify(store: Store) -> Verdict:
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
-    parts = {part.path: part for part in success.parts}
+    files = _Files(store, success, numbers, plan.format)
     for kind, folder in plan.folders.items():  # without compaction they are empty
-        check = partial(check_folder, store, folder, parts, success.row_number, plan.format)
-        held += _files(check, kind, numbers, found)
+        files.check(kind, folder, seen, found)
     if compact:
-        _prove(held, numbers, found)
+        _prove(seen, numbers, found, partial(_places, ledger, plan, shards, listing, files))
     return found
-
-
-Span = tuple[np.ndarray, np.ndarray, str]  # starts, stops (int64), the file that holds them
 
 
 def _commits(
@@ -105,13 +108,15 @@ def _commits(
     listing: Listing,
     found: Verdict,
     pieces: dict[str, int] | None,
-) -> list[Span]:
+    seen: SeenRows | None,
+) -> None:
     """Checks each commit; rows left out on purpose are known from the commits alone.
 
     `pieces` (path to bytes) are those there, which are checked as well, and taken out of it as
-    commits name them; None where they have become the result.
+    commits name them; None where they have become the result, and there `seen` takes what commits
+    left out.
     """
-    starts, stops = [], []
+    left_out = LeftOut()
 
     def fault(error: CorruptRun) -> None:
         _fault(found, str(error))
@@ -125,11 +130,11 @@ def _commits(
         except CorruptRun as error:
             fault(error)
             continue
-        for first, stop in commit.skipped.ranges:
-            starts.append(start + first)
-            stops.append(start + stop)
-            found.skipped += stop - first
-    return [(np.array(starts, np.int64), np.array(stops, np.int64), "the commits")]
+        found.skipped += len(commit.skipped)
+        if seen is not None and (rows := left_out.take(start, commit)) is not None:
+            seen.add(rows)
+    if seen is not None:
+        seen.add(left_out.rest())
 
 
 def _check_pieces(
@@ -165,53 +170,115 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
     found.orphan_names = sorted(pieces)[:MOST_NAMED]
 
 
-def _files(
-    check: Callable[[Fault], dict[str, np.ndarray]],
-    kind: str,
-    numbers: RowNumbers,
-    found: Verdict,
-) -> list[Span]:
-    spans = []
-    for path, rows in check(partial(_fault, found)).items():
-        _count(found, kind, len(rows))
-        positions, unknown = numbers.positions(np.unique(rows))
-        if len(unknown):
-            _fault(found, f"{path}: row {unknown[0]} is none of the rows this run retries")
-        spans.append((*_to_spans(positions), path))
-    return spans
+class LeftOut:
+    """Rows that commits left out, of many shards at once: one by one they cost the most."""
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._rows = 0
+
+    def take(self, start: int, commit: Commit) -> np.ndarray | None:
+        """With the rows of this commit, whose shard begins at `start`, as soon as they are many."""
+        if commit.skipped:
+            self._parts.append(start + commit.skipped.numbers)
+            self._rows += len(commit.skipped)
+        return self.rest() if self._rows >= BLOCK_ROWS else None
+
+    def rest(self) -> np.ndarray:
+        rows: np.ndarray = np.concatenate([np.zeros(0, np.int64), *self._parts])
+        self._parts, self._rows = [], 0
+        return rows
 
 
-def _prove(spans: Iterable[Span], numbers: RowNumbers, found: Verdict) -> None:
-    """Whether the spans are a partition of all positions; names the first rows that are not."""
-    rows = numbers.rows
-    spans = [s for s in spans if len(s[0])]
-    starts = np.concatenate([s[0] for s in spans] or [np.zeros(0, np.int64)])
-    stops = np.concatenate([s[1] for s in spans] or [np.zeros(0, np.int64)])
-    names = [s[2] for s in spans for _ in range(len(s[0]))]
-    order = np.argsort(starts, kind="stable")
-    reached, last = 0, ""
-    for i in order.tolist():
-        start, stop = int(starts[i]), int(stops[i])
-        if start > reached:
-            _fault(found, f"{numbers.name(reached, start)} are missing")
-        elif start < reached:
-            row = numbers.of(starts[i])
-            _fault(found, f"row {row} is in both {last} and {names[i]}")
-        if stop > reached:
-            reached, last = stop, names[i]
-    if reached < rows:
-        _fault(found, f"{numbers.name(reached, rows)} are missing")
-    elif reached > rows:
-        _fault(found, f"{last}: row {reached - 1} is beyond the planned {counted(rows, 'row')}")
+TakeFrom = Callable[[str, np.ndarray], None]  # the place, ascending positions of rows that it has
 
 
-def _to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if not len(rows):
-        return rows, rows
-    breaks = np.flatnonzero(np.diff(rows) != 1)
-    starts = rows[np.concatenate([[0], breaks + 1])]
-    stops = rows[np.concatenate([breaks, [len(rows) - 1]])] + 1
-    return starts, stops
+class _Files:
+    """The files of a result, several read at a time."""
+
+    def __init__(
+        self, store: Store, success: Success, numbers: RowNumbers, run_format: int
+    ) -> None:
+        self.store, self.numbers, self.row_number = store, numbers, success.row_number
+        self.run_format = run_format
+        self.parts = {part.path: part for part in success.parts}
+
+    def check(self, kind: str, folder: str, seen: SeenRows, found: Verdict) -> None:
+        """Looks at the files there, and gives `seen` their rows."""
+        fault = partial(_fault, found)
+        paths = present(self.store, folder, self.parts, fault)
+        read = partial(self._read, lambda path, rows: seen.add(rows))
+        for rows, faults in read_ahead(read, paths, FILES_AT_ONCE, FILES_AT_ONCE):
+            _count(found, kind, rows)
+            for text in faults:
+                fault(text)
+
+    def again(self, take: TakeFrom) -> None:
+        """Once more through the rows of all files."""
+        for path in self.parts:
+            with suppress(FileNotFoundError):
+                self._read(take, path)
+
+    def _read(self, take: TakeFrom, path: str) -> tuple[int, list[str]]:
+        """How many rows a file has, and what is wrong with it."""
+        faults: list[str] = []
+
+        def fault(text: str) -> None:
+            if len(faults) <= MOST_NAMED:
+                faults.append(text)
+
+        def known(rows: np.ndarray) -> None:
+            positions, unknown = self.numbers.positions(rows)
+            if len(unknown):
+                fault(f"{path}: row {unknown[0]} is none of the rows this run retries")
+            low, high = np.searchsorted(positions, [0, self.numbers.rows]).tolist()
+            if high < len(positions):
+                planned = counted(self.numbers.rows, "row")
+                fault(f"{path}: row {positions[-1]} is beyond the planned {planned}")
+            if low:
+                fault(f"{path}: row {positions[0]} is no row of the run")
+            take(path, positions[low:high])
+
+        part = self.parts[path]
+        rows = check_file(self.store, part, self.row_number, self.run_format, known, fault)
+        return rows, faults
+
+
+def _places(
+    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
+) -> None:
+    """Once more through all rows, with the place of each."""
+    left_out = LeftOut()
+    for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
+        rows = left_out.take(shards[commit.shard].start, commit)
+        if rows is not None:
+            take(COMMITS_SAID, rows)
+    take(COMMITS_SAID, left_out.rest())
+    files.again(take)
+
+
+def _prove(
+    seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[TakeFrom], None]
+) -> None:
+    """Whether each row was seen once; names the first that were not, and where others are."""
+    said = [
+        (start, f"{numbers.name(start, stop)} are missing")
+        for start, stop in islice(seen.gaps(), MOST_NAMED + 1)
+    ]
+    if seen.twice:
+        twice = np.unique(np.array(seen.twice, np.int64))
+        holders: dict[int, list[str]] = {row: [] for row in twice.tolist()}
+
+        def note(place: str, rows: np.ndarray) -> None:
+            for row in twice[among(rows, twice)].tolist():
+                holders[row].append(place)
+
+        places(note)
+        for row, names in holders.items():
+            number = numbers.of(np.array([row]))[0]
+            said.append((row, f"row {number} is in both {' and '.join(names)}"))
+    for _, text in sorted(said):
+        _fault(found, text)
 
 
 def _count(found: Verdict, kind: str, rows: int) -> None:

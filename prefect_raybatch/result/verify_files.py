@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,41 +18,39 @@ from prefect_raybatch.result.row_sums import decode, row_sums
 from prefect_raybatch.storage import Store
 
 MOST_ROWS_NAMED = 10  # rows of a file named one by one
+NUMBERS_AT_ONCE = 1 << 20
 
 Fault = Callable[[str], None]
+TakeRows = Callable[[np.ndarray], None]
 
 
-def check_folder(
-    store: Store,
-    folder: str,
-    parts: Mapping[str, Part],
-    row_number: str,
-    run_format: int,
-    fault: Fault,
-) -> dict[str, np.ndarray]:
-    """Row numbers (int64, as they stand) by path of the files that could be read."""
+def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
+    """The files of a folder that `parts` names and that are there, in order."""
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
     for path in sorted(set(named) - there):
         fault(f"{path}: the file is missing ({_held(named[path])})")
     for path in strays(there, named):
         fault(f"{path}: _SUCCESS does not name this file; readers would take it for the result")
-    found = {}
-    for path in sorted(there & set(named)):
-        rows = _check_file(store, named[path], row_number, run_format, fault)
-        if rows is not None:
-            found[path] = rows
-    return found
+    return sorted(there & set(named))
 
 
-def _check_file(
-    store: Store, part: Part, row_number: str, run_format: int, fault: Fault
-) -> np.ndarray | None:
+def check_file(
+    store: Store, part: Part, row_number: str, run_format: int, take: TakeRows, fault: Fault
+) -> int:
+    """Looks at a file and gives `take` its row numbers, ascending, some at a time; how many there
+    are. A file as it was written is not held whole."""
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         same = checksum == part.sha256
-        stream.seek(0)
+        taken = 0
         try:
+            stream.seek(0)
+            if same:
+                taken, whole = _take_ascending(stream, row_number, take)
+                if whole:
+                    return taken
+            stream.seek(0)
             columns = [row_number] if same else None
             table = pq.ParquetFile(stream, pre_buffer=False).read(columns, use_threads=False)
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
@@ -59,20 +58,43 @@ def _check_file(
                 f"{part.path}: its contents are not what finalize wrote ({_held(part)}); it is "
                 f"not readable Parquet: {error}"
             )
-            return None
+            return taken
     if (
         row_number not in table.column_names
         or table[row_number].null_count
         or not pa.types.is_integer(table.schema.field(row_number).type)
     ):
         fault(f"{part.path}: has no whole column {row_number}")
-        return None
+        return taken
     rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
         sums = row_sums(table.drop_columns([row_number]), run_format)
         _compare(store, part, sums, rows, fault)
     _check_order(part.path, rows, fault)
-    return rows
+    take(np.setdiff1d(rows, rows[:taken]))
+    return len(rows)
+
+
+def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, bool]:
+    """(how many row numbers were taken, whether these are all): up to the first that are none, or
+    that do not ascend."""
+    taken, last = 0, None
+    with pq.ParquetFile(stream, pre_buffer=False) as file:
+        schema = file.schema_arrow
+        if row_number not in schema.names or not pa.types.is_integer(schema.field(row_number).type):
+            return 0, False
+        for batch in file.iter_batches(NUMBERS_AT_ONCE, columns=[row_number], use_threads=False):
+            column = batch.column(0)
+            if column.null_count:
+                return taken, False
+            rows = column.to_numpy().astype(np.int64)
+            joined = rows if last is None else np.append(last, rows)
+            if (np.diff(joined) <= 0).any():
+                return taken, False
+            take(rows)
+            taken += len(rows)
+            last = rows[-1:] if len(rows) else last
+    return taken, True
 
 
 def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:

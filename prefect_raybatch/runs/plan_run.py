@@ -14,6 +14,7 @@ from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
@@ -50,7 +51,10 @@ def plan_run(
     plan = ledger.load_plan()
     if plan is not None:
         _check_same(plan, resolved, store.uri)
-        return run_of(store, plan, ledger)
+        ledger, plan = follow_forks(ledger, plan)
+        if ledger.store is not store:
+            log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
+        return run_of(ledger.store, plan, ledger)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     store.probe()

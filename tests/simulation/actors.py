@@ -156,7 +156,7 @@ def tidy(world: World, key: str = KEY, times: int = 1, calm: bool = False) -> No
     for _ in range(times):
         for _ in range(0 if calm else rng.randrange(30)):
             world.scheduler.point("waits")
-        older = -60.0 if calm else rng.choice([-60.0, 0.0, 1.0, 3600.0])
+        older = -1e6 if calm else rng.choice([-60.0, 0.0, 1.0, 3600.0])
         store = world.open(f"{world.root}/{key}")
 
         def attempt(older: float = older, store: Any = store) -> None:

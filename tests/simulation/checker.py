@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,8 +18,8 @@ import pyarrow.parquet as pq
 ANSWER = re.compile(r"(\S+) answers (\d+)\Z")
 
 
-def table_of(data: bytes) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = pq.read_table(pa.BufferReader(data)).to_pylist()
+def table_of(data: bytes) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(data)).to_pylist()
     return rows
 
 
@@ -79,7 +80,7 @@ def _numbers(
         except (pa.ArrowException, OSError) as error:
             faults.append(f"{key} is not readable: {error}")
             continue
-        numbers = [int(row["_row"]) for row in rows]  # type: ignore[call-overload]
+        numbers = [row["_row"] for row in rows]
         if numbers != sorted(set(numbers)):
             faults.append(f"{key}: rows {numbers} are not in order")
         found[folder] += numbers
@@ -88,26 +89,29 @@ def _numbers(
     return found["data"], found["_quarantine"]
 
 
+def _manifest(files: Mapping[str, bytes], run: str) -> list[dict[str, Any]]:
+    """The pieces that are the result: a table that _SUCCESS names, in the first format JSON."""
+    name = json.loads(files[f"{run}/_SUCCESS"]).get("manifest")
+    if name is not None:
+        return table_of(files[f"{run}/_raybatch/{name}"])
+    pieces: list[dict[str, Any]] = json.loads(files[f"{run}/_raybatch/manifest.json"])["pieces"]
+    return pieces
+
+
 def _of_pieces(
     files: Mapping[str, bytes], run: str, faults: list[str]
 ) -> tuple[list[int], list[int]]:
     """As `_numbers`, of a result that is left as pieces: its manifest names them."""
-    success = json.loads(files[f"{run}/_SUCCESS"])
-    plan = json.loads(files[f"{run}/_raybatch/plan.json"])
-    pieces = table_of(files[f"{run}/_raybatch/{success['manifest']}"])
     found: dict[str, list[int]] = {"data": [], "_quarantine": []}
-    numbers = None
-    if plan.get("numbers_table"):
-        table = files[f"{run}/_raybatch/{plan['numbers_table']}"]
-        numbers = pq.read_table(io.BytesIO(table))["row"]
-    for named in pieces:
+    taken = _taken(files, run)
+    for named in _manifest(files, run):
         key = f"{run}/_raybatch/pieces/{named['piece']}"
         if key not in files:
             faults.append(f"{key}, which the manifest names, is missing")
             continue
         for row in table_of(files[key]):
-            at = int(row["__rb_pos"]) + int(named["start"])  # type: ignore[call-overload]
-            number = at if numbers is None else numbers[at].as_py()
+            at = row["__rb_pos"] + named["start"]
+            number = taken[at] if taken else at
             folder = "_quarantine" if "error" in row else "data"
             found[folder].append(number)
             faults += _wrong(key, folder, number, row)

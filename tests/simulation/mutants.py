@@ -206,11 +206,11 @@ MUTANTS = (
         "stale_list",
         "a listing of commits is believed where pieces are deleted",
         (
-            Edit("ledger.manifest:pieces_named", "if success.manifest is None:", "if True:"),
             Edit(
-                "ledger.manifest:pieces_named",
-                "ledger.every_commit(plan)",
-                "ledger.commits(plan, ledger.listing(plan))",
+                "result.reap:orphans",
+                "done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)",
+                "done, there = np.ones(plan.shards, bool), ledger.listing(plan)\n"
+                "        named = {p.path for c in ledger.commits(plan, there) for p in c.pieces}",
             ),
         ),
         within=300,
@@ -278,6 +278,15 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "layout_own",
+        "a finalizer does not take the layout that is there",
+        (
+            Edit("result.survey:layout_of", "if plan.format > 1 and (", "if False and ("),
+            Edit("result.survey:layout_of", "if plan.format == 1:", "if True:"),
+        ),
+        quick=True,
+    ),
+    Mutant(
         "retry_taken",
         "a retry takes rows that another one has taken",
         (
@@ -301,8 +310,8 @@ MUTANTS = (
         (
             Edit(
                 "result.parts:PartTask.numbers_of",
-                "positions if self.numbers is None else self.numbers[positions - self.starts[0]]",
-                "positions",
+                "return positions if self.numbers is None else",
+                "return positions if True else",
             ),
         ),
         quick=True,

@@ -40,7 +40,7 @@ for room in ("driver", "ledger", "plan", "report", "result", "runs", "source", "
 
 
 class World:
-    """`kind`: s3 or disk. `rows` in shards of `per_shard`; `file_bytes` a file of the result."""
+    """`kind`: s3 or disk. `rows` in shards of `per_shard`."""
 
     def __init__(self, scheduler: Scheduler, kind: str, folder: Path, weather: Weather) -> None:
         rng = scheduler.rng
@@ -48,7 +48,6 @@ class World:
         self.watch = Watch(self.files)
         self.wire = Wire(scheduler, weather, self.watch)
         self.rows, self.per_shard = rng.randrange(3, 13), rng.randrange(1, 5)
-        self.file_bytes = rng.choice([1, 4000, 1 << 20])
         self.single_put = rng.choice([0, s3.SINGLE_PUT_BYTES])  # larger files go another way
         self.compact = rng.random() < 0.75
         self.root = f"s3://{BUCKET}" if kind == "s3" else str(folder / "out")
@@ -130,7 +129,7 @@ class World:
 
         def finalized(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            bound.arguments["file_bytes"] = self.file_bytes
+            bound.arguments["file_bytes"] = self.scheduler.process.file_bytes
             return finalize(*bound.args, **bound.kwargs)
 
         return finalized
@@ -147,6 +146,8 @@ class World:
 
     def process(self, name: str, disturbed: bool = True) -> Process:
         made = Process(name, disturbed)
+        # Another version may cut the result into other files, were there not a common layout.
+        made.file_bytes = self.scheduler.rng.choice([1, 4000, 1 << 20])  # type: ignore[attr-defined]
         made.other_pyarrow = self.scheduler.rng.random() < 0.3  # type: ignore[attr-defined]
         return made
 

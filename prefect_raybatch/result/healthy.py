@@ -1,0 +1,159 @@
+"""What of a run is whole: its shards with their rows, out of pieces or cut out of the result.
+
+A shard counts as lost when its commit, one of its pieces or one of the result's files that hold
+its rows is missing or other than it was written. Nothing is mended here and nothing is written.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.layout import KINDS, POSITION, piece_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.positions import Positions
+from prefect_raybatch.ledger.record_texts import PieceKind
+from prefect_raybatch.ledger.records import Commit
+from prefect_raybatch.result.pieces import check_commit, read_piece
+from prefect_raybatch.result.rows import numbered_rows
+from prefect_raybatch.storage import read_ahead
+
+SHARDS_AT_ONCE = 4  # whose pieces are read side by side
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows of one kind, as a piece holds them: bytes of a Parquet file with their positions."""
+
+    kind: PieceKind
+    positions: Positions
+    data: bytes
+
+
+@dataclass(frozen=True)
+class WholeShard:
+    """A shard that was not lost: its commit, and all its rows."""
+
+    commit: Commit
+    held: tuple[HeldRows, ...]
+
+
+def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
+    """The shards of a run that are whole, in order; `fault` is told of what is not."""
+    ledger, plan = member.ledger, member.plan
+    shards = ledger.shards(plan)
+    listing = ledger.listing(plan)
+    commits = ledger.commits(plan, listing, exact=True, on_fault=lambda error: fault(str(error)))
+    checked = _checked(commits, shards, fault)
+    if member.summary is not None and member.summary.compact:
+        yield from _cut_out(member, shards, checked, fault)
+        return
+
+    def load(commit: Commit) -> WholeShard | CorruptRun:
+        try:
+            return _of_pieces(ledger, commit)
+        except CorruptRun as error:
+            return error
+
+    for found in read_ahead(load, checked, SHARDS_AT_ONCE, SHARDS_AT_ONCE):
+        if isinstance(found, CorruptRun):
+            fault(str(found))
+        else:
+            yield found
+
+
+def _checked(commits: Iterator[Commit], shards: Shards, fault: Tell) -> Iterator[Commit]:
+    for commit in commits:
+        try:
+            check_commit(commit, shards[commit.shard].rows)
+        except CorruptRun as error:
+            fault(str(error))
+            continue
+        yield commit
+
+
+def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
+    held = []
+    for piece in commit.pieces:
+        table = read_piece(ledger.store, commit.shard, piece)
+        if not _are_at(table[POSITION].to_numpy(), piece.positions):
+            raise CorruptRun(f"{piece_path(piece.path)} holds other positions than its commit says")
+        data = ledger.store.read(piece_path(piece.path))
+        held.append(HeldRows(piece.kind, piece.positions, data))
+    return WholeShard(commit, tuple(held))
+
+
+def _cut_out(
+    member: Member, shards: Shards, commits: Iterator[Commit], fault: Tell
+) -> Iterator[WholeShard]:
+    """Out of the files of the result that are as they were written."""
+    rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
+    for commit in commits:
+        shard = shards[commit.shard]
+        wanted = {"data": commit.good, "quarantine": commit.failed}
+        found = {kind: rows[kind].take(shard.start, shard.start + shard.rows) for kind in KINDS}
+        held, whole = [], True
+        for kind, positions in wanted.items():
+            numbers, table = found[kind]
+            if not _are_at(numbers - shard.start, positions):
+                whole = False
+                break
+            if table is not None and len(positions):
+                held.append(_as_piece(kind, positions, numbers - shard.start, table))
+        if whole:
+            yield WholeShard(commit, tuple(held))
+        else:
+            fault(f"shard {commit.shard}: not all of its rows are in files that are whole")
+
+
+def _as_piece(kind: str, positions: Positions, at: np.ndarray, table: pa.Table) -> HeldRows:
+    out = io.BytesIO()
+    table = table.add_column(0, POSITION, pa.array(at, pa.int32()))
+    pq.write_table(table, out, compression="zstd")
+    named: PieceKind = "data" if kind == "data" else "quarantine"
+    return HeldRows(named, positions, out.getvalue())
+
+
+def _are_at(numbers: np.ndarray, positions: Positions) -> bool:
+    try:
+        return Positions.of(numbers) == positions
+    except ValueError:
+        return False
+
+
+class _Rows:
+    """Numbered rows as they come, handed out by range."""
+
+    def __init__(self, batches: Iterator[tuple[np.ndarray, pa.Table]]):
+        self._batches = batches
+        self._held: list[tuple[np.ndarray, pa.Table]] = []
+        self._ended = False
+
+    def take(self, start: int, stop: int) -> tuple[np.ndarray, pa.Table | None]:
+        """Those of [start, stop), and none before them any more."""
+        while not self._ended and not (self._held and self._held[-1][0][-1] >= stop - 1):
+            batch = next(self._batches, None)
+            if batch is None:
+                self._ended = True
+            elif len(batch[0]):
+                self._held.append(batch)
+        taken, rest = [], []
+        for numbers, table in self._held:
+            low, high = np.searchsorted(numbers, [start, stop]).tolist()
+            if low < high:
+                taken.append((numbers[low:high], table.slice(low, high - low)))
+            if high < len(numbers):
+                rest.append((numbers[high:], table.slice(high)))
+        self._held = rest
+        numbers = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in taken)])
+        return numbers, pa.concat_tables([part[1] for part in taken]) if taken else None

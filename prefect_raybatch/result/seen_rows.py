@@ -1,0 +1,100 @@
+"""Which rows were seen where, a bit a row: what proves that each is in one place.
+
+Rows come in any order, from several threads. Memory is an eighth of a byte a row, in windows that
+are there once a row of theirs was seen; names of rows are kept only of those that are at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from threading import Lock
+
+import numpy as np
+
+WINDOW_ROWS = 1 << 30  # rows; 128 MiB
+BLOCK_ROWS = 1 << 20  # rows that are unpacked at once
+ALL = 0xFF
+
+
+class SeenRows:
+    """Of rows 0 to `rows`. `twice` are the first rows of up to `most` spans that came again."""
+
+    def __init__(self, rows: int, most: int):
+        self.rows, self.most = rows, most
+        self.twice: list[int] = []
+        self._windows: dict[int, np.ndarray] = {}
+        self._lock = Lock()
+
+    def add(self, rows: np.ndarray) -> None:
+        """Ascending row numbers, none of them twice, none below 0 or beyond the last."""
+        if not len(rows):
+            return
+        cuts = np.arange(rows[0] // BLOCK_ROWS + 1, rows[-1] // BLOCK_ROWS + 1) * BLOCK_ROWS
+        edges = [0, *np.searchsorted(rows, cuts).tolist(), len(rows)]
+        for start, stop in pairwise(edges):
+            if start < stop:
+                self._add(rows[start:stop])
+
+    def _add(self, rows: np.ndarray) -> None:
+        """Rows of one block."""
+        first = int(rows[0]) & ~7
+        flags = np.zeros(int(rows[-1]) + 1 - first, bool)
+        flags[rows - first] = True
+        packed = np.packbits(flags, bitorder="little")
+        window, at = divmod(first, WINDOW_ROWS)
+        with self._lock:
+            bits = self._window(window)[at // 8 : at // 8 + len(packed)]
+            again = bits & packed
+            bits |= packed
+            if again.any():
+                starts, _ = to_spans(first + _set_bits(again))
+                self.twice += starts[: self.most - len(self.twice)].tolist()
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Half-open spans of rows that were not seen, ascending."""
+        last: tuple[int, int] | None = None
+        for start, stop in self._block_gaps():
+            if last is not None and last[1] == start:
+                last = (last[0], stop)
+                continue
+            if last is not None:
+                yield last
+            last = (start, stop)
+        if last is not None:
+            yield last
+
+    def _block_gaps(self) -> Iterator[tuple[int, int]]:
+        """As `gaps`, cut where blocks end."""
+        for start in range(0, self.rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self.rows)
+            window, at = divmod(start, WINDOW_ROWS)
+            if window not in self._windows:
+                yield start, stop
+                continue
+            bits = self._windows[window][at // 8 : (at + stop - start + 7) // 8]
+            if (bits == ALL).all():
+                continue
+            absent = _set_bits(~bits)
+            starts, stops = to_spans(start + absent[absent < stop - start])
+            yield from zip(starts.tolist(), stops.tolist(), strict=True)
+
+    def _window(self, number: int) -> np.ndarray:
+        if number not in self._windows:
+            rows = min(WINDOW_ROWS, self.rows - number * WINDOW_ROWS)
+            self._windows[number] = np.zeros(-(-rows // 8), np.uint8)
+        return self._windows[number]
+
+
+def to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of the runs of neighbours in ascending `rows`."""
+    if not len(rows):
+        return rows, rows
+    breaks = np.flatnonzero(np.diff(rows) != 1)
+    starts = rows[np.concatenate([[0], breaks + 1])]
+    stops = rows[np.concatenate([breaks, [len(rows) - 1]])] + 1
+    return starts, stops
+
+
+def _set_bits(packed: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))

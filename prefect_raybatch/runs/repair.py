@@ -1,0 +1,174 @@
+"""Repairs a run by a fork: a run beside it that begins with all that is whole.
+
+Not in place: finalize may have fixed the result over what the run holds, and rows written anew
+would then be in two places. The fork has the same input and the same shards; what was lost is
+simply not committed in it, so it is resumed, finished and proved as any run is.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.ledger.family import Member, place
+from prefect_raybatch.ledger.forks import fork_key, forked, supersede
+from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest
+from prefect_raybatch.ledger.success import read_success
+from prefect_raybatch.result.healthy import WholeShard, whole_shards
+from prefect_raybatch.storage import Sums, put_file_proved, put_proved
+from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
+
+MOST_SAID = 20  # of what is wrong
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair came to. `run_key` is None where nothing was lost: then nothing was written."""
+
+    run: str
+    run_key: str | None
+    shards: int
+    taken: int
+    lost: tuple[int, ...]
+    faults: tuple[str, ...]
+    published: tuple[str, ...] = ()  # targets that have rows of the old run
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
+    """Forks a run of which a commit, a piece or a file of the result is lost or damaged.
+
+    The fork holds a commit for each shard that is whole; a repair that was killed goes on. Raises
+    `ConfigError` for a run that cannot be forked, `CorruptRun` where its plan is not readable.
+    """
+    root, key = place(run_dir, options)
+    old = Ledger(root.sub(key))
+    plan = need_plan(old)
+    _check_alone(plan, old.store.uri)
+    member = Member(key, old, plan, read_success(old.store, plan))
+    faults: list[str] = []
+
+    def fault(text: str) -> None:
+        if len(faults) < MOST_SAID:
+            faults.append(text)
+
+    committed = old.committed(plan)
+    if member.summary is not None and not committed.all():
+        absent = np.flatnonzero(~committed)
+        fault(f"commits are missing of {counted(len(absent), 'shard')} (first: {absent[0]})")
+        committed[:] = True
+    for whole in whole_shards(member, fault):
+        committed[whole.commit.shard] = False
+    lost = tuple(np.flatnonzero(committed).tolist())
+    if not lost and not faults:
+        return Repaired(old.store.uri, None, plan.shards, 0, (), ())
+    ours = Ledger(root.sub(fork_key(key)))
+    made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
+    if made.forked_from != forked(plan):
+        raise PlanMismatch(f"{ours.store.uri} is another run, and no repair of {old.store.uri}")
+    taken = _take_over(member, ours, made)
+    supersede(old, made.run_key)
+    named = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
+    published = tuple(match[1] for match in named if match)
+    key = made.run_key
+    return Repaired(old.store.uri, key, plan.shards, taken, lost, tuple(faults), published)
+
+
+def _check_alone(plan: Plan, where: str) -> None:
+    """`ConfigError` for a run that others hang on, or that hangs on others."""
+    if plan.parent is not None:
+        raise ConfigError(
+            f"{where} retries failed rows of {plan.parent}, and such a run is not repaired: move "
+            f"it away and retry them again (raybatch retry-failed on {plan.parent})"
+        )
+    if plan.increment is not None:
+        raise ConfigError(
+            f"{where} reuses or keeps answers (reuse, output.keep_answers), and such a run is not "
+            "repaired: run the job again under a new run key; what is whole of its answers can be "
+            "reused"
+        )
+
+
+def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
+    """Plans the fork: the tables, the snapshot and the schema of the old run, then its plan."""
+    ours.store.probe()
+    if plan.snapshot:
+        for file in old.files(plan):
+            _copy(old, ours, file.uri)
+    try:
+        put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
+    except FileNotFoundError:
+        log.info("%s has no schema of its answers yet", old.store.uri)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    fork = replace(plan, run_key=key, created=now, format=FORMAT, forked_from=forked(plan))
+    return ours.create_plan(fork, {name: old.table(name) for name in plan.tables})
+
+
+def _copy(old: Ledger, ours: Ledger, path: str) -> None:
+    try:
+        with old.store.open(path) as stream, tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / "copy"
+            with local.open("wb") as copy:
+                shutil.copyfileobj(stream, copy)
+            with local.open("rb") as copy:
+                sums = Sums.of_stream(copy)
+            put_file_proved(ours.store, path, local, sums)
+    except FileNotFoundError:
+        raise CorruptRun(
+            f"{old.store.uri}/{path}, the copy of the input, is missing: nothing can be asked "
+            "again. Run the job under a new run key"
+        ) from None
+
+
+def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:
+    """Commits in the fork what is whole and not committed there yet; how many shards it has."""
+    shards, done = ours.shards(plan), ours.committed(plan)
+    for whole in whole_shards(member, lambda text: None):
+        shard = whole.commit.shard
+        if done[shard]:
+            continue
+        receipt = replace(_receipt(whole), pieces=tuple(_pieces(ours, whole)))
+        ours.commit(plan, shards[shard].rows, [receipt])
+        done[shard] = True
+    return int(np.count_nonzero(done))
+
+
+def _receipt(whole: WholeShard) -> Receipt:
+    commit = whole.commit
+    return Receipt(
+        shard=commit.shard,
+        attempt=commit.attempt,
+        good=commit.good,
+        failed=commit.failed,
+        skipped=commit.skipped,
+        stats=commit.stats,
+        failures=commit.failures,
+        where=commit.where,
+    )
+
+
+def _pieces(ours: Ledger, whole: WholeShard) -> Iterator[Piece]:
+    """Writes the rows of a shard as pieces of the fork, under names of their own."""
+    for held in whole.held:
+        name = f"{whole.commit.shard:08d}-{uuid.uuid4().hex}.parquet"
+        put_proved(ours.store, piece_path(name), held.data)
+        rows, size = len(held.positions), len(held.data)
+        yield Piece(name, held.kind, rows, size, digest(held.data), held.positions)

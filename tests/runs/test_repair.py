@@ -1,0 +1,274 @@
+"""A run that lost files goes on in a fork: what is whole is taken over, the rest is done again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from helpers.command_line import called
+from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, success_of
+from s3server import S3Server
+
+from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.errors import ConfigError, PlanMismatch
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.forks import follow_forks, fork_key
+from prefect_raybatch.ledger.layout import SUPERSEDED_BY, commit_path, piece_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.reap import orphans
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.repair import Repaired, repair_run
+from prefect_raybatch.storage import Store, open_store
+
+FAILED = {(0, 4), (2, 1)}
+
+
+def flip(store: Store, path: str) -> None:
+    data = bytearray(store.read(path))
+    data[len(data) // 2] ^= 1
+    store.put(path, bytes(data))
+
+
+def lose(store: Store, path: str) -> None:
+    store.delete([path])
+
+
+def close(run: SmallRun, compact: bool = True) -> None:
+    """Finishes a run of which all shards are committed, and removes its pieces."""
+    size = max(p.bytes for s in range(4) for p in run.ledger.read_commit(run.plan, s).pieces)
+    made = finalize(run.ledger, run.plan, run.shards, "_row", 2 * size - 1, compact)
+    run.ledger.succeed(success_of(run, made.parts, compact=compact))
+    run.store.delete([info.path for info in orphans(run.ledger, run.plan)])
+
+
+def old_run(root: str | Path, finished: bool, compact: bool = True) -> SmallRun:
+    output = {"uri": "out", "postprocess": "helpers.functions:skip_odd"}
+    run = small_run(root, output=output)  # type: ignore[arg-type]
+    run.commit_all(FAILED)
+    if finished:
+        close(run, compact)
+    return run
+
+
+def files(store: Store) -> dict[str, bytes]:
+    return {info.path: store.read(info.path) for info in store.list() if info.path != SUPERSEDED_BY}
+
+
+def rows_of(store: Store, folder: str) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for info in store.list(folder):
+        with store.open(info.path) as stream:
+            found |= {row["_row"]: row for row in pq.read_table(stream).to_pylist()}
+    return found
+
+
+def go_on(run: SmallRun, root: str) -> SmallRun:
+    """Resumes the fork at `root`, writes and proves its result."""
+    store = open_store(root)
+    ledger = Ledger(store)
+    plan = ledger.load_plan()
+    assert plan is not None
+    fork = SmallRun(Path(root), plan, ledger.shards(plan), ledger, store, run.job)
+    driver = Driver(plan, fork.shards, ledger, Limits(max_failed_fraction=0.5))
+    driver.resume()
+    passes = Passes(fork, failed=FAILED)
+    driver.run(passes, passes.quarantine)
+    close(fork)
+    assert verify(store).ok
+    return fork
+
+
+def piece(run: SmallRun, kind: str) -> str:
+    return next(
+        piece_path(p.path) for p in run.ledger.read_commit(run.plan, 2).pieces if p.kind == kind
+    )
+
+
+Damage = Callable[[SmallRun], list[int]]  # what was done, and which shards are lost by it
+
+
+def piece_lost(run: SmallRun) -> list[int]:
+    lose(run.store, piece(run, "data"))
+    return [2]
+
+
+def piece_rotten(run: SmallRun) -> list[int]:
+    flip(run.store, piece(run, "quarantine"))
+    return [2]
+
+
+def commit_rotten(run: SmallRun) -> list[int]:
+    run.store.put(commit_path(1), run.store.read(commit_path(1))[:-9])
+    return [1]
+
+
+def commit_lost(run: SmallRun) -> list[int]:
+    lose(run.store, commit_path(1))
+    return [1]
+
+
+def part_rotten(run: SmallRun) -> list[int]:
+    name = "data/part-00001.parquet"
+    with run.store.open(name) as stream:
+        numbers = pq.read_table(stream, columns=["_row"])["_row"].to_pylist()
+    flip(run.store, name)
+    return sorted({number // 5 for number in numbers})
+
+
+def quarantine_lost(run: SmallRun) -> list[int]:
+    lose(run.store, "_quarantine/part-00000.parquet")
+    return [0, 2]
+
+
+UNFINISHED = [piece_lost, piece_rotten, commit_rotten]
+FINISHED = [commit_lost, commit_rotten, part_rotten, quarantine_lost]
+CASES = [
+    *(("unfinished", damage) for damage in UNFINISHED),
+    *(("finished", damage) for damage in FINISHED),
+    *(("pieces", damage) for damage in (piece_lost, commit_lost)),
+]
+
+
+def repaired(root: str, state: str, damage: Damage) -> tuple[SmallRun, Repaired]:
+    """Damages a run, repairs it, and looks that the old directory is as it was."""
+    run = old_run(root, state != "unfinished", state == "finished")
+    lost = damage(run)
+    before = files(run.store)
+    found = repair_run(root)
+    assert found.run_key == "key.m1" and list(found.lost) == lost
+    assert found.taken == 4 - len(lost) and found.faults
+    assert files(run.store) == before
+    return run, found
+
+
+@pytest.mark.parametrize(("state", "damage"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_what_is_lost_costs_its_shards_and_not_the_run(tmp_path, state, damage):
+    whole = old_run(tmp_path / "other" / "key", True)
+    root = f"{tmp_path}/out/key"
+    run, _ = repaired(root, state, damage)
+    fork = go_on(run, f"{root}.m1")
+    assert fork.plan.forked_from == {"run_key": "key", "plan": run.plan.hash}
+    assert fork.plan.fingerprint == run.plan.fingerprint and fork.plan.run_key == "key.m1"
+    for folder in ("data", "_quarantine"):
+        assert rows_of(fork.store, folder) == rows_of(whole.store, folder)
+    ledger, plan = follow_forks(run.ledger, run.plan)
+    assert (ledger.store.uri, plan.hash) == (fork.store.uri, fork.plan.hash)
+
+
+@pytest.mark.parametrize("state", ["unfinished", "finished"])
+def test_on_an_s3_server(s3: S3Server, monkeypatch, state: str):
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    root = f"s3://repair/{state}/key"
+    run, _ = repaired(root, state, piece_rotten if state == "unfinished" else part_rotten)
+    fork = go_on(run, f"{root}.m1")
+    assert sorted(rows_of(fork.store, "_quarantine")) == [4, 11]
+
+
+def test_a_repair_that_was_killed_goes_on(tmp_path, monkeypatch):
+    root = f"{tmp_path}/key"
+    run = old_run(root, False)
+    piece_lost(run)
+    commit = Ledger.commit
+
+    def dies(ledger, plan, rows, receipts):
+        if receipts[0].shard == 1:
+            raise KeyboardInterrupt
+        return commit(ledger, plan, rows, receipts)
+
+    monkeypatch.setattr(Ledger, "commit", dies)
+    with pytest.raises(KeyboardInterrupt):
+        repair_run(root)
+    assert follow_forks(run.ledger, run.plan)[1] is run.plan  # nobody is sent to half a fork
+    monkeypatch.undo()
+    first = Ledger(open_store(f"{root}.m1")).load_plan()
+    assert repair_run(root).taken == 3
+    assert Ledger(open_store(f"{root}.m1")).load_plan() == first
+    go_on(run, f"{root}.m1")
+
+
+def test_a_whole_run_is_not_repaired(tmp_path):
+    for state in (True, False):
+        root = f"{tmp_path}/{state}/key"
+        old_run(root, state)
+        assert repair_run(root).run_key is None
+        assert not Path(f"{root}.m1").exists()
+
+
+def test_what_lies_in_the_place_of_the_fork_is_another_run(tmp_path):
+    run = old_run(tmp_path / "key", False)
+    small_run(tmp_path / "key.m1", rows=7)
+    piece_lost(run)
+    with pytest.raises(PlanMismatch, match=r"key\.m1 is another run, and no repair"):
+        repair_run(str(tmp_path / "key"))
+    run.store.put(SUPERSEDED_BY, b'{"by":"key.m1"}')  # advice alone is not followed
+    assert follow_forks(run.ledger, run.plan)[1] is run.plan
+    for advice in (b"{", b'{"by":7}', b'{"by":"../x"}', b'{"by":"gone"}'):
+        run.store.put(SUPERSEDED_BY, advice)
+        assert follow_forks(run.ledger, run.plan)[1] is run.plan
+
+
+def test_a_retry_and_a_run_that_keeps_answers_are_refused(tmp_path):
+    from dataclasses import replace
+
+    run = old_run(tmp_path / "key", False)
+    for change, said in (
+        ({"parent": "other", "numbers_table": "numbers-0.parquet"}, "retry-failed on other"),
+        ({"increment": {}}, "keeps answers"),
+    ):
+        run.store.put("_raybatch/plan.json", replace(run.plan, **change).to_bytes())
+        with pytest.raises(ConfigError, match=said):
+            repair_run(str(tmp_path / "key"))
+
+
+def test_a_flow_that_runs_the_old_key_goes_on_with_the_fork(tmp_path):
+    pq.write_table(input_rows(0, 20), tmp_path / "in.parquet")
+    source = {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 5}
+    job = make_job(source=source, output={"uri": str(tmp_path / "out")})
+    made = plan_run(job, "key")
+    ledger = Ledger(open_store(made.uri))
+    plan = ledger.load_plan()
+    assert plan is not None
+    run = SmallRun(Path(made.uri), plan, ledger.shards(plan), ledger, ledger.store, job)
+    run.commit_all()
+    flip(run.store, next(info.path for info in run.store.list("_raybatch/pieces")))
+    assert plan_run(job, "key") == made
+    assert repair_run(made.uri).run_key == "key.m1"
+    found = plan_run(job, "key")
+    assert (found.run_key, found.uri) == ("key.m1", f"{made.uri}.m1")
+    assert plan_run(job, "key.m1") == found
+    # The fork of the fork, too.
+    fork = Ledger(open_store(found.uri))
+    flip(fork.store, next(info.path for info in fork.store.list("_raybatch/pieces")))
+    assert repair_run(found.uri).run_key == "key.m2"
+    assert plan_run(job, "key").run_key == "key.m2"
+
+
+def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
+    root = f"{tmp_path}/key"
+    run = old_run(root, True)
+    code, out, _ = called(capsys, "repair", root)
+    assert code == 0 and "nothing is lost; nothing was written" in out
+    quarantine_lost(run)
+    run.store.put("_raybatch/published/lake.json", b"{}")
+    code, out, _ = called(capsys, "repair", root)
+    said = " ".join(out.split())
+    assert code == 0 and "fault" in said and "_quarantine/part-00000.parquet" in said
+    assert "key.m1 holds 2 of 4 shards; 2 shards" in said
+    assert "raybatch run JOB --run-key key.m1" in said and "lake has rows of" in said
+    code, out, _ = called(capsys, "repair", root, "--json")
+    found = json.loads(out)
+    assert (found["run_key"], found["taken"], found["lost"]) == ("key.m1", 2, [0, 2])
+    code, _, err = called(capsys, "repair", tmp_path / "other")
+    assert code == 2 and "there is no run there" in err
+
+
+def test_the_fork_of_a_fork_has_the_next_number():
+    keys = ["a", "a.m1", "a.m9", "a.m", "a.r1"]
+    assert [fork_key(key) for key in keys] == ["a.m1", "a.m2", "a.m10", "a.m.m1", "a.r1.m1"]
