@@ -21,8 +21,9 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
-from prefect_raybatch.runs.status import status
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 
 
@@ -292,6 +293,62 @@ def test_answers_that_are_kept_no_longer_are_asked_again_and_removed(nights: Nig
     assert reap(store, older_than=-1.0).files["answers"] == 2
     assert read_answers(store) is None
     assert verify(store).ok and answers(nights, "n1") == right("a", "b")
+
+
+def test_latest_is_the_newest_complete_run_that_is_there_and_keeps_answers(nights: Nights) -> None:
+    """Passed over: runs that are gone, not finished, of another job, or that keep nothing."""
+    nights.write("a", "b")
+    nights.night("n1")
+    nights.write("a", "b", "c")
+    nights.night("n2")
+    nights.write("a", "b", "c", "d")
+    nights.night("n3", nights.job(output={"uri": str(nights.folder / "out"), "keep_answers": 1e-9}))
+    nights.night("n4", nights.job(reuse=None))
+    nights.night("n5", nights.job(name="another"))
+    nights.stop_after = 0
+    with pytest.raises(Killed):
+        nights.night("n6")
+    nights.stop_after = None
+    asked(nights)
+
+    def latest() -> tuple[str, ...]:
+        told = dry_run(nights.job())
+        assert told.reuse is not None
+        return tuple(Path(run).name for run in told.reuse.earlier)
+
+    assert latest() == ("n2",)
+    shutil.rmtree(run_dir(nights, "n2"))
+    assert latest() == ("n1",)
+    nights.night("n7")
+    assert asked(nights) == ["c", "d"]
+    shutil.rmtree(run_dir(nights, "n1"))
+    assert latest() == ("n7",)  # which holds the answers that it took over
+    nights.night("n8")
+    assert asked(nights) == [] and answers(nights, "n8") == right("a", "b", "c", "d")
+    for key in ("n7", "n8"):
+        shutil.rmtree(run_dir(nights, key))
+    assert latest() == ()
+
+
+def test_a_night_that_reuses_is_published_whole(nights: Nights) -> None:
+    out = {"uri": str(nights.folder / "out"), "columns": ["text"]}
+    target = {"format": "jsonl", "uri": str(nights.folder / "lake/{run_key}")}
+    job = nights.job(output={**out, "publish": [target]})
+
+    def published(key: str) -> list[tuple[str, str]]:
+        publish_run(job, run_dir(nights, key))
+        (path,) = (nights.folder / "lake" / key).glob("part-*")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [(row["text"], row["response"]) for row in rows]
+
+    nights.write("a", "b", "a")
+    nights.night("n1", job)
+    assert published("n1") == right("a", "b", "a")
+    nights.write("c", "a", "b")
+    assert nights.night("n2", job).reuse["reused"] == 2
+    assert published("n2") == right("c", "a", "b")
+    assert report_of(run_dir(nights, "n2")).published[0].rows == 3
+    assert not (Path(run_dir(nights, "n2")) / "_raybatch/asks/_raybatch/published").exists()
 
 
 def test_nothing_of_a_whole_run_is_reaped(nights: Nights) -> None:
