@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_raybatch.cli.arguments import Json
-from prefect_raybatch.cli.show import err, out, print_json, show_rows
+from prefect_raybatch.cli.show import err, out, print_json, print_prompt, show_rows
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.prune import Pruned
 
 outputs = typer.Typer()
-PROMPTS_SHOWN, TEXT_SHOWN, CELL_SHOWN = 3, 2000, 60  # prompts; characters of one, of a cell
+PROMPTS_SHOWN, CELL_SHOWN = 3, 60  # prompts; characters of a cell
 INPUTS_SHOWN = 3  # columns of the input beside an answer
 WRONG_SHOWN = ("stage", "error", "message")
 
@@ -97,10 +97,7 @@ def _show_preview(found: Preview) -> None:
     for name, kind in found.columns:
         out.print(f"  {name}: {kind}", markup=False)
     for one in found.prompts[:PROMPTS_SHOWN]:
-        out.print(f"[bold]prompt of row {one.row}[/], {counted(one.tokens, 'token')}")
-        text = one.trouble or one.text
-        more = f" ... {len(text) - TEXT_SHOWN:,} characters more" * (len(text) > TEXT_SHOWN)
-        out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
+        print_prompt(f"row {one.row:,}", one.tokens, one.trouble or one.text)
     given = {name for name, _ in found.columns}
     asked = set(found.asked[:INPUTS_SHOWN])
     made = [{k: v for k, v in row.items() if k in asked or k not in given} for row in found.answers]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
+TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 
@@ -137,7 +138,8 @@ def show_plan(found: DryRun) -> None:
         title = TABLE_FORMATS[found.format].title
         where = f"of a {title} source at version {found.table['version']}{made}"
     table.add_row("input", escape(f"{counted(found.rows, 'row')} {where}"))
-    table.add_row("columns", escape(", ".join(found.columns)))
+    typed = (f"{name}: {kind}" for name, kind in zip(found.columns, found.types, strict=True))
+    table.add_row("columns", escape(", ".join(typed)))
     for number, (name, kind) in enumerate(found.result):
         table.add_row("" if number else "result", escape(f"{name}: {kind}"))
     for number, line in enumerate(found.publish):
@@ -218,6 +220,15 @@ def _show_prompts(tokens: PromptLengths) -> None:
         out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
     for note in tokens.notes:
         out.print(f"  {note}", markup=False)
+    for one in tokens.examples:
+        print_prompt(f"{one.file}, row {one.row:,}", one.tokens, one.text)
+
+
+def print_prompt(where: str, tokens: int, text: str) -> None:
+    """A prompt as the model gets it, cut where it is long."""
+    out.print(f"[bold]prompt of {escape(where)}[/], {counted(tokens, 'token')}")
+    more = f" ... {len(text) - TEXT_SHOWN:,} characters more" * (len(text) > TEXT_SHOWN)
+    out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
 
 
 def show_report(report: RunReport, fresh: bool) -> None:

@@ -28,9 +28,20 @@ CONTEXT_STEP = 64  # a context length is rounded up to a multiple of this
 MARGIN = 1.1  # over the longest prompt seen, where all are to fit
 FAR = 4  # times P99: a longest prompt beyond that is worth a word
 HISTOGRAM_BARS = 10
+EXAMPLES = 3  # prompts that are kept as texts
 HEADS = 16  # files looked into where a sample cannot be spread within them
 
 Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, rows
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """A prompt as the model gets it, made of row `row` (from 0) of a file."""
+
+    file: str
+    row: int
+    tokens: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class PromptLengths:
     why: str
     over: float
     notes: tuple[str, ...] = ()
+    examples: tuple[PromptExample, ...] = ()
 
     def context(self) -> dict[str, Any]:
         """What a plan keeps (`Plan.context`)."""
@@ -139,6 +151,7 @@ class _Seen:
     requests: set[tuple[bytes, str]] = field(default_factory=set)
     failures: list[Any] = field(default_factory=list)
     longest: dict[str, Any] = field(default_factory=dict)
+    first: list[tuple[str, int, Any]] = field(default_factory=list)  # file, row, token ids
 
 
 def measure(
@@ -200,6 +213,8 @@ def _look(seen: _Seen, prepare: Any, longest: int, uri: str, start: int, table: 
             continue
         if len(ids) > max(seen.sizes, default=-1):
             seen.longest = {"file": uri, "row": start + i}
+        if len(seen.first) < EXAMPLES:
+            seen.first.append((uri, start + i, ids))
         key = np.asarray(ids, ">u4").tobytes()
         seen.sizes.append(len(ids))
         seen.needs.append(len(ids) + request.answer(longest))
@@ -242,6 +257,17 @@ def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) 
         why=why,
         over=over,
         notes=tuple(notes),
+        examples=_examples(model, seen),
+    )
+
+
+def _examples(model: dict[str, Any], seen: _Seen) -> tuple[PromptExample, ...]:
+    from prefect_raybatch.stages.block import load_tokenizer
+
+    tokenizer = load_tokenizer(*models.tokenizer_place(model))
+    return tuple(
+        PromptExample(uri, row, len(ids), tokenizer.decode(list(ids)))
+        for uri, row, ids in seen.first
     )
 
 

@@ -54,6 +54,7 @@ class DryRun:
     table: Mapping[str, Any] | None = None
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
+    types: tuple[str, ...] = ()  # of `columns`
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def dry_run(
         tokens=tokens,
         table=found.table,
         publish=publish,
+        types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
     )
 

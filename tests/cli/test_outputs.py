@@ -83,6 +83,9 @@ def test_preview_prints_types_and_prompts(table, capsys):
     code, text, _ = said(capsys, "preview", "job.yaml", "--rows", "1", "--no-answers")
     assert code == 0 and "  Company: string" in text and "What is this? Acme" in text
     assert "prompt of row 0" in text and "took plan" in text and not Path("out").exists()
+    code, text, _ = said(capsys, "plan", "job.yaml", "--tokens")
+    assert code == 0 and "id: int64, a: b: string, Company: string" in text
+    assert "What is this? Acme" in text and "firms.parquet, row 0" in text
 
 
 def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsys):

@@ -98,10 +98,17 @@ def test_a_sample_ends_when_its_time_is_over():
     assert tokens.measure(job, MODEL, blocks(), seconds=0).rows == 1
 
 
+def _by_row(found: tokens.PromptLengths) -> list[tokens.PromptExample]:
+    return sorted(found.examples, key=lambda one: one.row)
+
+
 def test_rows_that_make_no_prompt_are_counted_and_nothing_but_such_is_an_error(tmp_path):
     write(tmp_path, ["a", None, "b"])
     found = measured(job_for(tmp_path))
     assert (found.rows, found.failed) == (2, 1)
+    assert {one.row for one in found.examples} == {0, 2}
+    assert all(one.tokens in (found.least, found.most) for one in found.examples)
+    assert all(text in one.text for one, text in zip(_by_row(found), "ab", strict=True))
     with pytest.raises(ConfigError, match=r"none of 1 sampled row made a prompt.*is null"):
         tokens.measure(job_for(tmp_path), MODEL, [("f", 0, pa.table({"Text": [None]}))])
 
