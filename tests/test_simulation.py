@@ -18,7 +18,6 @@ import pytest
 from simulation import checker
 from simulation.campaign import seeds
 from simulation.mutants import MUTANTS, Edit, Mutant, planted
-from simulation.schedule import run_schedule
 from simulation.watch import Watch, kind_of
 
 ROOT = Path(__file__).parent.parent
@@ -120,40 +119,54 @@ def test_what_a_change_may_do():
     assert kind_of("key/_raybatch/row_sums/data-part-00000.parquet") == "row_sums"
 
 
-def test_schedules_hold():
-    """As many more as one likes: `make chaos`."""
-    for seed in seeds(SEED, SCHEDULES):
-        outcome = run_schedule(seed)
-        assert not outcome.faults, outcome.text()
-
-
-def test_planted_bugs_are_found_and_a_seed_is_a_schedule():
-    """In a process of its own, since it changes the package; it hashes strings otherwise, too."""
-    here = {seed: run_schedule(seed).digest for seed in SAME}
-    assert here == {seed: run_schedule(seed).digest for seed in SAME} and len({*here.values()}) == 3
-    given = ("--seed", SEED, "--schedules", "0", "--mutants", "quick", "--digests", ",".join(SAME))
-    done = subprocess.run(
-        [sys.executable, "-m", "simulation", *given],
-        env={**os.environ, "PYTHONHASHSEED": "7"},
+def apart(*given: str, hashes: str = "7") -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own: one that has run other tests is many times slower, with its
+    threads and its memory, and planting a bug changes the package."""
+    return subprocess.run(
+        [sys.executable, *given],
+        env={**os.environ, "PYTHONHASHSEED": hashes},
         cwd=ROOT / "tests",
         capture_output=True,
         text=True,
     )
+
+
+def digests(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     assert done.returncode == 0, done.stdout + done.stderr
-    digests = re.findall(r"digest (\S+) (\S+)", done.stdout)
-    assert dict(digests) == here
+    return dict(re.findall(r"digest (\S+) (\S+)", done.stdout))
+
+
+def test_schedules_hold_planted_bugs_are_found_and_a_seed_is_a_schedule():
+    """As many more schedules as one likes: `make chaos`."""
+    same = ("-m", "simulation", "--seed", SEED, "--digests", ",".join(SAME))
+    done = apart(*same, "--schedules", str(SCHEDULES), "--mutants", "quick")
+    found = digests(done)
+    assert f"{SCHEDULES} schedules" in done.stdout and "0 not ok" in done.stdout
     quick = [mutant.name for mutant in MUTANTS if mutant.quick]
     assert re.findall(r"^found (\w+) ", done.stdout, re.MULTILINE) == quick and len(quick) >= 12
+    assert digests(apart(*same, "--schedules", "0", hashes="1")) == found
+    assert set(found) == set(SAME) and len({*found.values()}) == 3
+
+
+FAILING = """
+from simulation.campaign import seeds
+from simulation.mutants import MUTANTS, planted
+from simulation.schedule import run_schedule
+bug = next(mutant for mutant in MUTANTS if mutant.name == "commit_put")
+with planted(bug):
+    found = next(o for o in map(run_schedule, seeds({seed!r}, bug.within)) if o.faults)
+print(found.seed)
+print(found.text())
+assert not run_schedule(found.seed).faults  # the bug is gone again
+"""
 
 
 def test_a_failure_tells_its_seed_its_trace_and_how_to_see_it_again():
-    bug = next(mutant for mutant in MUTANTS if mutant.name == "commit_put")
-    with planted(bug):
-        found = next(o for o in map(run_schedule, seeds(SEED, bug.within)) if o.faults)
-    text = found.text()
-    assert f"seed {found.seed} (" in text and "commits/" in text and "is replaced" in text
-    assert f"python -m simulation --one {found.seed}" in text
-    assert not run_schedule(found.seed).faults  # the bug is gone again
+    done = apart("-c", FAILING.format(seed=SEED))
+    assert done.returncode == 0, done.stderr
+    seed, _, text = done.stdout.partition("\n")
+    assert f"seed {seed} (" in text and "commits/" in text and "is replaced" in text
+    assert f"python -m simulation --one {seed}" in text
 
 
 def test_each_planted_bug_fits_the_code_and_one_that_does_not_says_so():

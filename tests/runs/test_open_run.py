@@ -116,7 +116,7 @@ def test_a_run_in_which_no_row_was_answered_has_no_rows(tmp_path):
 
 def test_a_run_without_compaction_says_where_its_rows_are(tmp_path):
     made = first_run(tmp_path, output={"compact": False})
-    with pytest.raises(ConfigError, match=r"manifest\.json"):
+    with pytest.raises(ConfigError, match=r"manifest-[0-9a-f]{16}\.parquet"):
         open_run(made.store.uri).dataset()
 
 

@@ -244,8 +244,12 @@ def test_a_run_without_compaction(tmp_path):
     assert taken(one.run.uri) == [7, 11]
     work(one, one.job, {11: "ValueError"})
     finalize_run(one.job, one.run)
-    manifest = read_json(Path(one.run.uri, "_raybatch/manifest.json"))
-    assert manifest["numbers"] == plan_of(one.run.uri).numbers_table
+    success = read_json(Path(one.run.uri, "_SUCCESS"))
+    named = pq.read_table(Path(one.run.uri, "_raybatch", success["manifest"])).to_pylist()
+    assert [(row["kind"], row["start"], row["rows"]) for row in named] == [
+        ("data", 0, 1),
+        ("quarantine", 0, 1),
+    ]
     two = planned(one.run.uri)
     assert taken(two.run.uri) == [11]
     work(two, two.job)
