@@ -82,7 +82,8 @@ def layout_of(
     if plan.format > 1 and (there := read_layout(ledger, plan)) is not None:
         return _checked(there, found, row_number)
     spans = choose_spans(found.sums, file_bytes)
-    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in sorted(_kinds(spans))}
+    kinds = sorted(_kinds(spans))  # of a set each process has an order of its own
+    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
     name = layout_table(spans)
     made = PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name)
     if plan.format == 1:
