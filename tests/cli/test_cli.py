@@ -380,7 +380,7 @@ def test_plan_writes_nothing_and_says_what_would_be(tmp_path, call):
     path = write_job(tmp_path)
     code, out, _ = call("plan", path)
     assert code == 0
-    for word in ("40 rows in 1 parquet file", "id, Company", "4 of 10 rows", "demo"):
+    for word in ("40 rows in 1 parquet file", "id: int64, Company: string", "4 of 10 rows", "demo"):
         assert word in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "job.yaml"]
 
@@ -508,7 +508,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, call):
     table = table.append_column("[/bold]", table["id"]).append_column("[x]", table["id"])
     pq.write_table(table, tmp_path / "in.parquet")
     code, out, _ = call("plan", path)
-    assert code == 0 and "id, Company, [/bold], [x]" in out
+    assert code == 0 and "Company: string, [/bold]: int64, [x]: int64" in out
     small_run(tmp_path / "[/i]")
     code, out, _ = call("status", tmp_path / "[/i]")
     assert code == 0 and "[/i]" in out
