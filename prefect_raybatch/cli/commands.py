@@ -38,7 +38,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_run_words
+from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
@@ -189,7 +189,7 @@ def tune(
     """Try engine settings on a sample of the job's rows, and write the best as a job file."""
     from prefect_raybatch.runs import tune as tuning
 
-    loaded = _of_today(_job(job, set_))
+    loaded = of_today(_job(job, set_))
     wanted = deadline or loaded.limits.deadline
     limit = seconds_of(wanted) if wanted else None
 
@@ -366,7 +366,7 @@ def doctor(
     """Checks versions, Prefect, cluster, GPUs, store, source, model, clock; says what to mend."""
     from prefect_raybatch import doctor as checks
 
-    found = checks.examine(_of_today(_job(job, set_)) if job else None, with_keys)
+    found = checks.examine(of_today(_job(job, set_)) if job else None, with_keys)
     wrong = [finding for finding in found if finding.mark == "fail"]
     if as_json:
         print_json({"ok": not wrong, "findings": [asdict(finding) for finding in found]})
@@ -431,11 +431,6 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
     if not overrides:
         return job
     return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
-
-
-def _of_today(job: BatchJob) -> BatchJob:
-    """With {run_date} and {run_key} as a run of today would have them."""
-    return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 
 def _raw(path: str) -> dict[str, Any]:

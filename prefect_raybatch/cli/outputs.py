@@ -80,11 +80,10 @@ def preview(
 ) -> None:
     """Show types, prompts and answers of a job's first rows, without Prefect, Ray or a run."""
     from prefect_raybatch.cli.drive import with_keys
-    from prefect_raybatch.job.run_words import today, with_run_words
+    from prefect_raybatch.job.run_words import of_today
     from prefect_raybatch.runs import preview as previewing
 
-    loaded = with_keys(BatchJob.from_yaml(job))
-    loaded = with_run_words(loaded, f"{loaded.name}-{today():%Y%m%d}T000000Z")
+    loaded = of_today(with_keys(BatchJob.from_yaml(job)))
     found = previewing.preview_rows(loaded, rows, not no_answers)
     if as_json:
         print_json(found)

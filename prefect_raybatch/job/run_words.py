@@ -70,6 +70,11 @@ def today() -> date:
     return datetime.now(UTC).date()
 
 
+def of_today(job: BatchJob) -> BatchJob:
+    """With {run_date} and {run_key} as a run of today would have them."""
+    return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
+
+
 def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """The job with {run_date} and {run_key} filled in. Without `run_date` it is the one in the run
     key; `ConfigError` where that has none. A job without such words stays as it is."""

@@ -22,7 +22,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Commit
-from prefect_raybatch.result.pieces import check_commit, read_piece
+from prefect_raybatch.result.pieces import check_commit, checked_piece
 from prefect_raybatch.result.rows import numbered_rows
 from prefect_raybatch.storage import read_ahead
 
@@ -85,10 +85,9 @@ def _checked(commits: Iterator[Commit], shards: Shards, fault: Tell) -> Iterator
 def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
     held = []
     for piece in commit.pieces:
-        table = read_piece(ledger.store, commit.shard, piece)
+        data, table = checked_piece(ledger.store, commit.shard, piece)
         if not _are_at(table[POSITION].to_numpy(), piece.positions):
             raise CorruptRun(f"{piece_path(piece.path)} holds other positions than its commit says")
-        data = ledger.store.read(piece_path(piece.path))
         held.append(HeldRows(piece.kind, piece.positions, data))
     return WholeShard(commit, tuple(held))
 

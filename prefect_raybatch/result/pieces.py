@@ -54,6 +54,11 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, i
 
 def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
+    return checked_piece(store, shard, piece)[1]
+
+
+def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Table]:
+    """As `read_piece`, with the bytes that were checked."""
     path = piece_path(piece.path)
     try:
         data = store.read(path)
@@ -69,7 +74,7 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
     check_types(table.schema, path)
     if table.num_rows != piece.rows or POSITION not in table.column_names:
         raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
-    return table
+    return data, table
 
 
 def _other_positions(table: pa.Table, wanted: Positions) -> str | None:

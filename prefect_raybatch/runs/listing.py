@@ -13,11 +13,11 @@ from typing import Any
 from prefect_raybatch.errors import CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.layout import PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.run import run_keys
+from prefect_raybatch.runs.run import run_keys, state_name
 from prefect_raybatch.storage import Store, open_store
 
 _READERS = 8  # run directories read at once
-COMPLETED, UNFINISHED, PLANNED = "completed", "unfinished", "planned"
+COMPLETED = state_name(finished=True, begun=True)
 PRUNING, DAMAGED = "half removed", "not readable"
 
 
@@ -92,7 +92,7 @@ def _line(root: Store, key: str) -> RunLine | None:
     return RunLine(
         run_key=key,
         run=store.uri,
-        state=COMPLETED if success is not None else UNFINISHED if committed else PLANNED,
+        state=state_name(success is not None, committed > 0),
         job=plan.job_name,
         rows=plan.rows,
         shards=plan.shards,

@@ -5,14 +5,26 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, EngineFailure, EngineStartError, SourceError
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    SourceError,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Cluster
+
+if TYPE_CHECKING:
+    from prefect_raybatch.ledger.ledger import Ledger
+    from prefect_raybatch.ledger.plan_tables import Shards
+    from prefect_raybatch.ledger.records import Plan
 
 PREVIEW_KEY = "preview"
 
@@ -61,7 +73,8 @@ def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
     """The job over its first rows, with one engine here and the result in `folder`."""
     limit = min(rows, job.source.limit or rows)
     source = job.source.model_copy(update={"limit": limit, "rows_per_shard": limit})
-    output = job.output.model_copy(update={"uri": folder, "options": {}, "publish": []})
+    kept: dict[str, Any] = {"uri": folder, "options": {}, "publish": [], "keep_answers": None}
+    output = job.output.model_copy(update=kept)
     engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
     changed = {"source": source, "output": output, "engine": engine, "cluster": Cluster()}
     return job.model_copy(update={**changed, "reuse": None})
@@ -121,14 +134,15 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
             raise (EngineStartError if why.fatal else EngineFailure)(why.message)
     kinds: dict[str, list[dict[str, Any]]] = {"data": [], "quarantine": []}
     for table in tables:
-        _finish(ledger, plan, finish(table), kinds)
+        for kind, rows in _finished(ledger, plan, shards, finish(table)):
+            kinds[kind] += rows
     return replace(found, answers=tuple(kinds["data"]), failed=tuple(kinds["quarantine"]))
 
 
-def _finish(
-    ledger: Any, plan: Any, table: pa.Table, kinds: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Adds the rows that a block became, by kind, as the result would have them."""
+def _finished(
+    ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(kind, rows as the result would have them) of what a block became."""
     from prefect_raybatch.ledger.layout import POSITION
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.result.pieces import read_pieces
@@ -138,10 +152,11 @@ def _finish(
         receipt = Receipt.from_json(text)
         if receipt.lost is not None:
             raise EngineFailure(receipt.lost.message)
-        rows = ledger.shards(plan)[receipt.shard].rows
-        commit = ledger.commit(plan, rows, [receipt])
+        commit = ledger.commit(plan, shards[receipt.shard].rows, [receipt])
+        if commit is None:
+            raise CorruptRun(f"shard {receipt.shard} was not answered whole")
         for kind, piece, _ in read_pieces(ledger.store, commit):
-            kinds[kind] += piece.drop_columns([POSITION]).to_pylist()
+            yield kind, piece.drop_columns([POSITION]).to_pylist()
 
 
 def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:

@@ -94,6 +94,12 @@ def begun(
     return with_run_words(job, key, when), key
 
 
+def state_name(finished: bool, begun: bool) -> str:
+    """completed, unfinished or planned: what a run is called by whether it has its `_SUCCESS`, and
+    whether any shard is committed."""
+    return "completed" if finished else "unfinished" if begun else "planned"
+
+
 def run_keys(root: Store) -> list[str]:
     """Names right below `root` that may be run directories."""
     return sorted(name for name in root.folders() if NAME.match(name))

@@ -20,6 +20,7 @@ from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
+from prefect_raybatch.runs.run import state_name
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
-    state = "completed" if finished else "unfinished" if tally.shards else "planned"
+    state = state_name(finished, bool(tally.shards))
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -107,9 +108,8 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
     """planned, unfinished or completed, by a listing alone. Raises `NoSuchRun`."""
     ledger = Ledger(open_store(uri, options))
     plan = need_plan(ledger)
-    if ledger.finished(plan) is not None:
-        return "completed"
-    return "unfinished" if ledger.committed(plan).any() else "planned"
+    finished = ledger.finished(plan) is not None
+    return state_name(finished, finished or bool(ledger.committed(plan).any()))
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
@@ -125,7 +125,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     for commit in ledger.commits(plan, listing):
         tally.add(commit)
     if final is None:
-        state, notes = ("unfinished" if tally.shards else "planned"), of_whom(plan)
+        state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
         stop = _stop_of(_attempts(ledger), listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         return reports.build(

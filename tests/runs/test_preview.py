@@ -51,6 +51,11 @@ def test_types_prompts_answers_and_failed_rows_are_shown_and_nothing_stays(job, 
     assert not (tmp_path / "out").exists() and not list((tmp_path / "tmp").iterdir())
 
 
+def test_a_job_that_keeps_its_answers_is_asked_here_too(job):
+    kept = job.model_copy(update={"output": job.output.model_copy(update={"keep_answers": 7.0})})
+    assert [row["id"] for row in preview_rows(kept, 2, engine=FakeEngine).answers] == [0, 1]
+
+
 def test_without_answers_no_engine_is_made(job):
     class Refused(FakeEngine):
         def __init__(self, spec: Any) -> None:
