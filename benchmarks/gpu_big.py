@@ -381,10 +381,12 @@ def wait_for_gpus(most: float = 60.0) -> None:
     """Until what a case held of the GPUs is given back: the next one measures what is free."""
     from prefect_raybatch.nvml import gpus_here
 
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")  # another benchmark may have the others
+    mine = None if shown is None else set(shown.split(","))
     until = time.monotonic() + most
     while time.monotonic() < until:
         cards, _ = gpus_here()
-        if all(card.used_mib < 4096 for card in cards):
+        if all(card.used_mib < 4096 for card in cards if mine is None or str(card.index) in mine):
             return
         time.sleep(1)
 
