@@ -61,7 +61,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "zero_point": True,
         "version": "gemm",
     },
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        # by default vLLM takes those that the weights' files hold as integers, and there are none
+        "modules_in_block_to_quantize": ["self_attn", "mlp"],
+    },
 }
 LAYOUT = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
 # What vLLM 0.26 to 0.29 logs on its way; the last process to say it counts.
