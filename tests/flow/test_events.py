@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
-import json
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,13 +14,13 @@ from uuid import UUID
 import httpx
 import pytest
 from helpers.heard import counts, wait_for
+from helpers.pager import automations_script, pager
 from helpers.prefect_server import artifacts_of
 from helpers.reports import COMMIT, full, report
 from helpers.small import make_job, small_run
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect import flow
-from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.states import Cancelled, Failed, Running, Scheduled
@@ -512,42 +506,6 @@ def one_of_ours() -> None:
 @flow(name="of somebody else")
 def another() -> None:
     pass
-
-
-def automations_script() -> Any:
-    path = ROOT / "deployments/automations.py"
-    spec = importlib.util.spec_from_file_location("automations", path)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-@contextmanager
-def pager() -> Iterator[list[dict[str, Any]]]:
-    """What was sent to the block custom-webhook/on-call."""
-    pages: list[dict[str, Any]] = []
-
-    class Pager(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            pages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Pager)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    CustomWebhookNotificationBlock(
-        name="pager",
-        url=f"http://127.0.0.1:{server.server_port}/",
-        json_data={"subject": "{{subject}}", "body": "{{body}}"},
-    ).save("on-call", overwrite=True)
-    try:
-        yield pages
-    finally:
-        server.shutdown()
 
 
 def in_state(name: str, state: Any, which: Any = one_of_ours) -> UUID:

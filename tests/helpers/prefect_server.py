@@ -61,6 +61,12 @@ class Prefect:
         self.started.append(process)
         return process
 
+    def serve(self) -> subprocess.Popen[bytes]:
+        """Starts the server, and waits for it."""
+        server = self.start("server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        self.until(lambda: self.ask("health"), 120, "the server")
+        return server
+
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             ["prefect", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True,
@@ -134,12 +140,13 @@ def artifacts_of(prefix: str) -> list[Artifact]:
 
 
 @contextmanager
-def prefect_server(home: Path) -> Iterator[Prefect]:
-    """A server that answers; it and all that was started with it is gone at the end."""
+def prefect_server(home: Path, **env: str) -> Iterator[Prefect]:
+    """A server that answers, with these variables beside; it and all that was started with it is
+    gone at the end."""
     made = Prefect(home)
+    made.env |= env
     try:
-        made.start("server", "start", "--host", "127.0.0.1", "--port", str(made.port))
-        made.until(lambda: made.ask("health"), 120, "the server")
+        made.serve()
         yield made
     finally:
         made.stop()

@@ -1,0 +1,107 @@
+"""What the failing nights share: a Prefect server with a worker, a Ray head, a store, a browser."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from helpers import environ
+from helpers.browser import browser_page
+from helpers.prefect_server import Prefect, prefect_server
+from helpers.ray_head import ROOT, Head, start_head
+from playwright.sync_api import Page
+from s3server import S3Server, start_s3
+
+from prefect_raybatch.demo.customers import write_customers
+
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@dataclass
+class World:
+    """Servers are started when a night first asks for them, and end with the world."""
+
+    folder: Path
+    prefect: Prefect
+    page: Page
+    stack: ExitStack = field(repr=False)
+
+    @cached_property
+    def head(self) -> Head:
+        path = f"{ROOT}:{environ.python_path()}"
+        return self.stack.enter_context(start_head(4, PYTHONPATH=path))
+
+    @cached_property
+    def s3(self) -> S3Server:
+        return self.stack.enter_context(start_s3(self.folder / "s3"))
+
+    def customers(self, name: str, rows: int) -> str:
+        path = self.folder / name
+        write_customers(str(path), rows, 3)
+        return str(path)
+
+    def job(self, name: str, **groups: Any) -> dict[str, Any]:
+        """The job of the deployment `dev` under that name, with other groups."""
+        given = self.prefect.deployments["dev"]["parameters"]["job"]
+        groups.setdefault("output", {"uri": str(self.folder / "out"), "column": "industry"})
+        return {**given, "name": name, **groups}
+
+    def start(self, job: dict[str, Any], key: str, **env: str) -> str:
+        """A run of that job by the deployed flow; its id."""
+        dev = self.prefect.deployments["dev"]["id"]
+        body: dict[str, Any] = {"parameters": {"job": job, "run_key": key}}
+        if env:
+            body["job_variables"] = {"env": env}
+        return str(self.prefect.ask(f"deployments/{dev}/create_flow_run", body)["id"])
+
+    def ended(self, run: str, kind: str, seconds: float) -> dict[str, Any]:
+        """The state of a run that must end so."""
+
+        def look() -> dict[str, Any] | None:
+            state = self.prefect.state(run)
+            return state if state["type"] in ENDED else None
+
+        state: dict[str, Any] = self.prefect.until(look, seconds, f"the end of {run}")
+        assert state["type"] == kind, state
+        return state
+
+    def commits(self, key: str) -> int:
+        return len(list((self.folder / "out" / key / "_raybatch/commits").glob("*.json")))
+
+    def committed(self, run: str, count: Callable[[], int], seconds: float = 240) -> None:
+        """Waits until a run that works has a commit."""
+
+        def look() -> bool:
+            state = self.prefect.state(run)
+            assert state["type"] not in ENDED, state
+            return count() >= 1
+
+        self.prefect.until(look, seconds, "the first commit")
+
+    def logs(self, run: str, text: str, seconds: float) -> float:
+        """Waits for a line of a run's log; the time it took."""
+        began = time.monotonic()
+        asked = {"logs": {"flow_run_id": {"any_": [run]}}, "limit": 200, "sort": "TIMESTAMP_DESC"}
+
+        def look() -> bool:
+            return any(text in line["message"] for line in self.prefect.ask("logs/filter", asked))
+
+        self.prefect.until(look, seconds, f"{text!r} in the log")
+        return time.monotonic() - began
+
+
+@contextmanager
+def new_world(folder: Path, **env: str) -> Iterator[World]:
+    """A world of its own: a server (with these variables), a worker of its pool and a browser."""
+    with ExitStack() as stack:
+        (folder / "prefect").mkdir()
+        prefect = stack.enter_context(prefect_server(folder / "prefect", **env))
+        prefect.env["RAY_AUTH_MODE"] = "disabled"  # as the head
+        prefect.deploy()
+        prefect.work()
+        yield World(folder, prefect, stack.enter_context(browser_page()), stack)
