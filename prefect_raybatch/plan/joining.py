@@ -34,7 +34,7 @@ BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
 MOST_BUCKETS = 256
 STEP = 1 << 20  # rows of what is mapped that are looked at together
 # A key as two numbers, the row or answer it is of, whether all rows with it share one answer.
-KEY = np.dtype("V16")
+PACKED_KEY = np.dtype("V16")
 RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact", "?")])
 
 
@@ -101,7 +101,7 @@ class Join:
         self._folder = folder
         self._kind = self._mapped("kind", np.int8, self.rows)
         self._at = self._mapped("at", np.int64, self.rows)
-        self.keys = self._mapped("keys", KEY, self.rows)
+        self.keys = self._mapped("keys", PACKED_KEY, self.rows)
         self.needed = self._mapped("needed", np.bool_, self.earlier)
         self.counts = RowCounts()
         self.asked = 0
@@ -117,7 +117,7 @@ class Join:
             return np.memmap(self._folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
 
     def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
-        """The keys (`KEY`) of the rows from `start` on; those not `well` make no request."""
+        """The keys (`PACKED_KEY`) of the rows from `start` on; those not `well` make no request."""
         self.keys[start : start + len(keys)] = keys
         self.ours.add(keys[well].tobytes(), start + np.flatnonzero(well), exact[well])
 
@@ -133,11 +133,13 @@ class Join:
             return None
         with local_disk():
             found = [
-                pq.read_table(self._folder / f"digests-{at}", use_threads=False)["digests"]
+                pq.ParquetFile(self._folder / f"digests-{at}", pre_buffer=False)
+                .read(use_threads=False)["digests"]
+                .combine_chunks()
                 for at in sorted(self._digests)
                 if start <= at < stop
             ]
-        return pa.chunked_array([chunk for column in found for chunk in column.chunks])
+        return pa.chunked_array(found)
 
     def run(self) -> None:
         """Joins. All keys must have been added."""

@@ -15,8 +15,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.plan.joining import KEY as KEY_DTYPE
-from prefect_raybatch.plan.joining import Join
+from prefect_raybatch.plan.joining import PACKED_KEY, Join
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.stages.block import (
     DIGESTS_TYPE,
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ROWS_A_TASK = 1 << 16  # rows whose keys a task makes
 ROWS_A_TASK_IMAGES = 1 << 12  # ... where it fetches their images
-CHUNK_ROWS = 8192  # rows that are in memory together, fewer where they are wide
-CHUNK_BYTES = 64 << 20
-TASKS_A_CPU = 2  # the next one is there when one is done
+KEYED_AT_ONCE = 8192  # rows that are in memory together, fewer where they are wide
+BYTES_AT_ONCE = 64 << 20
+KEY_TASKS_A_CPU = 2  # the next one is there when one is done
 # Bytes of a result whose writing takes what a row's key does, to tell whether a cluster pays.
 KEYED_ROW, FETCHED_IMAGE = 512, 16 << 10
 NO_KEY = bytes(KEY_BYTES)
@@ -51,7 +50,7 @@ NO_KEY = bytes(KEY_BYTES)
 
 @dataclass(frozen=True)
 class Keyed:
-    """Of the rows from `start` on: `keys` (`KEY`), which are `well` and make a request, which
+    """Of the rows from `start` on: `keys` (`PACKED_KEY`), which are `well` and make one, which
     `exact` ones have one answer if equal, and the digests of their images."""
 
     start: int
@@ -104,7 +103,7 @@ class RowKeys:
             images=row_images(job, {}, job.source.options, digests_alone=True),
         )
         reader = ShardReader(found.files, schema, store, job.source.options)
-        chunk = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / max(1.0, found.row_bytes))))
+        chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
         rows = ROWS_A_TASK_IMAGES if images.used else ROWS_A_TASK
         return cls(job, reader, prepare, keying, chunk, rows)
 
@@ -125,7 +124,7 @@ class RowKeys:
         with workers_for(self.job, self.rows * effort, "plan of what is reused") as workers:
             if workers > 1 and len(starts) > 1:
                 log.info("keys of rows are made on %s", counted(workers, "CPU"))
-                made = side_by_side(self, iter(starts), TASKS_A_CPU * workers)
+                made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)
             else:
                 made = map(self, starts)
             for keyed in made:
@@ -143,7 +142,7 @@ class RowKeys:
             keys += self.keying.keys(requests, table)
             exact += [not isinstance(r, Failure) and self.keying.exact(r) for r in requests]
             digests += [pa.array(seen, DIGESTS_TYPE)] if self.prepare.images is not None else []
-        packed = np.frombuffer(b"".join(key or NO_KEY for key in keys), KEY_DTYPE)
+        packed = np.frombuffer(b"".join(key or NO_KEY for key in keys), PACKED_KEY)
         well = np.array([key is not None for key in keys], bool)
         return Keyed(start, packed, well, np.array(exact, bool), digests)
 

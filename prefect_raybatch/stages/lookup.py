@@ -47,7 +47,7 @@ from prefect_raybatch.stages.raw_answers import (
     VECTOR_COLUMN,
     AnswerFiles,
 )
-from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying, changed
+from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying, otherwise
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
 OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish looks for them where a job has such
@@ -231,4 +231,4 @@ def _failure(
         return NOT_DETERMINISTIC
     if failed is not None:
         return failed
-    return None if key == held else changed(request)
+    return None if key == held else otherwise(request)

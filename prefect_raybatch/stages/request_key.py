@@ -42,7 +42,7 @@ IMAGE_CHANGED = Failure(
 )
 
 
-def changed(request: ChatRequest) -> Failure:
+def otherwise(request: ChatRequest) -> Failure:
     """Why a request whose key came out otherwise than planned has no answer."""
     return IMAGE_CHANGED if request.images else NOT_DETERMINISTIC
 
@@ -88,7 +88,7 @@ class Keying:
     ) -> list[ChatRequest | Failure]:
         """The requests, those failed whose key is not the `planned` one (None: it made none)."""
         return [
-            request if key == wanted or isinstance(request, Failure) else changed(request)
+            request if key == wanted or isinstance(request, Failure) else otherwise(request)
             for request, key, wanted in zip(
                 requests, self.keys(requests, table), planned, strict=True
             )
