@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -19,6 +21,7 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import state_name
 from prefect_raybatch.storage import Store, open_store
@@ -35,7 +38,8 @@ class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
     the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
     among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
-    error budget; `asks` is the state of what a run that reuses asks first."""
+    error budget; `asks` is the state of what a run that reuses asks first. `cost` is that of
+    all attempts until now, `cost_end` what it will be at the end; None where it is not known."""
 
     run: str
     run_key: str
@@ -57,6 +61,9 @@ class Status:
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
     asks: Status | None = None
+    gpu_hours: float = 0.0
+    cost: float | None = None
+    cost_end: float | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -71,6 +78,9 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
     state = state_name(finished, bool(tally.shards))
+    beats = () if finished else tuple(_beats(store, attempts))
+    spent = spent_on(ledger, plan)
+    cost = spent.at(plain_price(BatchJob.from_dict(plan.job, "plan.json").cluster))
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -88,10 +98,13 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
         failures=failure_texts(alike(tally.failures)),
         attempts=tuple(attempts),
-        beats=() if finished else tuple(_beats(store, attempts)),
+        beats=beats,
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
+        gpu_hours=round(spent.gpu_seconds / HOUR, 6),
+        cost=None if cost is None else round(cost, 6),
+        cost_end=beats[0]["cost_end"] if beats else None,
     )
 
 
@@ -128,9 +141,10 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
         stop = _stop_of(_attempts(ledger), listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        return reports.build(
+        made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
+        return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
     return replace(final, charts=charts(tally, plan.shards))
 
 
