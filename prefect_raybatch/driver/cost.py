@@ -60,7 +60,7 @@ def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
     return spent_by(places)
 
 
-class Meter:
+class CostMeter:
     """Adds up the GPU-seconds of an attempt; seconds are of a clock that does not jump.
 
     Engines hold GPUs from when Ray makes them. A pool that may grow asks for more than there is

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver import metrics
-from prefect_raybatch.driver.cost import Meter, check_cost
+from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
     BEAT_EVERY,
     ENDED,
@@ -64,7 +64,7 @@ class Monitor:
         self._progress: Progress | None = None
         self.failure: EngineFailure | None = None
         self.spent: CostExceeded | None = None
-        self.meter = Meter()
+        self.meter = CostMeter()
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""

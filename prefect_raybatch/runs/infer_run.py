@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.driver.cost import Meter, Spent, check_cost, spent_on
+from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -161,7 +161,7 @@ def _attempt(
         return driver.run(run_pass, pipeline.quarantine, suspects)
 
 
-def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> Meter:
+def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
     """Counts what an attempt with that pool costs, beside what was spent before. Raises
     `ConfigError` where a limit on costs is set and no price is known."""
     price = gpu_price(job, capacity)
@@ -172,7 +172,7 @@ def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> Me
                 "for all others"
             )
         log.warning("no costs are counted: %s", price.why)
-    return Meter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
+    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
 
 
 def without_engine(job: BatchJob) -> BatchJob:

@@ -11,7 +11,7 @@ from helpers.nights import Nights
 from helpers.small import job_dict, make_job, small_run
 
 from prefect_raybatch.driver import monitor as watching
-from prefect_raybatch.driver.cost import Meter, Spent, check_cost, spent_on
+from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
@@ -21,6 +21,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import meter_for
@@ -80,7 +81,7 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
 
 
 def test_gpus_count_from_when_engines_are_made_until_they_are_gone():
-    meter = Meter(3600.0, gpus_an_engine=0.5, fewest=4)
+    meter = CostMeter(3600.0, gpus_an_engine=0.5, fewest=4)
     meter.see(0.0, {})
     meter.see(10.0, {"PENDING_CREATION": 4})  # nothing was held until now
     assert meter.gpu_seconds == 0
@@ -93,7 +94,7 @@ def test_gpus_count_from_when_engines_are_made_until_they_are_gone():
 
 
 def test_a_pool_that_waits_for_room_pays_for_what_it_has():
-    meter = Meter(3600.0, gpus_an_engine=1.0, fewest=1)
+    meter = CostMeter(3600.0, gpus_an_engine=1.0, fewest=1)
     meter.see(0.0, {"ALIVE": 2, "PENDING_CREATION": 6})
     meter.see(10.0, {})
     assert meter.gpu_seconds == 20.0
@@ -103,8 +104,8 @@ def test_what_had_no_price_counts_at_the_present_one():
     assert Spent(7200.0, 3.0, 3600.0).at(2.0) == 5.0
     assert Spent(3600.0, 3.0).at(None) == 3.0
     assert Spent(3600.0, 0.0, 3600.0).at(None) is None and Spent().at(None) is None
-    assert Meter(None, 1.0, 1).whole is None
-    assert Meter(2.0, 1.0, 1, Spent(3600.0, 3.0)).whole == 3.0
+    assert CostMeter(None, 1.0, 1).whole is None
+    assert CostMeter(2.0, 1.0, 1, Spent(3600.0, 3.0)).whole == 3.0
 
 
 def test_small_sums_keep_their_digits():
@@ -118,7 +119,7 @@ def test_a_driver_tells_its_costs_and_notices_the_limit(tmp_path):
     run, now = small_run(tmp_path), [0.0]
     limits = Limits(max_cost=30)
     made = Monitor("me", run.plan, run.store, limits, Heard(), lambda: {"ALIVE": 2}, lambda: now[0])
-    made.meter = Meter(3600.0, 1.0, 2, Spent(5.0, 5.0))
+    made.meter = CostMeter(3600.0, 1.0, 2, Spent(5.0, 5.0))
     made(Progress(20, 4))
     for now[0] in (0.0, ASK_ENGINES):
         made.look()
@@ -205,15 +206,18 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
 
 
 def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):
-    nights = Nights(tmp_path, refuses=lambda prompt: bool(time.sleep(0.03)), alive=2)
+    nights = Nights(tmp_path, alive=2)
     nights.write(*(f"t{i}" for i in range(8)))
     job = priced(nights).model_copy(update={"reuse": "latest"})
     run = plan_run(job, "monday")
-    first = finalize_run(job, run, nights.infer(job, run))
+    first = finalize_run(job, run, nights.infer(job, run, slowly))
     nights.write(*(f"t{i}" for i in range(9)))
     second = nights.night("tuesday", job)
     assert first.cost["total"] > 0 and second.reuse["reused"] == 8
-    assert second.cost["saved_by_reuse"] > 0
     ledger = Ledger(open_store(first.run))
-    spent = spent_on(ledger, need_plan(ledger))
+    plan = need_plan(ledger)
+    ten = with_cost(replace(first, reuse={"saved_seconds": 10.0}), ledger, plan, job.cluster)
+    assert ten.cost["saved_by_reuse"] == pytest.approx(10.0, rel=1e-3)  # 1 a second
+    assert "saved_by_reuse" in second.cost
+    spent = spent_on(ledger, plan)
     assert spent.cost == pytest.approx(first.cost["total"], rel=1e-4)
