@@ -79,7 +79,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             output.file_mb << 20,
             output.compact,
             output.read_back,
-            partial(_write_parts, job),
+            partial(write_parts, job),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
@@ -110,7 +110,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     return _end(ledger, plan, True)
 
 
-def _write_parts(
+def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""
