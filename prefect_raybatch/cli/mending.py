@@ -15,8 +15,8 @@ mending = typer.Typer()
 PARTIAL_STATUS = 3  # neither done nor failed
 
 
-@mending.command()
-def finalize(
+@mending.command("finalize")
+def finalize_command(
     run_dir: RunDir,
     partial: Annotated[
         bool,

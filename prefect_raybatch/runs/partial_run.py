@@ -16,6 +16,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.partials import (
     PARTIAL_PAGE,
+    PARTIAL_RECORD,
     PARTIAL_REPORT,
     MissingRows,
     PartialResult,
@@ -45,8 +46,9 @@ def finalize_partial(
     are s3fs's, as in `output.options`; `job` says on which cluster a large one is written, by
     default the run's own.
 
-    Raises `ConfigError` for a run that is complete, or is so before this ends, `IncompleteRun`
-    while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
+    Raises `ConfigError` for a run whose shards are all committed, or that is complete before this
+    ends, `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's
+    errors.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
@@ -61,6 +63,11 @@ def finalize_partial(
         raise IncompleteRun(
             f"{store.uri}: none of {plan.shards} shards is committed{first}, so there is no row "
             "that a partial result could hold; run the job again to go on"
+        )
+    if listing.done.all():
+        raise ConfigError(
+            f"{store.uri}: all {plan.shards} shards are committed, so nothing is missing: raybatch "
+            "finalize without --partial writes the whole result"
         )
     planned = BatchJob.from_dict(plan.job, "plan.json")
     output, name = planned.output, new_partial_name()
@@ -103,9 +110,23 @@ def finalize_partial(
     put_record(store, partial_path(name, PARTIAL_REPORT), report.to_bytes())
     store.put(partial_path(name, PARTIAL_PAGE), reports.markdown(report).encode())
     told.put(store)
-    check_parts(store, parts)  # a reaper that was told to leave nothing takes what has no record
+    _check_kept(ledger, plan, told)
     log.warning("%s In %s", told.warning, where)
     return report
+
+
+def _check_kept(ledger: Ledger, plan: Plan, told: PartialResult) -> None:
+    """A reaper takes files that no record names, if it is told to leave none for their age: of one
+    that was taken so, the record goes as well, and `IncompleteRun` says so."""
+    try:
+        check_parts(ledger.store, told.parts)
+    except CorruptRun:
+        ledger.store.delete([partial_path(told.name, PARTIAL_RECORD)])
+        _check_open(ledger, plan)
+        raise IncompleteRun(
+            f"{ledger.store.uri}/{partial_path(told.name)} was removed by raybatch reap while it "
+            "was written; run the same command again"
+        ) from None
 
 
 def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.dataset as ds
@@ -106,9 +108,7 @@ def test_nobody_takes_the_run_for_complete(tmp_path):
         plan_retry(made.store.uri)
     assert not verify(made.store).finished
     for place in (report.run, f"{report.run}/"):
-        with pytest.raises(
-            NoSuchRun, match=r"a partial result of the run in .*/key, and no run"
-        ):
+        with pytest.raises(NoSuchRun, match=r"a partial result of the run in .*/key, and no run"):
             status(place)
 
 
@@ -215,10 +215,24 @@ def test_the_command_line_says_partial_and_ends_with_a_status_of_its_own(tmp_pat
     assert code == 0 and "partial result" in said and "unfinished" in said
     for shard in (1, 3):
         made.commit(shard)
+    code, _, told = called(capsys, "finalize", "--partial", made.store.uri)
+    assert code == 2 and "without --partial writes the whole result" in told
     code, said, _ = called(capsys, "finalize", made.store.uri)
     assert code == 0 and "completed" in said and verify(made.store).ok
     code, _, told = called(capsys, "finalize", "--partial", made.store.uri)
     assert code == 2 and "is complete" in told
+
+
+def test_the_example_of_the_manual_works(tmp_path, monkeypatch, capfd):
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    part = page.partition("## A night that must be used as it is")[2].partition("\n## ")[0]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/monday").symlink_to(halfway(tmp_path / "made").store.uri)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec("".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)), names)
+    assert "partial PARTIAL, not the result of run key" in capfd.readouterr().out
+    assert names["frame"]["_row"].tolist() == names["same"]["_row"].tolist() == THERE
 
 
 def test_on_s3(s3: S3Server, tmp_path):
