@@ -20,7 +20,7 @@ from rich.table import Table
 
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
-from prefect_raybatch.ledger.layout import REPORT_HTML
+from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
 from prefect_raybatch.words import are, counted, money
@@ -398,11 +398,25 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    for one in found.partials:
+        out.print("[yellow]partial result[/]: ", end="")
+        out.print(f"{one.line} ({found.run}/{PARTIAL_FOLDER}/{one.name})", markup=False)
     if found.stopped is not None:
         out.print("[red]stopped[/]: ", end="")
         out.print(found.stopped.line(), markup=False)
         for line in found.stopped.lines():
             out.print(f"  {line}", markup=False)
+
+
+def show_partial(report: RunReport) -> None:
+    """What a partial result holds, and loudly what it is not."""
+    out.print(f"[bold yellow]PARTIAL[/] {escape(report.job)} {escape(report.run_key)}")
+    for note in report.notes:
+        out.print(note, markup=False)
+    out.print(f"rows: {report.good:,} answered in {report.run}/{DATA_FOLDER}/", markup=False)
+    if folder := report.quarantine_folder:
+        out.print(f"failed rows: {report.failed:,} in {report.run}/{folder}/", markup=False)
+    out.print("the run itself is as it was: run the job again, and it goes on", markup=False)
 
 
 def show_verdict(found: Verdict, run_dir: str) -> None:

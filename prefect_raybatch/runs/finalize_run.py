@@ -80,7 +80,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             output.file_mb << 20,
             output.compact,
             output.read_back,
-            partial(_write_parts, job),
+            partial(write_parts, job),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
@@ -117,7 +117,7 @@ def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | No
     return None if begun is None else load_report(begun[0].store)
 
 
-def _write_parts(
+def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +24,7 @@ from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
-from prefect_raybatch.runs.run import Run, load_run, run_of
+from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.storage import open_store
 
@@ -206,13 +205,9 @@ def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop)
 
 
 def _whoami(plan: Plan) -> dict[str, Any]:
-    import getpass
-
-    user = "unknown"
-    with suppress(OSError, KeyError):  # containers run under numbers without a name
-        user = getpass.getuser()
+    user, _, host = who().rpartition("@")
     return {
-        "host": socket.gethostname(),
+        "host": host,
         "pid": os.getpid(),
         "user": user,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
