@@ -14,7 +14,7 @@ PROCESSES ?= 2
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo test all-tests lint types room unit e2e coverage chaos bench lock clean
+.PHONY: help demo test all-tests lint types room unit e2e coverage chaos failures bench lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -69,6 +69,9 @@ chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="
 	PYTHONPATH=tests $(BIN)/python -m model
 	PYTHONPATH=tests $(BIN)/python -m simulation --schedules $(SCHEDULES) --mutants all --processes $(PROCESSES)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+
+failures: .venv/.ready ## Nights that fail, each seen in the page: pictures into docs/images
+	PYTHONPATH=tests $(BIN)/python -m failures $(ARGS)
 
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

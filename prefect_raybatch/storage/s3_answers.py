@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        return f"{self.status} {self.code}: {self.text}"
+        return f"{self.status} {self.code}" + (f": {self.text}" if self.text else "")
 
     def error(
         self, operation: str, bucket: str, key: str, tries: int, credentials: str, endpoint: str
@@ -127,7 +127,7 @@ def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
         said = cause.response
         status = said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         code = str(said.get("Error", {}).get("Code", ""))
-        text = scrub(said.get("Error", {}).get("Message") or "no message")
+        text = scrub(said.get("Error", {}).get("Message") or "")
         return Answer(status, code, text)
     lost = (
         boto.HTTPClientError,

@@ -103,7 +103,7 @@ def wrong_keys(world: World) -> Seen:
     began = time.monotonic()
     run = world.start(job, "tuesday", **env)
     world.ended(run, "FAILED", 120)
-    texts = ("access key", "prefect flow-run retry")
+    texts = ("SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID", "prefect flow-run retry")
     return Seen(run, "raybatch-wrong-keys-failure", texts, time.monotonic() - began)
 
 
@@ -213,7 +213,7 @@ def dead_worker(world: World) -> Seen:
     return Seen(run, None, ("Crashed",), took)
 
 
-@case("A deadline is missed", "A run is given one minute, and needs more.")
+@case("A deadline is missed", "A run is given ten seconds, and needs more.")
 def deadline_missed(world: World) -> Seen:
     limits = {"deadline": "10s"}
     source = {**many(world), "rows_per_shard": 100}

@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from failures.campaign import look
+from failures.cases import CASES
+from failures.world import World
 from helpers.browser import browser_page, expect, form_field, picture
 from helpers.prefect_server import Prefect
 from helpers.processes import below, running, slowed, title
@@ -296,22 +299,15 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
 def test_the_cause_of_a_failure_is_on_the_first_screen(
     deployed: Prefect, page: Page, folder: Path, tmp_path: Path
 ) -> None:
-    dev = deployed.deployments["dev"]
-    given = dev["parameters"]["job"]
-    job = {**given, "prompt": {"template": "What is {Nothing}?"}}
-    job |= {"name": "broken", "output": {"uri": str(folder / "out")}}
-    body = {"parameters": {"job": job, "run_key": "tuesday"}}
-    run = deployed.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
-    deployed.until(lambda: deployed.state(run)["type"] == "FAILED", 120, "the failure")
-    command = "prefect deployment run batch_inference/dev -p run_key=tuesday"
-    assert command in deployed.state(run)["message"]
-    open_run(page, deployed, run)
-    cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
-    expect(cause.first).to_contain_text(command)
-    assert "Traceback" not in page.locator("body").inner_text()
-    picture(page, "failed", tmp_path, 900)
-    open_artifact(page, deployed, "raybatch-broken-failure")
-    expect(page.get_by_role("heading", name="broken: plan_shards failed")).to_be_visible()
-    expect(page.get_by_text("Nothing", exact=False).first).to_be_visible()
-    expect(page.get_by_text(command)).to_be_visible()
-    picture(page, "failure", tmp_path, 700)
+    night = next(case for case in CASES if case.name == "missing-column")
+    with ExitStack() as stack:
+        world = World(folder, deployed, page, stack)
+        seen = night.play(world)
+        command = "prefect deployment run batch_inference/dev -p run_key=tuesday"
+        assert command in deployed.state(seen.run)["message"]
+        open_run(page, deployed, seen.run)
+        cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
+        expect(cause.first).to_contain_text(command)
+        assert "Traceback" not in page.locator("body").inner_text()
+        picture(page, "failed", tmp_path, 900)
+        look(world, night, seen, tmp_path)
