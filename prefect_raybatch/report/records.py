@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter
 from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.precision import PrecisionNote
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
@@ -140,6 +141,8 @@ class RunReport(FinishedRows):
     reuse: Mapping[str, Number] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
+    # of a run that tried fewer bits: what it decided, and by what
+    precision: PrecisionNote | None = None
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -159,7 +162,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "roofline"):
+        for name in ("published", "reuse", "roofline", "precision"):
             if not value[name]:
                 del value[name]
         return value

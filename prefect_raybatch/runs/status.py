@@ -14,6 +14,7 @@ from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import charts
@@ -128,9 +129,10 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
         stop = _stop_of(_attempts(ledger), listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        return reports.build(
+        made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
+        return replace(made, precision=read_precision(store))
     return replace(final, charts=charts(tally, plan.shards))
 
 
