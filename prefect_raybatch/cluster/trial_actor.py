@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.stages.trial import Outcome, Row, Trial, TrialStages
+from prefect_raybatch.stages.trial import Row, RowOutcome, TrialEngine, TrialStages
 
 log = logging.getLogger(__name__)
 
-LOOK = 1.0  # seconds between looks whether the run is stopped
+HALT_LOOK = 1.0  # seconds between looks whether the run is stopped
 CLOSING = 30.0  # seconds that an engine may take to end by itself
 
-Ask = Callable[[bool], dict[Row, Outcome]]
+AskSample = Callable[[bool], dict[Row, RowOutcome]]
 
 
 @contextmanager
@@ -24,14 +24,14 @@ def trial_on_worker(
     stages: TrialStages,
     resources: Mapping[str, Any],
     halted: Callable[[], RayBatchError | None] = lambda: None,
-) -> Iterator[Ask]:
-    """`ask(again)` gives `Trial.outcomes` of an engine with these `resources` of Ray's, which is
-    there for the block. Raises as `Trial` does, `EngineFailure` when the worker dies, and what
-    `halted` gives once the run is stopped."""
+) -> Iterator[AskSample]:
+    """`ask(again)` gives the outcomes of an engine (`TrialEngine`) with these `resources` of Ray's,
+    which is there for the block. Raises as `TrialEngine` does, `EngineFailure` when the worker
+    dies, and what `halted` gives once the run is stopped."""
     import ray
 
     options = {name: value for name, value in resources.items() if name != "max_task_retries"}
-    made: Any = ray.remote(Trial)
+    made: Any = ray.remote(TrialEngine)
     actor = made.options(**{**options, "max_restarts": 0}).remote(engine, stages)
     try:
         yield lambda again: _waited(actor.outcomes.remote(again), halted)
@@ -47,7 +47,7 @@ def _waited(reference: Any, halted: Callable[[], RayBatchError | None]) -> Any:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    while not ray.wait([reference], timeout=LOOK)[0]:
+    while not ray.wait([reference], timeout=HALT_LOOK)[0]:
         if (stopped := halted()) is not None:
             raise stopped
     try:

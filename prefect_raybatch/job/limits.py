@@ -108,9 +108,18 @@ class Limits(Group):
         ge=0,
         allow_inf_nan=False,
     )
+    max_cost: float | None = field(
+        12,
+        None,
+        title="Most that a run may cost",
+        text="Of all its attempts, in the currency of cluster.price_per_gpu_hour; a run that "
+        "reaches it is stopped, and what is committed is kept.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     min_agreement: float = field(
-        12,
+        13,
         0.99,
         title="Least agreement",
         text="Share of the answers, shown with 95 % confidence, that must be the same for "

@@ -19,6 +19,7 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.estimate import CostEstimate, estimate
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names, length_of_job
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -56,6 +57,7 @@ class DryRun:
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
     types: tuple[str, ...] = ()  # of `columns`
+    cost: CostEstimate | None = None  # of a job with prices
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def dry_run(
     except ConfigError as error:
         wrong.append(str(error))
     needs = sized.checked_needs(job, have, size, wrong)
+    reuse = reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None
     return DryRun(
         job=job.name,
         rows=rows,
@@ -146,7 +149,8 @@ def dry_run(
         table=found.table,
         publish=publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
-        reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
+        reuse=reuse,
+        cost=estimate(job, have, rows if reuse is None else reuse.counts.asked),
     )
 
 

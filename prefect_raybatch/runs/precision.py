@@ -41,9 +41,9 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.cluster.trial_actor import Ask
+    from prefect_raybatch.cluster.trial_actor import AskSample
     from prefect_raybatch.sizing.sizes import Capacity
-    from prefect_raybatch.stages.trial import Outcome, Row, TrialStages
+    from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Bench:
         )
 
     def _tried(
-        self, tried: Mapping[str, str], stored: Mapping[Row, Outcome], confidence: float
+        self, tried: Mapping[str, str], stored: Mapping[Row, RowOutcome], confidence: float
     ) -> PrecisionTry:
         began = time.monotonic()
         try:
@@ -185,7 +185,7 @@ class _Bench:
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
-    def _asking(self, arguments: Mapping[str, str]) -> Iterator[Ask]:
+    def _asking(self, arguments: Mapping[str, str]) -> Iterator[AskSample]:
         """An engine with these arguments, alone on its GPUs."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
@@ -265,14 +265,14 @@ def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, l
 
 
 def _compared(
-    one: Mapping[Row, Outcome], other: Mapping[Row, Outcome]
+    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
 ) -> tuple[int, int, Sequence[Row]]:
     from prefect_raybatch.stages.trial import compared
 
     return compared(one, other)
 
 
-def _text(outcome: Outcome) -> str:
+def _text(outcome: RowOutcome) -> str:
     """An outcome for people."""
     kind, value = outcome
     if kind == "failed":

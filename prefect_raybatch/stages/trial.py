@@ -21,10 +21,10 @@ from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.storage import Store, open_store
 
 READING = 8  # shards read at once
-ASKED = 64  # blocks in an engine at once
+BLOCKS_ASKED = 64  # blocks in an engine at once
 
 Row = tuple[int, int]  # shard and position
-Outcome = tuple[str, Any]  # "good" and the columns, "failed" and the error's class
+RowOutcome = tuple[str, Any]  # "good" and the columns, "failed" and the error's class
 Read = Callable[[], Iterator[pa.Table]]
 
 
@@ -40,7 +40,7 @@ class TrialStages:
     ignored: tuple[str, ...] = ()
 
 
-class Trial:
+class TrialEngine:
     """One engine, on the worker that runs this; `engine` makes the engine stage of a spec.
 
     Raises `EngineStartError` when it does not start.
@@ -50,7 +50,7 @@ class Trial:
         self.stages = stages
         self.engine = engine(stages.spec)
 
-    def outcomes(self, again: bool = False) -> dict[Row, Outcome]:
+    def outcomes(self, again: bool = False) -> dict[Row, RowOutcome]:
         """What came of each row that was asked, whether it got through or failed; rows that make no
         prompt, and such as their engine died with, are left out. `again`: in another order.
 
@@ -64,7 +64,7 @@ class Trial:
         with tempfile.TemporaryDirectory(prefix="raybatch-trial-") as folder:
             store = open_store(folder)
             finish = replace(self.stages.finish, store=store)
-            found: dict[Row, Outcome] = {}
+            found: dict[Row, RowOutcome] = {}
             for block in answered:
                 for text in finish(block)[RECEIPT].to_pylist():
                     found |= self._of_receipt(store, Receipt.from_json(text))
@@ -84,7 +84,7 @@ class Trial:
 
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
         """The blocks with their answers. What an engine died with is asked again, one by one."""
-        with ThreadPoolExecutor(ASKED) as pool:
+        with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
         made, why = [], ""
         for block, answered in zip(blocks, first, strict=True):
@@ -101,12 +101,12 @@ class Trial:
             raise EngineFailure(f"the engine died with every sampled row: {why}")
         return made
 
-    def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, Outcome]:
+    def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, RowOutcome]:
         import pyarrow.parquet as pq
 
         if receipt.lost is not None:
             raise EngineFailure(receipt.lost.message)
-        found: dict[Row, Outcome] = {}
+        found: dict[Row, RowOutcome] = {}
         for piece in receipt.pieces:
             with store.open(piece_path(piece.path)) as stream:
                 table = pq.read_table(stream)
@@ -141,7 +141,7 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def compared(
-    one: Mapping[Row, Outcome], other: Mapping[Row, Outcome]
+    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
 ) -> tuple[int, int, list[Row]]:
     """(rows that both have, those that agree, those that do not). Good rows agree in the values of
     all columns, failed ones in the class of the error."""
@@ -150,7 +150,7 @@ def compared(
     return len(both), len(both) - len(differ), differ
 
 
-def _agree(one: Outcome, other: Outcome) -> bool:
+def _agree(one: RowOutcome, other: RowOutcome) -> bool:
     if one[0] != other[0]:
         return False
     if one[0] == "failed":

@@ -32,7 +32,7 @@ from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.precision import decided_job, drawn_rows, said
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.trial import Trial, compared
+from prefect_raybatch.stages.trial import TrialEngine, compared
 from prefect_raybatch.storage import Store, open_store
 
 CPUS = Capacity(cpus=4, gpus=0, nodes=1, address="here")
@@ -83,7 +83,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sm
 
     @contextmanager
     def here(engine: type, stages: Any, *_: Any) -> Iterator[Any]:
-        trial = Trial(engine, stages)
+        trial = TrialEngine(engine, stages)
         yield trial.outcomes
         trial.close()
 
