@@ -138,6 +138,8 @@ class RunReport(FinishedRows):
     published: tuple[Published, ...] = ()
     # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
     reuse: Mapping[str, Number] = field(default_factory=dict)
+    # shares of what the GPUs could do, where they are known (`Tally.roofline`)
+    roofline: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -157,7 +159,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse"):
+        for name in ("published", "reuse", "roofline"):
             if not value[name]:
                 del value[name]
         return value

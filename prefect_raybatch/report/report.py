@@ -70,6 +70,7 @@ def build(
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
+        roofline=tally.roofline(),
     )
 
 
@@ -208,8 +209,21 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         "KV cache in use (most)": percent(known.get("kv_cache_peak")),
         "from the prefix cache": cached_share(tokens),
         "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
+        **_roofline_rows(report.roofline),
     }
     return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
+    """What the GPUs did of what they could; nothing where that is not known."""
+    if not roofline:
+        return {}
+    causes = [percent(roofline.get(f"idle_{cause}")) for cause in ("rows", "host", "tail")]
+    return {
+        "FLOPs of the GPU's peak (MFU)": percent(roofline.get("mfu")),
+        "memory bandwidth of the GPU's peak (MBU)": percent(roofline.get("mbu")),
+        "GPU idle: no rows yet / Python on the host / no rows left": " / ".join(causes),
+    }
 
 
 def _engines(report: RunReport) -> str:

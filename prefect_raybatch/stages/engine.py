@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
+from prefect_raybatch.sizing.roofline import Work
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
@@ -61,6 +63,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
+from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
@@ -100,7 +103,7 @@ class EngineSpec:
     `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
-    encoder, which has no KV cache."""
+    encoder, which has no KV cache; `work`: what tokens cost it, None where that is not known."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -118,6 +121,7 @@ class EngineSpec:
     labels: tuple[str, ...] = ()
     early_stop: EarlyStop = "off"
     encodes: bool = False
+    work: Work | None = None
 
 
 def engine_spec(
@@ -172,6 +176,7 @@ def engine_spec(
         labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
         early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
         encodes=task is not None and task.encodes,
+        work=size.work,
     )
 
 
@@ -188,9 +193,11 @@ class EngineStage:
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
+    _meter = Meter(None)
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
+        self._meter = Meter(spec.work)
         self._lock = threading.Lock()
         self.engine: SteppedEngine | None = None
         self._refused: Loss | None = None
@@ -334,7 +341,7 @@ class EngineStage:
             self._note.over()
         table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
-            table = self.sampler.tell(table, began)
+            table = self.sampler.tell(table, began, self._meter.tell(engine))
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
@@ -361,7 +368,8 @@ class EngineStage:
             return Request(prompts[side][i], params[i], under[i], seen[i])
 
         if len(sides) > 1:
-            made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
+            run = partial(self._meter.run, engine)
+            made = pooling.ask_pairs(run, request, keys, params, well, spec.sort, spec.merge)
         else:
             asked = arrange(keys[0], params, well, spec.sort, spec.merge)
             done = self._answers(engine, [request(i) for i in asked.rows])
@@ -371,11 +379,11 @@ class EngineStage:
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
         """What the engine answers; where labels part behind their first token, with what it holds
         probable there."""
-        labels = self._labels
+        labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
-            return self._early.run(engine.run, requests)
+            return self._early.run(run, requests)
         each = [[one, *_further(one, labels)] for one in requests]
-        done = iter(self._early.run(engine.run, [one for some in each for one in some]))
+        done = iter(self._early.run(run, [one for some in each for one in some]))
         made = []
         for some in each:
             answer, *later = [next(done) for _ in some]
