@@ -13,10 +13,10 @@ are random at the dimensions of a Llama of --size. On a GPU the start takes 40 t
 a half.
 
 What is measured is appended to --out as one line of JSON each, with its tokens as the engine
-counted them, and left out when it is there already: the same command goes on where it was. --limit
-is for the whole command; what failed is not tried again, and no arrangement and no kind of work is begun that would not end before. At
-the end, or alone with --report, it prints how far the model (prefect_raybatch/sizing/cost.py) is
-off, what the best arrangement measured is, and what the one the package chooses reaches of it.
+counted them, and left out when it is there already, also where it failed: the same command goes on
+where it was. --limit is for the whole command: nothing is begun that would not end before. At the
+end, or alone with --report, it prints how far the model (prefect_raybatch/sizing/cost.py) is off,
+what the best arrangement measured is, and what the one the package chooses reaches of it.
 
 The rate of short answers is that of a window after two row latencies. Of long ones the first rows
 are given answers of all lengths up to the whole, as they are in the middle of a run, and the window

@@ -16,13 +16,15 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.memory import Model
 from prefect_raybatch.sizing.cards import Card
+from prefect_raybatch.sizing.roofline import work_of
 
 # Seconds of Python a row of a short answer on the engine's core: three engines of a 0.5B.
 HOST_SECONDS = 0.47e-3
 # Of these, what neither does while the other works: one engine of an 8B gave 1,102 rows/s with a
 # choice, where vLLM waits for each token before it knows the next mask, and 445 without one.
-FORM_SECONDS, PLAIN_SECONDS = 0.23e-3, 0.03e-3
-COMPUTE_SHARE = 0.72  # of a card's dense FLOPs, by twelve arrangements on an H200
+FORM_SECONDS, PLAIN_SECONDS = 0.25e-3, 0.03e-3
+COMPUTE_SHARE = 0.66  # of a card's dense 16-bit FLOPs, by eleven arrangements on an H200
+FP8_GAIN = 1.3  # times that, where card and weights are of fp8: one arrangement
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
 # Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
@@ -78,16 +80,14 @@ def _most_out(prompt: Prompt, sampling: Sampling, early: bool) -> tuple[int | No
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
-    """The GPU's own time for a row: FLOPs of the tokens that are not cached, their attention, and
-    for each step of decoding the weights, shared by `seqs` sequences, and the row's KV cache."""
+    """The GPU's own time for a row: FLOPs and bytes of its tokens that are not cached, and for each
+    token of its answer the weights, shared by `seqs` sequences."""
     out = row.out or 0
-    # 4 * layers * hidden FLOPs a token and token before it, said by the 2 bytes that each keeps.
-    attention = model.heads / model.kv_heads * model.kv_bytes(row.shared + row.own // 2)
-    flops = 2 * model.active * (row.own + out) + row.own * attention
-    flops += 2 * out * model.hidden * model.vocab  # of a prompt, only the last token's logits
-    kept = model.kv_bytes(row.shared + row.own + out // 2)
-    read = out * (model.weights / seqs + kept)
-    return flops / (COMPUTE_SHARE * card.flops) + read / card.bandwidth
+    work = work_of(model, card)
+    flops, read = work.of_answer(row.shared + row.own, row.shared, (out,))
+    read += out * work.weights / seqs
+    share = COMPUTE_SHARE * (FP8_GAIN if model.fp8 and card.fp8 else 1.0)
+    return flops / (share * card.flops) + read / card.bandwidth
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
