@@ -372,6 +372,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "Run",
         "RunReport",
         "batch_inference",
+        "finalize_partial",
         "finalize_run",
         "infer_shards",
         "open_run",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
     BEAT_EVERY,
     ENDED,
@@ -22,7 +23,7 @@ from prefect_raybatch.driver.heartbeat import (
     Ticker,
 )
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
-from prefect_raybatch.errors import EngineFailure, StoreError
+from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import COMMITS, heartbeat_path
 from prefect_raybatch.ledger.record_files import put_record
@@ -43,7 +44,8 @@ class Monitor:
     """An observer for the driver that stands between it and `observe`.
 
     `engines` gives the number of engine actors by state; it may raise or be slow. Use as a context
-    manager around the work; after it, `failure` is the error of a stall that is to fail the run.
+    manager around the work; after it, `failure` is the error of a stall that is to fail the run,
+    and `spent` that of costs that have reached their limit. `meter` counts the costs.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Monitor:
         self.counts: Counts | None = None  # at the latest commit
         self._progress: Progress | None = None
         self.failure: EngineFailure | None = None
+        self.spent: CostExceeded | None = None
+        self.meter = CostMeter()
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
@@ -118,9 +122,12 @@ class Monitor:
         about = self._about if watch.alarms else self._held
         if counts is None:
             rows, shards = self.plan.rows, self.plan.shards
+            more |= self.meter.figures(None)
             return Beat(time.time(), rows=rows, shards=shards, about=about, **more)
         quiet = round(self.clock() - watch.since, 1) if watch.alarms else 0.0
-        return Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+        found = Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+        left = 0.0 if self._ended else found.seconds_left
+        return replace(found, **self.meter.figures(left))
 
     def _now(self) -> Counts | None:
         """The counts with those that change between commits, too."""
@@ -137,6 +144,7 @@ class Monitor:
             self._asked = now
             self._states = self.engines()
         counts, latest = self._now(), self.counts
+        self._look_at_cost(now, counts)
         if self._held:
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:
@@ -148,6 +156,14 @@ class Monitor:
                 self._beats.nudge()
         if isinstance(self.observe, Listener):
             self.observe.hear(self.beat())
+
+    def _look_at_cost(self, now: float, counts: Counts | None) -> None:
+        self.meter.see(now, self._states)
+        committed = counts.committed if counts is not None else 0
+        try:
+            check_cost(self.limits, self.meter.whole, self.plan.shards, committed)
+        except CostExceeded as error:
+            self.spent = self.spent or error
 
     def _stalled(self, stall: Stall, counts: Counts) -> None:
         self._states = self.engines()  # what was asked last may be older than the stall

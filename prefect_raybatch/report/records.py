@@ -138,6 +138,8 @@ class RunReport(FinishedRows):
     published: tuple[Published, ...] = ()
     # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
     reuse: Mapping[str, Number] = field(default_factory=dict)
+    # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
+    cost: Mapping[str, Number] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
 
@@ -159,7 +161,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "roofline"):
+        for name in ("published", "reuse", "cost", "roofline"):
             if not value[name]:
                 del value[name]
         return value

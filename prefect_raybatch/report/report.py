@@ -11,7 +11,7 @@ from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import counted, money
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
@@ -126,6 +126,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
         *reuse_rows(report.reuse),
+        *cost_rows(report.cost),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
@@ -171,6 +172,20 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
     if (seconds := reuse.get("saved_seconds")) is not None:
         rows.append(("GPU-seconds saved, about", f"{seconds:,.0f}"))
     return rows
+
+
+def cost_rows(cost: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What a run cost and saved, (name, value); GPU-hours alone where no price is known, and
+    nothing of a run without GPUs."""
+    names = {
+        "gpu_hours": "GPU-hours",
+        "total": "Cost",
+        "per_million_tokens": "Cost of a million tokens",
+        "per_answered_row": "Cost of an answered row",
+        "saved_by_resume": "Cost saved by resuming, about",
+        "saved_by_reuse": "Cost saved by reuse, about",
+    }
+    return [(text, money(cost[name])) for name, text in names.items() if name in cost]
 
 
 def stage_table(report: RunReport) -> list[dict[str, Any]]:

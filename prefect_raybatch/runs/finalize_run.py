@@ -33,6 +33,7 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
@@ -79,7 +80,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             output.file_mb << 20,
             output.compact,
             output.read_back,
-            partial(_write_parts, job),
+            partial(write_parts, job),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
@@ -101,6 +102,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
+    made = with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
     put_record(store, REPORT, made.to_bytes())
@@ -110,7 +112,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     return _end(ledger, plan, True)
 
 
-def _write_parts(
+def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | None:
+    begun = None if increment is None else begin_asks(store, increment)
+    return None if begun is None else load_report(begun[0].store)
+
+
+def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""

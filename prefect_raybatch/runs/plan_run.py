@@ -14,6 +14,7 @@ from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
@@ -25,7 +26,9 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, run_store
+from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
 
@@ -203,4 +206,17 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
             resolved, found, ledger.store, attempt, copied, run_key, context=context
         ),
     )
+    _warn_of_cost(job, plan)
     return ledger.create_plan(plan, tables)
+
+
+def _warn_of_cost(job: BatchJob, plan: Plan) -> None:
+    if job.limits.max_cost is None:
+        return
+    from prefect_raybatch.cluster import connect as cluster
+
+    increment = increments.increment_of(plan)
+    rows = plan.rows if increment is None else increment.counts.asked
+    found = estimate(job, cluster.glance(job) or assumed(job.engine), rows)
+    if found is not None and found.warning:
+        log.warning("%s", found.warning)

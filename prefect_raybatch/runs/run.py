@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 
@@ -92,6 +95,17 @@ def begun(
     if when is None and scheduled is not None:
         when = scheduled.astimezone(UTC).date()
     return with_run_words(job, key, when), key
+
+
+PARTIAL_STATE = "partial"  # of a partial result; its run is what `state_name` says
+
+
+def who() -> str:
+    """user@host of this process."""
+    user = "unknown"
+    with suppress(OSError, KeyError):  # containers run under numbers without a name
+        user = getpass.getuser()
+    return f"{user}@{socket.gethostname()}"
 
 
 def state_name(finished: bool, begun: bool) -> str:

@@ -39,13 +39,14 @@ class Nights:
     """Drives runs of a job; `asked` are the prompts that the engine was asked, in order.
 
     `refuses` says of a prompt whether the engine fails it; `stop_after` ends a night after so many
-    receipts, as a kill would.
+    receipts, as a kill would. `alive` engines are what Ray says to have.
     """
 
     folder: Path
     refuses: Callable[[str], bool] = lambda prompt: False
     asked: list[str] = field(default_factory=list)
     stop_after: int | None = None
+    alive: int = 0
 
     def write(self, *texts: str | None, **columns: list[Any]) -> None:
         """The table as it is tonight."""
@@ -137,7 +138,7 @@ class InThisProcess(pipeline.Pipeline):
                 yield from self.nights.heard(finish(table if spec is None else self.asked(table)))
 
     def engines(self) -> dict[str, int]:
-        return {}
+        return {"ALIVE": self.nights.alive} if self.nights.alive else {}
 
     def asked(self, table: pa.Table) -> pa.Table:
         if passes_by(table):
