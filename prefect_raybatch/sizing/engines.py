@@ -15,7 +15,7 @@ from prefect_raybatch.sizing.sequences import TRIED, best_sequences, fewest, hol
 SHORT = 32  # tokens out: what Python costs of longer answers is not measured, and packing lost
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
-GAIN = 0.03  # the least for which more of them are taken: runs differ by 1 to 3 %
+ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by 1 to 3 %
 # Of tasks that pool: HOST_SECONDS is of drawing tokens, and what a vector takes of Python is less.
 MOST_POOLING = 2
 
@@ -54,7 +54,7 @@ def choose_engines_per_gpu(
     def rate(n: int) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
 
-    best = fewest(numbers, rate, GAIN)
+    best = fewest(numbers, rate, ENGINE_GAIN)
     seconds = gpu_seconds(model, card, row, seqs[best])
     times = (
         f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
@@ -66,7 +66,7 @@ def choose_engines_per_gpu(
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    found = best if best <= bound else fewest(range(1, bound + 1), rate, GAIN)
+    found = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
     bounds = []
     if room < best:
         bounds.append(f"{room} fit in {gib(gpu.memory)}")

@@ -17,7 +17,7 @@ from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
-GAIN = 0.02  # the least gain for which more sequences are taken
+SEQUENCE_GAIN = 0.02  # the least gain for which more sequences are taken
 PACKED_GAIN = 0.1  # of more sequences in engines that share a GPU: only 256 are measured there
 
 
@@ -51,7 +51,7 @@ def best_sequences(
     def rate(seqs: int) -> float:
         return rows_per_second(fit.model, card, row, engines, seqs)
 
-    return fewest([tried[0], *room], rate, GAIN if engines == 1 else PACKED_GAIN)
+    return fewest([tried[0], *room], rate, SEQUENCE_GAIN if engines == 1 else PACKED_GAIN)
 
 
 def choose_max_num_seqs(
@@ -80,7 +80,7 @@ def choose_max_num_seqs(
     if found > SEQUENCES:
         what = f"about {gains[found]:.0%} faster than {SEQUENCES}"
         return found, f"{what}: answers of {row.out} tokens{each}"
-    least = GAIN if engines_per_gpu == 1 else PACKED_GAIN
+    least = SEQUENCE_GAIN if engines_per_gpu == 1 else PACKED_GAIN
     more = next((n for n in TRIED[1:] if gains[n] > least), None)
     if more is None:
         what = f"{TRIED[-1]} would bring about {gains[TRIED[-1]]:.0%}"
