@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter
 
 from prefect_raybatch.finished import FinishedRows
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
 from prefect_raybatch.ledger.precision import PrecisionNote
@@ -145,6 +146,7 @@ class RunReport(FinishedRows):
     roofline: Mapping[str, Number] = field(default_factory=dict)
     # of a run that tried fewer bits: what it decided, and by what
     precision: PrecisionNote | None = None
+    accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -164,7 +166,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "roofline", "precision"):
+        for name in ("published", "reuse", "cost", "roofline", "precision", "accepted"):
             if not value[name]:
                 del value[name]
         return value
