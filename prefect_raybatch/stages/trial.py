@@ -108,8 +108,8 @@ class TrialEngine:
             raise EngineFailure(receipt.lost.message)
         found: dict[Row, RowOutcome] = {}
         for piece in receipt.pieces:
-            with store.open(piece_path(piece.path)) as stream:
-                table = pq.read_table(stream)
+            data = store.read(piece_path(piece.path), piece.bytes)
+            table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
             for row in table.to_pylist():
                 place = (receipt.shard, row.pop(POSITION))
                 if piece.kind == "data":
