@@ -21,6 +21,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import state_name
+from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -126,11 +127,13 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         tally.add(commit)
     if final is None:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
-        stop = _stop_of(_attempts(ledger), listing.done)
+        attempts = _attempts(ledger)
+        stop = _stop_of(attempts, listing.done)
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        return reports.build(
+        made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
+        return replace(made, starts=starts_of(attempts))
     return replace(final, charts=charts(tally, plan.shards))
 
 
