@@ -193,6 +193,8 @@ class Pipeline:
         pinned = model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, self.job.prompt.adapter_column)
         if increment.ledger == OF_ASKS:
+            if prepare.images is not None:  # their digests are part of the keys
+                prepare = replace(prepare, images=replace(prepare.images, digests=True))
             return replace(prepare, keying=keying), spec, finish
         return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
 

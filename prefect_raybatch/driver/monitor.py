@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
     BEAT_EVERY,
     ENDED,
@@ -23,7 +24,7 @@ from prefect_raybatch.driver.heartbeat import (
 )
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
 from prefect_raybatch.driver.starting import Starting
-from prefect_raybatch.errors import EngineFailure, StoreError
+from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import COMMITS, heartbeat_path
 from prefect_raybatch.ledger.record_files import put_record
@@ -48,7 +49,8 @@ class Monitor:
     `engines` gives the number of engine actors by state, `starts` how far the start of each has
     come; they may raise or be slow. `on_started` is told once, after the first commit of this
     attempt, how long the phases of the start took. Use as a context manager around the work; after
-    it, `failure` is the error of a stall that is to fail the run.
+    it, `failure` is the error of a stall that is to fail the run, and `spent` that of costs that
+    have reached their limit. `meter` counts the costs.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Monitor:
         self.counts: Counts | None = None  # at the latest commit
         self._progress: Progress | None = None
         self.failure: EngineFailure | None = None
+        self.spent: CostExceeded | None = None
+        self.meter = CostMeter()
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
@@ -150,9 +154,12 @@ class Monitor:
             about = self.starting.text()
         if counts is None:
             rows, shards = self.plan.rows, self.plan.shards
+            more |= self.meter.figures(None)
             return Beat(time.time(), rows=rows, shards=shards, about=about, **more)
         quiet = round(self.clock() - watch.since, 1) if watch.alarms else 0.0
-        return Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+        found = Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+        left = 0.0 if self._ended else found.seconds_left
+        return replace(found, **self.meter.figures(left))
 
     def _now(self) -> Counts | None:
         """The counts with those that change between commits, too."""
@@ -170,6 +177,7 @@ class Monitor:
             self._states = self.engines()
         counts, latest = self._now(), self.counts
         self._look_at_start()
+        self._look_at_cost(now, counts)
         if self._held:
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:
@@ -190,6 +198,14 @@ class Monitor:
         if self._held or self._ended or ended is not None:
             return
         self.starting.heard(self.starts())
+
+    def _look_at_cost(self, now: float, counts: Counts | None) -> None:
+        self.meter.see(now, self._states)
+        committed = counts.committed if counts is not None else 0
+        try:
+            check_cost(self.limits, self.meter.whole, self.plan.shards, committed)
+        except CostExceeded as error:
+            self.spent = self.spent or error
 
     def _stalled(self, stall: Stall, counts: Counts) -> None:
         self._states = self.engines()  # what was asked last may be older than the stall

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
+from prefect_raybatch.sizing.roofline import Work
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
@@ -62,6 +64,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
+from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, internals, multimodal, note, phases
@@ -101,7 +104,8 @@ class EngineSpec:
     `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
-    encoder, which has no KV cache; `tell` takes how far the engine's start has come."""
+    encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
+    tokens cost it, None where that is not known."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -120,6 +124,7 @@ class EngineSpec:
     early_stop: EarlyStop = "off"
     encodes: bool = False
     tell: phases.TellStart | None = None
+    work: Work | None = None
 
 
 def engine_spec(
@@ -176,6 +181,7 @@ def engine_spec(
         early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
         encodes=task is not None and task.encodes,
         tell=tell,
+        work=size.work,
     )
 
 
@@ -194,9 +200,11 @@ class EngineStage:
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
     _marks = phases.StartMarks()
     _teller: phases.StartTeller | None = None
+    _meter = Meter(None)
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
+        self._meter = Meter(spec.work)
         self._lock, self._id = threading.Lock(), uuid.uuid4().hex
         self.engine: SteppedEngine | None = None
         self._refused: Loss | None = None
@@ -356,7 +364,7 @@ class EngineStage:
                 self._teller.answered()
         table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
-            table = self.sampler.tell(table, began)
+            table = self.sampler.tell(table, began, self._meter.tell(engine))
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
@@ -383,7 +391,8 @@ class EngineStage:
             return Request(prompts[side][i], params[i], under[i], seen[i])
 
         if len(sides) > 1:
-            made = pooling.ask_pairs(engine.run, request, keys, params, well, spec.sort, spec.merge)
+            run = partial(self._meter.run, engine)
+            made = pooling.ask_pairs(run, request, keys, params, well, spec.sort, spec.merge)
         else:
             asked = arrange(keys[0], params, well, spec.sort, spec.merge)
             done = self._answers(engine, [request(i) for i in asked.rows])
@@ -393,11 +402,11 @@ class EngineStage:
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
         """What the engine answers; where labels part behind their first token, with what it holds
         probable there."""
-        labels = self._labels
+        labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
-            return self._early.run(engine.run, requests)
+            return self._early.run(run, requests)
         each = [[one, *_further(one, labels)] for one in requests]
-        done = iter(self._early.run(engine.run, [one for some in each for one in some]))
+        done = iter(self._early.run(run, [one for some in each for one in some]))
         made = []
         for some in each:
             answer, *later = [next(done) for _ in some]
