@@ -40,6 +40,7 @@ def html(report: RunReport, made: str = "") -> str:
         tries=reports.precision_table(report),
         disagreements=reports.disagreement_table(report),
         engines=[tuple(row.values()) for row in reports.engine_table(report)],
+        starts=reports.start_table(report),
         nodes=reports.node_table(report),
         files=reports.part_table(report),
     )
