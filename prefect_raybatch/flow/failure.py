@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from textwrap import TextWrapper
 from typing import Any
 from uuid import UUID
@@ -84,7 +85,7 @@ class Cause:
             self.remedy,
             "",
             "```",
-            self.command,
+            *_lines_of(self.command),
             "```",
         ]
         if self.rows:
@@ -206,6 +207,21 @@ def _quoted(text: str) -> list[str]:
     """As it stands, whatever characters it holds; the page does not break such lines."""
     lines = [part for line in text.splitlines() for part in (WRAPPED.wrap(line) or [""])]
     return [f"    {line}" for line in lines]
+
+
+def _lines_of(command: str) -> list[str]:
+    """A command on lines that the page shows whole, still one command where it is pasted."""
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    starts = [at for at, word in enumerate(words) if at and word.startswith("-")]
+    made = [""]
+    for start, end in pairwise([0, *starts, len(words)]):
+        part = " ".join(words[start:end])
+        if not made[-1] or len(made[-1]) + len(part) + len("  \\") <= WRAPPED.width:
+            made[-1] += f" {part}" if made[-1] else part
+        else:
+            made[-1] += " \\"
+            made.append(f"  {part}")
+    return made
 
 
 def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:

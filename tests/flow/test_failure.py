@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import re
+import shlex
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +103,22 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
         state.result()
     assert pickle.loads(pickle.dumps(told.value)).plain == str(error.plain)
     assert told.value.plain and "What to do" not in told.value.plain
+
+
+def test_a_long_command_is_broken_where_a_shell_goes_on(tmp_path: Path) -> None:
+    over = json.dumps({"limits.max_failed_fraction": 0.02})
+    command = (
+        f"echo batch_inference/nightly -p run_key={'monday' * 9} -p 'overrides={over}' --quiet"
+    )
+    cause = failure.Cause("t", "job", "k", "E", "why", "do", command)
+    block = cause.markdown().split("```\n")[1]
+    lines = block.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= 96
+    said = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True)
+    whole = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert said.stdout == whole.stdout
+    short = failure.Cause("t", "job", "k", "E", "why", "do", "raybatch verify /o/k")
+    assert "```\nraybatch verify /o/k\n```" in short.markdown()
 
 
 class RayTaskError(Exception):
