@@ -289,12 +289,8 @@ def main() -> int:
                 more = seconds(whole.times(2), gpus, before)[0] - took
                 rate = len(whole.rows) / took
                 cells.append((len(found), took, rate, took / more, reported(found) / rate))
-            shown = [
-                f"{old:,.{digits}f} -> {new:,.{digits}f}"
-                for (old, new), digits in zip(
-                    zip(*cells, strict=True), (0, 1, 0, 2, 2), strict=True
-                )
-            ]
+            pairs = zip(zip(*cells, strict=True), (0, 1, 0, 2, 2), strict=True)
+            shown = [f"{old:,.{n}f} -> {new:,.{n}f}" for (old, new), n in pairs]
             print(f"| {work.name} | {gpus} | {' | '.join(shown)} |", flush=True)
     return 0
 

@@ -74,7 +74,7 @@ def choose_rows_per_shard(
 
 def longest_first(works: Sequence[float]) -> list[int]:
     """The order in which to take pieces of so much work, so that none that is long is the last of
-    an engine; those that differ by less than a quarter stay as they are."""
+    an engine: in steps of a quarter, within which they stay as they are."""
     steps = [round(math.log(max(work, 1.0)) / math.log(1.25)) for work in works]
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
