@@ -2,77 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.nights import Nights, ToldApart
-from PIL import Image
+from helpers import albums
+from helpers.albums import Album, photo
 
-from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan import row_keys
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.stages.images import rows
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 
 
-def photo(grey: int, side: int = 40) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.full((side, side, 3), grey, np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
-class Album(Nights):
-    """Rows with a text and the name of a file, or with an image's bytes."""
-
-    def put(self, **files: bytes) -> None:
-        (self.folder / "media").mkdir(exist_ok=True)
-        for name, data in files.items():
-            (self.folder / "media" / name).write_bytes(data)
-
-    def job(self, **groups: Any) -> BatchJob:
-        source = {"uri": str(self.folder / "in.parquet"), "rows_per_shard": 4}
-        prompt = groups.pop("prompt", {"template": "Say {text}", "images": {"columns": ["image"]}})
-        return super().job(
-            source={**source, "media_root": str(self.folder / "media")},
-            prompt=prompt,
-            engine={"model": str(self.folder / "model"), "max_model_len": 512},
-            output={
-                "uri": str(self.folder / "out"),
-                "columns": ["image"],
-                "extras": ["image_digests"],
-            },
-            **groups,
-        )
-
-    def answers(self, key: str) -> list[tuple[str, str]]:
-        """(file, answer) of each row of a result."""
-        return [(row["image"], row["response"]) for row in self.result(key)]
-
-    def told(self) -> list[str]:
-        """What the engine was asked since the last look."""
-        found = sorted(self.asked)
-        self.asked.clear()
-        return found
-
-
 @pytest.fixture
-def album(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Album:
-    monkeypatch.setattr(rows, "renderer", ToldApart)
-    shutil.copytree(demo.demo_model_path(), tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    value = json.loads(config.read_text())
-    value |= {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
-    config.write_text(json.dumps(value))
-    return Album(tmp_path)
+def album(tmp_path: Path) -> Iterator[Album]:
+    with albums.opened(tmp_path) as album:
+        yield album
 
 
 def test_an_image_whose_bytes_are_unchanged_is_not_asked_again(album: Album) -> None:
