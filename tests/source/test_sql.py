@@ -227,5 +227,5 @@ def test_postgresql_that_cannot_be_read(server):
 
 def test_the_file_of_a_database_says_how_to_name_it(tmp_path):
     (tmp_path / "rows.sqlite3").write_bytes(b"SQLite format 3\0")
-    with pytest.raises(SourceError, match="sqlite:////FOLDER/FILE .*source.query"):
+    with pytest.raises(SourceError, match=r"sqlite:////FOLDER/FILE .*source\.query"):
         peek(Source(uri=str(tmp_path / "rows.sqlite3")))
