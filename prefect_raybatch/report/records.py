@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter
 
 from prefect_raybatch.finished import FinishedRows
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
 from prefect_raybatch.ledger.published import Published
@@ -142,6 +143,7 @@ class RunReport(FinishedRows):
     cost: Mapping[str, Number] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
+    accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -161,7 +163,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "roofline"):
+        for name in ("published", "reuse", "cost", "roofline", "accepted"):
             if not value[name]:
                 del value[name]
         return value

@@ -14,6 +14,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
     AnswerPart,
@@ -86,6 +87,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
+    accepted = all_accepted(ledger)
     made = reports.build(
         run.uri,
         plan,
@@ -93,12 +95,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
+        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
-    made = replace(made, advice=advise(made, job))
+    made = replace(made, advice=advise(made, job), accepted=accepted)
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
@@ -108,7 +110,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     put_record(store, REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(_success(plan, output, result))
+    ledger.succeed(_success(plan, output, result, accepted))
     return _end(ledger, plan, True)
 
 
@@ -178,7 +180,7 @@ def with_reuse(
     return replace(report, reuse={**saved, **more})
 
 
-def _success(plan: Plan, output: Output, result: Result) -> Success:
+def _success(plan: Plan, output: Output, result: Result, accepted: tuple[Accepted, ...]) -> Success:
     return Success(
         rows=plan.rows,
         data=result.tally.good,
@@ -191,6 +193,7 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
         plan=plan.hash,
         layout=result.layout,
         manifest=result.manifest,
+        accepted=accepted,
     )
 
 

@@ -20,6 +20,7 @@ from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
@@ -102,7 +103,8 @@ def _attempt(
     job = planning.as_planned(job, plan)
     increment = increment_of(plan)
     looks_up = increment is not None and increment.ledger == OF_ROWS
-    attempt, whoami = uuid.uuid4().hex, _whoami(plan)
+    plan = plan if run.model is None else plan.with_model(run.model)
+    attempt, whoami = uuid.uuid4().hex, {**_whoami(plan), **accepted_note(run.accepted)}
     monitor = Monitor(attempt, plan, store, job.limits, observe)
     on_stop = partial(_note_stop, ledger, attempt, whoami)
     waiting = None if increment is None else waiting_rows(ledger, increment, shards)

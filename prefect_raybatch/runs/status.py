@@ -12,6 +12,7 @@ from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.layout import partial_path
@@ -163,6 +164,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     if final is None:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
         stop = _stop_of(_attempts(ledger), listing.done)
+        notes += map(str, all_accepted(ledger))
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
