@@ -69,7 +69,7 @@ def open_saved(source: Source) -> TableSource:
 def _json(store: Store, name: str) -> Mapping[str, Any]:
     """What a small file of JSON holds, {} where it is not there."""
     try:
-        value = json.loads(store.read(name, SMALL))
+        value = json.loads(store.read(name, INFO_BYTES))
     except FileNotFoundError:
         return {}
     except (CorruptRun, ValueError) as error:  # by the first a store says that a file is larger
@@ -88,7 +88,7 @@ def _streamed(
         yield from rows.to_batches()
 
 
-SMALL = 64 << 20  # bytes of a file that tells about a dataset
+INFO_BYTES = 64 << 20  # bytes of a file that tells about a dataset
 
 
 class FolderSource(TableSource):
