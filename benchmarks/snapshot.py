@@ -2,7 +2,7 @@
 
     python benchmarks/snapshot.py --rows 2000000 --files 10000 --old ANOTHER_WORKTREE
 
-The guides' CSV of customers in one file, the same rows as JSON Lines, and many small CSV files, each
+The guides' CSV of customers in one file, its rows as JSON Lines, and many small CSV files, each
 copied in a process of its own, in turn with the package of another worktree where one is named.
 CPU seconds and memory are of that process, less what its imports took.
 """
