@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import alike, failure_texts
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -35,7 +36,8 @@ class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
     the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
     among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
-    error budget; `asks` is the state of what a run that reuses asks first."""
+    error budget; `asks` is the state of what a run that reuses asks first; `superseded_by` is the
+    run that goes on in the place of this one, which was repaired."""
 
     run: str
     run_key: str
@@ -57,6 +59,7 @@ class Status:
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
     asks: Status | None = None
+    superseded_by: str | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -71,6 +74,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
     state = state_name(finished, bool(tally.shards))
+    later = follow_forks(ledger, plan)[0]
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -92,6 +96,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
+        superseded_by=None if later.store is store else later.store.uri,
     )
 
 
