@@ -35,7 +35,7 @@ def copying_for(job: BatchJob, size: int, reachable: bool) -> Iterator[Everywher
     workers = 0
     with ExitStack() as stack:
         if reachable and address_of(job.cluster) is not None:
-            workers = stack.enter_context(workers_for(job, size))
+            workers = stack.enter_context(workers_for(job, size, "snapshot"))
         if workers > 1:
             log.info("the input is copied on %s", counted(workers, "CPU"))
             yield partial(_everywhere, TASKS_A_CPU * workers)
@@ -54,11 +54,11 @@ def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, A
 
 
 @contextmanager
-def workers_for(job: BatchJob, size: int) -> Iterator[int]:
+def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]:
     """How many CPUs there are to work on `size` bytes side by side; 0 where it is done here.
 
-    For the block the process is in the cluster. One that does not answer is no fault: then the work
-    is done here.
+    `made` is what is worked on, for the logs and for who shares a cluster. For the block the
+    process is in the cluster. One that does not answer is no fault: then the work is done here.
     """
     with SHARED.visited() as there:
         if there:
@@ -69,12 +69,12 @@ def workers_for(job: BatchJob, size: int) -> Iterator[int]:
         # With a job server the cluster is elsewhere, and only its jobs work there.
         if size >= WORTH_A_START and not job.cluster.job_server:
             try:
-                found = stack.enter_context(connected(job, User(f"{job.name}: files")))
+                found = stack.enter_context(connected(job, User(f"{job.name}: {made}")))
                 # A cluster of our own may count more CPUs than there are.
                 here = address_of(job.cluster) is None
                 workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
             except ClusterUnavailable as error:
-                log.warning("files are written by this process alone: %s", error)
+                log.warning("the %s is made by this process alone: %s", made, error)
         yield workers
 
 
