@@ -33,6 +33,11 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
 
 `gpu_page.py` makes the page of figures from what --out got.
 
+mfu is the share of the GPUs' peak (16-bit FLOPs of the data sheet; fp8 with --quantization fp8)
+that the tokens of the rows take at rows_s, alike for all peers: prompts without what an endless
+prefix cache would give, and the tokens that the peer generated. ours also has mfu_seen and the
+other shares of its report, which count what its engines really computed, over the whole run.
+
 rows_s is the steady rate. vllm: rows over the time of one call after a warm-up. raydata: between
 the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
 the last shard's end, head and tail included. So none counts engine start. first_row_s is from the
@@ -53,6 +58,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -254,8 +260,14 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
     llm.reset_prefix_cache()
     first = time.time() - START
     began = time.time()
-    llm.chat(talks, params, use_tqdm=False)
-    return {"rows_s": args.rows / (time.time() - began), "first_row_s": first}
+    done = llm.chat(talks, params, use_tqdm=False)
+    took = time.time() - began
+    tokens = sum(len(answer.token_ids) for one in done for answer in one.outputs)
+    return {
+        "rows_s": args.rows / took,
+        "first_row_s": first,
+        "output_tokens": tokens / args.rows,
+    }
 
 
 def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict[str, float]:
@@ -283,14 +295,19 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
             "messages": messages(row["text"]),
             "sampling_params": sampling_of(row["out"]),
         },
-        postprocess=lambda row: {"at": time.time(), "prompt": row["num_input_tokens"]},
+        postprocess=lambda row: {"at": time.time(), "out": row["num_generated_tokens"]},
     )
     dataset = ray.data.from_items(rows).repartition(128)
-    at = sorted(row["at"] for row in processor(dataset).take_all())
+    done = processor(dataset).take_all()
+    at = sorted(row["at"] for row in done)
     if len(at) != args.rows:
         raise SystemExit(f"{len(at)} of {args.rows} rows came back")
     low, high = int(0.1 * len(at)), int(0.9 * len(at)) - 1
-    return {"rows_s": (high - low) / (at[high] - at[low]), "first_row_s": at[0] - START}
+    return {
+        "rows_s": (high - low) / (at[high] - at[low]),
+        "first_row_s": at[0] - START,
+        "output_tokens": sum(row["out"] for row in done) / args.rows,
+    }
 
 
 def peer_stage(args: argparse.Namespace, model: str) -> dict[str, float]:
@@ -367,6 +384,7 @@ def peer_ours(
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
             "middle_rows_s": middle(progress.tally.ends),
             "driver_cpu_s": time.process_time(),
+            **{("mfu_seen" if n == "mfu" else n): v for n, v in report.roofline.items()},
             **report.figures,
             **{f"node_{name}": value for name, value in report.nodes[0].figures.items()},
         }
@@ -390,7 +408,12 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
         raise SystemExit("rows are missing")
     began, ended = min(s["started"] for s in done), max(s["ended"] for s in done)
     first = min(s["ended"] for s in done)
-    return {"rows_s": args.rows / (ended - began), "first_row_s": first - START}
+    tokens = sum(stats["output_tokens"] for stats in done) / args.rows
+    return {
+        "rows_s": args.rows / (ended - began),
+        "first_row_s": first - START,
+        "output_tokens": tokens,
+    }
 
 
 def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
@@ -491,11 +514,58 @@ def main() -> int:
                 **about,
             }
             row |= _run(args, size, peer)
+            if row.get("rows_s") and "output_tokens" in row:
+                row["mfu"] = round(mfu(args, size, row["rows_s"], row["output_tokens"]), 3)
             failed += "error" in row
             with open(args.out, "a") as out:
                 out.write(json.dumps(row) + "\n")
             print(json.dumps(row)[:1500], flush=True)
     return 1 if failed else 0
+
+
+BLOCK = 16  # tokens that vLLM's prefix cache keeps together
+
+
+@lru_cache
+def prompt_tokens(model: str, work: str, count: int) -> list[tuple[int, int]]:
+    """(tokens, those that an endless prefix cache would give) of each prompt, in input order."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    seen: set[int] = set()
+    found = []
+    for row in make_rows(work, count):
+        text = tokenizer.apply_chat_template(
+            messages(row["text"]), tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        cached, before, hit = 0, 0, True
+        for at in range(0, (len(ids) - 1) // BLOCK * BLOCK, BLOCK):
+            before = hash((before, *ids[at : at + BLOCK]))
+            hit = hit and before in seen
+            cached += BLOCK * hit
+            seen.add(before)
+        found.append((len(ids), cached))
+    return found
+
+
+def mfu(args: argparse.Namespace, size: str, rows_s: float, out: float) -> float:
+    """Model FLOPs utilization at `rows_s` rows of `out` generated tokens (prefect_raybatch's
+    sizing/roofline.py, whose docstring names the formulas)."""
+    from prefect_raybatch.model.memory import describe
+    from prefect_raybatch.nvml import gpus_here
+    from prefect_raybatch.sizing.cards import card
+    from prefect_raybatch.sizing.roofline import work_of
+
+    folder = make_model(size, Path(args.models))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    known = card(gpus_here()[0][0].name)
+    if known is None:
+        return 0.0
+    work = work_of(describe(config, {"quantization": args.quantization}), known, args.gpus)
+    prompts = prompt_tokens(folder, args.work, args.rows)
+    flops = sum(work.of_answer(whole, cached, (round(out),))[0] for whole, cached in prompts)
+    return rows_s * flops / len(prompts) / work.peak_flops
 
 
 def device(gpus: int) -> str:

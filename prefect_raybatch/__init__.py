@@ -1,9 +1,9 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
 `from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
-`infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `reconcile_jobs` and
-`restart_crashed` and the blocks `RayCluster`, `ObjectStore` and `BatchInferenceJob` are the whole
-of the Python interface; the rest may move.
+`infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `finalize_partial`,
+`reconcile_jobs` and `restart_crashed` and the blocks `RayCluster`, `ObjectStore` and
+`BatchInferenceJob` are the whole of the Python interface; the rest may move.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
     from prefect_raybatch.runs.open_run import OpenRun, open_run
+    from prefect_raybatch.runs.partial_run import finalize_partial
     from prefect_raybatch.runs.run import Run
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "Run": "runs.run",
     "RunReport": "report.records",
     "batch_inference": "flow.flows",
+    "finalize_partial": "runs.partial_run",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",
     "open_run": "runs.open_run",
@@ -56,6 +58,7 @@ __all__ = [
     "Run",
     "RunReport",
     "batch_inference",
+    "finalize_partial",
     "finalize_run",
     "infer_shards",
     "open_run",

@@ -118,6 +118,12 @@ class ErrorBudgetExceeded(RayBatchError):
     remedy = "Mend the cause, or raise the limit; then run it again."
 
 
+class CostExceeded(RayBatchError):
+    """The run has cost as much as limits.max_cost allows; what is committed is kept."""
+
+    remedy = "Raise limits.max_cost, or leave the run as it is; again it goes on where it was."
+
+
 class IncompleteRun(RayBatchError):
     """Some shards are still uncommitted; running the same command again continues."""
 

@@ -10,6 +10,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.layout import MANIFEST, table_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.partials import PartialResult, read_partial, split_partial
 from prefect_raybatch.ledger.records import QUARANTINE
 from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.storage import Store, arrow_filesystem, open_store
@@ -28,7 +29,8 @@ class FinishedRows:
 
     `options` are s3fs's, as in `output.options`; without them keys come from the environment. Each
     method raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is
-    missing or has another size, and `ConfigError` where the run was not compacted.
+    missing or has another size, and `ConfigError` where the run was not compacted. Of a partial
+    result (RUN_DIR/partial/_UUID) the files that its own record names.
     """
 
     @abstractmethod
@@ -65,11 +67,14 @@ class FinishedRows:
             return ray.data.from_arrow(_empty(success, "data"))
         return ray.data.read_parquet(names, filesystem=filesystem)
 
-    def _opened(self, options: Options) -> tuple[Store, Success]:
-        uri, known = self._place()
+    def _opened(self, options: Options) -> tuple[Store, Success | PartialResult]:
+        place, known = self._place()
+        uri, name = split_partial(place)
         store = open_store(uri, options or known)
         ledger = Ledger(store)
         plan = need_plan(ledger)
+        if name is not None:
+            return store, read_partial(store, plan, name)
         success = ledger.finished(plan)
         if success is None:
             done = int(ledger.committed(plan).sum())
@@ -87,13 +92,13 @@ class FinishedRows:
         return store, success
 
 
-def _files(store: Store, success: Success, kind: str) -> tuple[list[str], Any]:
+def _files(store: Store, success: Success | PartialResult, kind: str) -> tuple[list[str], Any]:
     check_parts(store, success.parts)
     filesystem, root = arrow_filesystem(store)
     return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
 
 
-def _dataset(store: Store, success: Success, kind: str) -> pyarrow.dataset.Dataset:
+def _dataset(store: Store, success: Success | PartialResult, kind: str) -> pyarrow.dataset.Dataset:
     import pyarrow.dataset
 
     names, filesystem = _files(store, success, kind)
@@ -105,7 +110,7 @@ def _dataset(store: Store, success: Success, kind: str) -> pyarrow.dataset.Datas
         raise CorruptRun(f"{store.uri}: its files cannot be read: {error}") from None
 
 
-def _empty(success: Success, kind: str) -> Any:
+def _empty(success: Success | PartialResult, kind: str) -> Any:
     """No rows: a run in which none was answered has fixed no types."""
     import pyarrow as pa
 

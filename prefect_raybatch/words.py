@@ -9,6 +9,11 @@ def counted(number: float, noun: str, plural: str | None = None) -> str:
     return f"{figure} {noun if number == 1 else plural or noun + 's'}"
 
 
+def money(value: float) -> str:
+    """`1,234.50`, and small sums with the digits that tell them from nothing: `0.00123`."""
+    return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
+
+
 def are(number: float) -> str:
     """The verb behind so many."""
     return "is" if number == 1 else "are"

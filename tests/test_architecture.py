@@ -228,7 +228,7 @@ def test_only_the_engine_stages_know_the_stepper():
         if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
     assert users <= {
-        *("stages.engine", "stages.decided", "stages.pooling", "cluster.ray_llm"),
+        *("stages.engine", "stages.decided", "stages.pooling", "stages.meter", "cluster.ray_llm"),
         "stages.vllm.forward",
     }
 
@@ -372,6 +372,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "Run",
         "RunReport",
         "batch_inference",
+        "finalize_partial",
         "finalize_run",
         "infer_shards",
         "open_run",

@@ -1,7 +1,7 @@
 """The command line `raybatch`. Prefect and Ray are imported only by the commands that need them.
 
-Exit status: 0 done; 1 the run failed or is wrong; 2 the job or the command is wrong; 75 a passing
-fault, the same command again continues.
+Exit status: 0 done; 1 the run failed or is wrong; 2 the job or the command is wrong; 3 a partial
+result was written, the run is not complete; 75 a passing fault, the same command again continues.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from prefect_raybatch.cli.arguments import Json
+from prefect_raybatch.cli.arguments import Json, RunDir
 from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
+from prefect_raybatch.cli.mending import mending
 from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.show import (
     err,
@@ -57,7 +58,6 @@ RunKeyOption = Annotated[
     str | None, typer.Option(help="Directory of the run under output.uri; continues it.")
 ]
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")]
-RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Local folder or s3:// URI.")]
 RunDate = Annotated[
     str | None,
     typer.Option(metavar="YYYY-MM-DD", help="What {run_date} in the job stands for."),
@@ -215,13 +215,24 @@ def run(
     run_key: RunKeyOption = None,
     run_date: RunDate = None,
     set_: Set = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Go on though the job differs from the run's in this field; may be repeated.",
+        ),
+    ] = None,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
     as_json: Json = False,
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
     when = date_of(run_date) if run_date else None
-    report, fresh = run_job(loaded, run_key, prefect, quiet=as_json, run_date=when)
+    if accept and run_key is None:
+        raise ConfigError("--accept is about a run that is there: name it with --run-key")
+    report, fresh = run_job(
+        loaded, run_key, prefect, quiet=as_json, run_date=when, accept=accept or ()
+    )
     if as_json:
         print_json(report.to_dict())
     else:
@@ -457,6 +468,7 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
 
 
 app.add_typer(outputs)
+app.add_typer(mending)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
-from prefect_raybatch.ledger.layout import REPORT_HTML
+from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -52,7 +52,7 @@ class TerminalProgress(Listener):
         self.quiet = quiet
         self.bar: Bar | None = None
         self.printed = 0.0
-        self.phase = STARTING
+        self.phase, self.about = STARTING, ""
         self.progress: Progress | None = None
         self._lock = threading.RLock()  # beats come from a thread of their own
 
@@ -66,9 +66,12 @@ class TerminalProgress(Listener):
     def hear(self, beat: Beat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
+            self.about = beat.about if self.phase == STARTING else ""
             progress = self.progress
-            if fresh and progress is not None and not progress.recent and self.phase != ENDED:
-                self.printed = 0.0
+            if progress is None or progress.recent or self.phase == ENDED:
+                return
+            if fresh or self.about:
+                self.printed = 0.0 if fresh else self.printed
                 self(progress)
 
     def __call__(self, progress: Progress) -> None:
@@ -80,7 +83,7 @@ class TerminalProgress(Listener):
                 self._bar(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
                 self.printed = time.time()
-                self.say(_progress_line(progress, self.phase))
+                self.say(_progress_line(progress, self.phase, self.about))
 
     def _bar(self, progress: Progress) -> None:
         from rich.progress import BarColumn, TextColumn
@@ -95,7 +98,7 @@ class TerminalProgress(Listener):
             )
             self.bar.add_task("rows", total=progress.whole, note="")
             self.bar.start()
-        note = _progress_line(progress, self.phase)
+        note = _progress_line(progress, self.phase, self.about)
         self.bar.update(self.bar.task_ids[0], completed=progress.whole_done, note=note)
 
     def close(self) -> None:
@@ -104,11 +107,11 @@ class TerminalProgress(Listener):
             self.bar = None
 
 
-def _progress_line(progress: Progress, phase: str) -> str:
+def _progress_line(progress: Progress, phase: str, about: str) -> str:
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
         done = f"{progress.whole_done:,} of {rows} done before; "
-        return f"{done if progress.whole_done else ''}{phase}"
+        return f"{done if progress.whole_done else ''}{phase}{f': {about}' if about else ''}"
     failed = progress.failed + progress.held_back
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s, "
@@ -164,6 +167,8 @@ def show_plan(found: DryRun) -> None:
     table.add_row("run directory", escape(found.run))
     for number, line in enumerate(reuse_lines(found)):
         table.add_row("" if number else "reuse", escape(line))
+    if found.cost is not None:
+        table.add_row("cost", escape(found.cost.line()))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
     for name in ("size", "value", "why"):
@@ -171,7 +176,8 @@ def show_plan(found: DryRun) -> None:
     for figure in found.figures:
         sizes.add_row(figure.name, escape(figure.value), escape(figure.why))
     out.print(sizes)
-    for warning in size.warnings:
+    over = (found.cost.warning,) if found.cost is not None and found.cost.warning else ()
+    for warning in (*size.warnings, *over):
         out.print(f"[yellow]warning[/]: {escape(warning)}")
     if found.tokens is not None:
         _show_prompts(found.tokens)
@@ -246,6 +252,9 @@ def show_report(report: RunReport, fresh: bool) -> None:
         "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
     )
     table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
+    if "total" in report.cost:
+        hours = money(report.cost.get("gpu_hours", 0.0))
+        table.add_row("cost", f"{money(report.cost['total'])} for {hours} GPU-hours")
     table.add_row("result", escape(f"{report.run}/data/"))
     if failed := report.quarantine_folder:
         table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
@@ -379,6 +388,11 @@ def show_status(found: Status) -> None:
     if found.pending:
         table.add_row("time left", duration(found.seconds_left))
     table.add_row("attempts", f"{len(found.attempts)}")
+    if found.gpu_hours:
+        table.add_row("GPU-hours", money(found.gpu_hours))
+    if found.cost is not None:
+        left = f", about {money(found.cost_end)} at the end" if found.cost_end is not None else ""
+        table.add_row("cost", f"{money(found.cost)}{left}")
     for beat in found.beats:
         table.add_row("heard of", escape(_heard(beat)))
     out.print(table)
@@ -387,11 +401,25 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    for one in found.partials:
+        out.print("[yellow]partial result[/]: ", end="")
+        out.print(f"{one.line} ({found.run}/{PARTIAL_FOLDER}/{one.name})", markup=False)
     if found.stopped is not None:
         out.print("[red]stopped[/]: ", end="")
         out.print(found.stopped.line(), markup=False)
         for line in found.stopped.lines():
             out.print(f"  {line}", markup=False)
+
+
+def show_partial(report: RunReport) -> None:
+    """What a partial result holds, and loudly what it is not."""
+    out.print(f"[bold yellow]PARTIAL[/] {escape(report.job)} {escape(report.run_key)}")
+    for note in report.notes:
+        out.print(note, markup=False)
+    out.print(f"rows: {report.good:,} answered in {report.run}/{DATA_FOLDER}/", markup=False)
+    if folder := report.quarantine_folder:
+        out.print(f"failed rows: {report.failed:,} in {report.run}/{folder}/", markup=False)
+    out.print("the run itself is as it was: run the job again, and it goes on", markup=False)
 
 
 def show_verdict(found: Verdict, run_dir: str) -> None:

@@ -28,6 +28,8 @@ SILENT_AFTER = 60.0  # seconds without one after which an attempt is shown as si
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
 UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
 TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
+COSTS = ("cost", "cost_run", "cost_end")
+UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
 
@@ -107,7 +109,9 @@ class Beat:
     since 1970. `engines` counts the engine actors by Ray's state. `alarms` counts the warnings of
     the present stall and `quiet` is how long it lasts, both 0 while commits flow. `dashboard` is
     the URL of Ray's, "" where there is none. `held_back` counts failed rows beside the `failed`
-    ones that are committed: of the shard that crossed the error budget."""
+    ones that are committed: of the shard that crossed the error budget. `gpu_seconds` and `cost`
+    are of this attempt, `cost_run` of all of the run until now, `cost_end` of the run when it ends;
+    a cost that is not known is None."""
 
     at: float
     phase: str = STARTING
@@ -130,6 +134,10 @@ class Beat:
     about: str = ""
     dashboard: str = ""
     held_back: int = 0
+    gpu_seconds: float = 0.0
+    cost: float | None = None
+    cost_run: float | None = None
+    cost_end: float | None = None
 
     @classmethod
     def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
@@ -183,7 +191,7 @@ def alive(engines: Mapping[str, int]) -> int:
 
 def _is_number(value: object, name: str) -> bool:
     if value is None:
-        return name in ("seconds_left", "last_commit")
+        return name in UNKNOWN_AT_FIRST
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

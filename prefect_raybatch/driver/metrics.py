@@ -28,6 +28,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Beat], float]]] = {
     "raybatch_shards": ("Shards committed, over all attempts.", lambda b: b.committed),
     "raybatch_engine_deaths": ("Engine deaths in this attempt.", lambda b: b.engine_deaths),
     "raybatch_passes": ("Passes of this attempt.", lambda b: b.passes),
+    "raybatch_gpu_seconds": ("That this attempt's engines held GPUs.", lambda b: b.gpu_seconds),
 }
 GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
     "raybatch_planned_rows": ("Rows of the plan.", lambda b: b.rows),
@@ -42,6 +43,10 @@ GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
     "raybatch_last_commit_timestamp_seconds": (
         "Of this attempt, since 1970; NaN before the first.",
         lambda b: NONE if b.last_commit is None else b.last_commit,
+    ),
+    "raybatch_cost": (
+        "Of all attempts, in the currency of the job's prices; NaN without a price.",
+        lambda b: NONE if b.cost_run is None else b.cost_run,
     ),
     "raybatch_engines_alive": (
         "Engine actors that Ray holds for alive.",

@@ -11,7 +11,7 @@ from prefect.events import emit_event
 from prefect.runtime import task_run
 
 from prefect_raybatch.driver.heartbeat import Beat
-from prefect_raybatch.errors import ErrorBudgetExceeded, is_transient
+from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, is_transient
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 
@@ -50,11 +50,12 @@ class RunEvents:
             seconds=report.seconds,
             rows_per_second=report.rows_per_s,
             published=[one.target for one in report.published],
+            cost=dict(report.cost),
         )
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Tells of what the block raises: a budget that is used up, and a failure that Prefect
+        """Tells of what the block raises: a limit that is used up, and a failure that Prefect
         will not retry."""
         try:
             yield
@@ -67,6 +68,8 @@ class RunEvents:
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, ErrorBudgetExceeded):
             self.emit("budget.exceeded", message=text)
+        if isinstance(error, CostExceeded):
+            self.emit("cost.exceeded", message=text)
         last = not is_transient(error) or (task_run.get_run_count() or 1) > retries
         if last:
             self.emit("run.failed", error=type(error).__name__, message=text)
@@ -152,4 +155,6 @@ def _figures(beat: Beat) -> dict[str, Any]:
         "seconds_left": beat.seconds_left,
         "engine_deaths": beat.engine_deaths,
         "phase": beat.phase,
+        "cost": beat.cost_run,
+        "cost_at_end": beat.cost_end,
     }

@@ -24,6 +24,7 @@ from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
+    CostExceeded,
     EngineStartError,
     ErrorBudgetExceeded,
     InsufficientResources,
@@ -156,6 +157,8 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str, run: str | 
     change: dict[str, Any] = {}
     if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
         change = _raised(job)
+    if isinstance(error, CostExceeded) and isinstance(job, BatchJob) and job.limits.max_cost:
+        change = {"limits.max_cost": 2 * job.limits.max_cost}
     key = f"{run_key}-2" if isinstance(error, PlanMismatch) else run_key
     root = root_run()
     name = deployment_of(root)

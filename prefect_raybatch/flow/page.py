@@ -14,8 +14,10 @@ from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, Progres
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
+    COSTS,
     ENDED,
     SILENT_AFTER,
+    STARTING,
     Beat,
     Counts,
     Listener,
@@ -34,7 +36,7 @@ from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import counted, money
 
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 ROW_UNIT = ("row", "rows")
@@ -44,6 +46,9 @@ PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
 REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
 REMOTE_EVERY = 10.0
+
+# What of a beat its driver alone knows; the rest follows from the commits.
+OF_DRIVER = ("phase", "engines", "alarms", "quiet", "about", "dashboard", "gpu_seconds", *COSTS)
 
 Observer = Callable[[Progress], None]
 
@@ -117,10 +122,10 @@ class Page(Listener):
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
-        told = (beat.done, beat.phase, beat.held_back)
+        told = (beat.done, beat.phase, beat.held_back, starting(beat))
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
             ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat, self._unit))),
-            ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
+            ("progress", PROGRESS_EVERY, (share, starting(beat)), lambda: self._show_share(beat)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
         )
@@ -137,8 +142,13 @@ class Page(Listener):
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
-    def _show_share(self, share: float) -> None:
+    def _show_share(self, beat: Beat) -> None:
+        share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         text = f"Share of the {self._unit[1]} that are committed."
+        if now := starting(beat):
+            text += f" {now.capitalize()}."
+        costs = cost_figures(self._beat) if self._beat is not None else {}
+        text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
@@ -178,8 +188,7 @@ class Page(Listener):
         beat = self._beat
         more = {}
         if beat is not None:
-            names = ("phase", "engines", "alarms", "quiet", "about", "dashboard")
-            more = {name: getattr(beat, name) for name in names}
+            more = {name: getattr(beat, name) for name in OF_DRIVER}
             counts = replace(
                 counts,
                 passes=beat.passes,
@@ -219,15 +228,29 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
         "time left": duration(beat.seconds_left),
         "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
+        **cost_figures(beat),
         **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
     }
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
+def starting(beat: Beat) -> str:
+    """`starting engines: cluster 3 s, imports 9 s`, while that is what the run does; else ""."""
+    return f"{STARTING}: {beat.about}" if beat.phase == STARTING and beat.about else ""
+
+
+def cost_figures(beat: Beat) -> dict[str, str]:
+    """What the run has cost and will cost; nothing where that is not known."""
+    if beat.cost_run is None:
+        return {}
+    end = {} if beat.cost_end is None else {"cost at the end, about": money(beat.cost_end)}
+    return {"cost": money(beat.cost_run), **end}
+
+
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
-    pace = beat.phase
+    pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
     rows = counted(beat.rows, *unit)

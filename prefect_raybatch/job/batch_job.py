@@ -126,6 +126,15 @@ class BatchJob(Group):
         return self
 
     @model_validator(mode="after")
+    def _priced(self) -> BatchJob:
+        if self.limits.max_cost is not None and not self.cluster.priced:
+            raise ValueError(
+                "limits.max_cost: nothing says what a GPU costs; set cluster.price_per_gpu_hour "
+                "or cluster.price_by_card"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:
         if (
             self.engine.stage == "ray.data.llm"

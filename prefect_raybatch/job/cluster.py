@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import field_validator, model_validator
@@ -49,6 +50,34 @@ class Cluster(Group):
         text="reattach: it goes on and the next try follows it. stop: the next try stops it and "
         "begins another. Cancelling always stops it.",
     )
+    price_per_gpu_hour: float | None = field(
+        6,
+        None,
+        title="Price of a GPU-hour",
+        text="In any currency: costs are in the same. Of cards that price_by_card does not name; "
+        "without a price there are no costs.",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    price_by_card: dict[str, float] = field(
+        7,
+        {},
+        title="Price of a GPU-hour by card",
+        text="Such as {H100: 2.5, L4: 0.6}, by Ray's names of cards.",
+    )
+
+    @property
+    def priced(self) -> bool:
+        """Whether any price is given."""
+        return self.price_per_gpu_hour is not None or bool(self.price_by_card)
+
+    @field_validator("price_by_card")
+    @classmethod
+    def _prices(cls, value: dict[str, float]) -> dict[str, float]:
+        for card, price in value.items():
+            if not (price > 0 and math.isfinite(price)):
+                raise ValueError(f"{card}: {price} is no price; write one greater than 0")
+        return value
 
     @field_validator("address")
     @classmethod

@@ -108,6 +108,15 @@ class Limits(Group):
         ge=0,
         allow_inf_nan=False,
     )
+    max_cost: float | None = field(
+        12,
+        None,
+        title="Most that a run may cost",
+        text="Of all its attempts, in the currency of cluster.price_per_gpu_hour; a run that "
+        "reaches it is stopped, and what is committed is kept.",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod

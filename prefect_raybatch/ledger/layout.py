@@ -2,6 +2,7 @@
 
 data/, _quarantine/          the result (quarantine/ in runs of earlier versions: the plan says)
 _SUCCESS                     written last: the result is complete
+partial/_UUID/               rows of a run that was not complete, for who could not wait
 _raybatch/                   records, and what is needed until the end
 """
 
@@ -16,6 +17,9 @@ DATA_FOLDER = "data"
 QUARANTINE_FOLDER = "_quarantine"
 EARLIER_QUARANTINE = "quarantine"  # of runs whose plan names none
 RESULT_FOLDERS = (DATA_FOLDER, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
+# Each in a folder _UUID of its own: with that _ readers of a whole run directory leave them out.
+PARTIAL_FOLDER = "partial"
+PARTIAL_NAME = re.compile(r"_[0-9a-f]{32}\Z")
 
 RECORDS = "_raybatch"
 PLAN = f"{RECORDS}/plan.json"
@@ -90,6 +94,15 @@ def published_path(target: str) -> str:
     return f"{PUBLISHED}/{target}.json"
 
 
+def partial_path(name: str, file: str = "") -> str:
+    """Of a partial result, or of a file in it."""
+    return f"{PARTIAL_FOLDER}/{name}/{file}".rstrip("/")
+
+
 def row_sums_path(part: str) -> str:
-    """Of the row checksums of a file of the result."""
+    """Of the row checksums of a file of the result, or of a partial result, which holds its own."""
+    folder, _, rest = part.partition("/")
+    if folder == PARTIAL_FOLDER:
+        name, _, file = rest.partition("/")
+        return partial_path(name, f"_row_sums/{file.replace('/', '-')}")
     return f"{ROW_SUMS}/{part.replace('/', '-')}"

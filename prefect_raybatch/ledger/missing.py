@@ -9,6 +9,7 @@ from itertools import islice
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
 from prefect_raybatch.ledger.layout import COMMITS, PLAN
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.partials import split_partial
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.storage import Store
 
@@ -34,6 +35,12 @@ def no_run(store: Store) -> RayBatchError:
     """What is wrong with a `store` that has no plan."""
     if next(iter(store.list(COMMITS)), None) is not None:
         return CorruptRun(f"{store.uri} has commits and no {PLAN}: restore that file")
+    run, name = split_partial(store.uri)
+    if name is not None:
+        return NoSuchRun(
+            f"{store.uri} is a partial result of the run in {run}, and no run: nothing is proved, "
+            "published or retried of it. Read its rows with open_run, or name the run"
+        )
     try:
         hint = _hint(store)
     except RayBatchError as error:  # a store that lists nothing takes nothing from what is wrong

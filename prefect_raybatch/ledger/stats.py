@@ -26,7 +26,9 @@ class ShardStats:
 
     Each says how it is folded. `started` and `ended` are seconds since 1970, the first and last
     moment of its engine and finish stage; `read_s` to `finish_s` seconds a stage took. `reused` to
-    `asked`: rows of a run that reuses, by where their answers are from. From
+    `asked`: rows of a run that reuses, by where their answers are from. `flops` to `idle_s`: what
+    the engine did since it told the shard before, with what its GPUs could have done in that time
+    (stages/meter.py); shards overlap in an engine, so that these mean something only in sum. From
     `samples` on: the engine and its node while the shard was in it (stages/load.py). `others` are
     figures of a newer version, which are summed.
     """
@@ -49,6 +51,13 @@ class ShardStats:
     prepare_s: float | None = _folded(SUM)
     engine_s: float | None = _folded(SUM)
     finish_s: float | None = _folded(SUM)
+    flops: float | None = _folded(SUM)
+    moved_bytes: float | None = _folded(SUM)
+    peak_flops: float | None = _folded(SUM)
+    peak_bytes: float | None = _folded(SUM)
+    steps: float | None = _folded(SUM)
+    up_s: float | None = _folded(SUM)
+    idle_s: float | None = _folded(SUM)
     samples: float | None = _folded(SUM)
     running: float | None = _folded(MEAN)
     waiting: float | None = _folded(MEAN)

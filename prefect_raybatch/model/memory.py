@@ -28,7 +28,10 @@ class Model:
     """Sizes of a model: parameters in all and those a token goes through, bytes of weights as
     loaded, bytes of KV cache a token (`kv_full` in layers that keep all, `kv_window` in those that
     keep the last `window` tokens), what activations follow from, and bytes that vLLM sets aside for
-    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them)."""
+    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them).
+    `attention`: FLOPs of a token for each token that it attends to, those in layers that keep all
+    (`attention_window`: in the others); `looked_up`: bytes of embeddings, of which a step reads a
+    line a token; `fp8`: weights and activations are multiplied as fp8."""
 
     params: float
     active: float
@@ -44,6 +47,10 @@ class Model:
     context: int | None
     adapters_whole: int = 0
     adapters_split: int = 0
+    attention: float = 0.0
+    attention_window: float = 0.0
+    looked_up: int = 0
+    fp8: bool = False
 
     def adapters(self, tensor: int = 1, pipeline: int = 1) -> int:
         """The room for LoRA adapters on one of tensor * pipeline GPUs."""
@@ -115,6 +122,9 @@ def describe(
     full, windowed = _layers(text)
     latent = text.get("kv_lora_rank")
     whole, split = _adapters(text, arguments)
+    values = _attended(text)
+    stored_as = str((text.get("quantization_config") or {}).get("quant_method"))
+    tied = text.get("tie_word_embeddings")
     return Model(
         params=layers + embeddings,
         active=active,
@@ -131,6 +141,10 @@ def describe(
         context=text.get("max_position_embeddings"),
         adapters_whole=whole,
         adapters_split=split,
+        attention=2.0 * values[0],
+        attention_window=2.0 * values[1],
+        looked_up=0 if tied else int(embeddings / 2 * _loaded_bytes(text, precision)),
+        fp8="fp8" in (precision.quantization.split("_")[0], stored_as),
     )
 
 
@@ -243,9 +257,27 @@ def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
     one = 2 * (text.get("num_key_value_heads") or heads) * size
     if text.get("kv_lora_rank"):
         one = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    full, windowed = _kinds(text)
+    return one * full, one * windowed
+
+
+def _kinds(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Layers whose attention keeps all tokens, and those that keep a window."""
     kinds = text.get("layer_types") or ["full_attention"] * text["num_hidden_layers"]
     windowed = kinds.count("sliding_attention") if text.get("sliding_window") else 0
-    return one * (len(kinds) - windowed - kinds.count("linear_attention")), one * windowed
+    return len(kinds) - windowed - kinds.count("linear_attention"), windowed
+
+
+def _attended(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Multiplications of a token for each token that it attends to: of queries with keys and of
+    weights with values, over all heads of the layers that keep all, and of those with a window."""
+    heads = text["num_attention_heads"]
+    size = text.get("head_dim") or text["hidden_size"] // heads
+    one = 2 * heads * size
+    if text.get("kv_lora_rank"):
+        one = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"] + text["v_head_dim"])
+    full, windowed = _kinds(text)
+    return one * full, one * windowed
 
 
 def _weights(

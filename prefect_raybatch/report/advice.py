@@ -25,6 +25,11 @@ CPU_STAGES = ("read", "prepare", "finish")
 MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
 USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
 SPARE = 1.1  # of what a deadline needs
+# Of a card's data sheet: an 8B on an H200 reached 790 of 989 TFLOP/s in its largest multiplications
+# and, in all it does, three quarters of that.
+MOST_FLOPS = 0.55
+MOST_BANDWIDTH = 0.6
+LONG_TAIL = 0.1  # of the engines' time, in which some have no rows left
 
 
 def advise(report: RunReport, job: BatchJob) -> tuple[Advice, ...]:
@@ -121,6 +126,38 @@ def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
+def gpu_limit(report: RunReport, job: BatchJob) -> Advice | None:
+    """The GPU does about what it can: settings bring no more."""
+    mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
+    if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
+        return None
+    bound = "arithmetic" if mfu >= MOST_FLOPS else "memory bandwidth"
+    less = ["shorter prompts", "more of them shared (the same text first)"]
+    if mbu >= MOST_BANDWIDTH or job.sampling.max_tokens > 1:
+        less.append("shorter answers")
+    if not (job.engine.model_extra or {}).get("quantization"):
+        less.append("fewer bits a weight (engine.quantization: fp8)")
+    return Advice(
+        "the GPU is the limit",
+        f"{mfu:.0%} of its FLOPs and {mbu:.0%} of its memory bandwidth were used over the whole "
+        f"run, and {bound} is what no setting gives more of",
+        f"only less work helps: {', '.join(less)}, a smaller model; or more GPUs",
+    )
+
+
+def tail(report: RunReport, job: BatchJob) -> Advice | None:
+    """Engines had no rows left while others went on."""
+    share = report.roofline.get("idle_tail")
+    if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, job):
+        return None
+    rows = max(1, math.ceil(report.rows / _engines(report) / 32))
+    return Advice(
+        "engines stood idle at the end",
+        f"{share:.0%} of their time: the last shards were in a few of them",
+        f"source.rows_per_shard: {rows} for the next run",
+    )
+
+
 def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     """Sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
@@ -212,8 +249,10 @@ RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
     deadline,
     starved,
     idle_gpu,
+    gpu_limit,
     full_cache,
     uneven,
+    tail,
     too_long,
     cut_off,
 )

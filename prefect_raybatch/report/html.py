@@ -17,7 +17,7 @@ from markupsafe import Markup
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.words import are, clean, counted
+from prefect_raybatch.words import are, clean, counted, money
 
 URL = re.compile(r"https?://[^\s\"'<>]+\Z")
 FIGURE = re.compile(r"-|[\d.,]+%?\Z")
@@ -37,6 +37,7 @@ def html(report: RunReport, made: str = "") -> str:
         result=reports.result_rows(report),
         stages=reports.stage_table(report),
         engines=[tuple(row.values()) for row in reports.engine_table(report)],
+        starts=reports.start_table(report),
         nodes=reports.node_table(report),
         files=reports.part_table(report),
     )
@@ -92,6 +93,7 @@ def _tiles(report: RunReport) -> dict[str, str]:
         "tokens/s": reports.number(
             tokens / report.seconds if tokens and report.seconds else None, 0
         ),
+        **({"cost": money(report.cost["total"])} if "total" in report.cost else {}),
         "GPU use": reports.percent(report.figures.get("gpu")),
         "KV cache at most": reports.percent(report.figures.get("kv_cache_peak")),
     }

@@ -11,7 +11,8 @@ from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.words import counted
+from prefect_raybatch.stages.vllm.phases import START_PHASES
+from prefect_raybatch.words import counted, money
 
 DASH = "-"  # what is not known
 FILES = 100  # files of a result that a page names
@@ -70,6 +71,7 @@ def build(
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
+        roofline=tally.roofline(),
     )
 
 
@@ -85,6 +87,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Plots", plots),
         *_section("Stages", table_lines(stage_table(report))),
         *_section("Engines", table_lines(engine_table(report))),
+        *_section("Start", table_lines(start_table(report)) if report.starts else ()),
         *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
     lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
@@ -125,6 +128,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Answers cut off at max_tokens", _cut_off(tokens)),
         *_about_requests(tokens),
         *reuse_rows(report.reuse),
+        *cost_rows(report.cost),
         ("Shards", f"{report.shards:,} ({report.resumed_shards:,} done by earlier attempts)"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
@@ -172,6 +176,20 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
     return rows
 
 
+def cost_rows(cost: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What a run cost and saved, (name, value); GPU-hours alone where no price is known, and
+    nothing of a run without GPUs."""
+    names = {
+        "gpu_hours": "GPU-hours",
+        "total": "Cost",
+        "per_million_tokens": "Cost of a million tokens",
+        "per_answered_row": "Cost of an answered row",
+        "saved_by_resume": "Cost saved by resuming, about",
+        "saved_by_reuse": "Cost saved by reuse, about",
+    }
+    return [(text, money(cost[name])) for name, text in names.items() if name in cost]
+
+
 def stage_table(report: RunReport) -> list[dict[str, Any]]:
     """One row a stage: tasks, rows, seconds, rates, how even the tasks and the workers were."""
     return [
@@ -208,8 +226,36 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         "KV cache in use (most)": percent(known.get("kv_cache_peak")),
         "from the prefix cache": cached_share(tokens),
         "steps/s (mean an engine)": number(known.get("steps_per_s"), 1),
+        **_roofline_rows(report.roofline),
     }
     return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def start_table(report: RunReport) -> list[dict[str, str]]:
+    """One row an attempt: seconds of each phase until its first commit. A dash was not told."""
+    known = {name for one in report.starts for name in one.seconds}
+    names = [name for name in START_PHASES if name in known]
+    return [
+        {
+            "attempt": one.attempt[:8],
+            "engines": f"{one.engines:,}",
+            **{f"{name} s": number(one.seconds.get(name), 1) for name in names},
+            "in all s": number(sum(one.seconds.values()), 1),
+        }
+        for one in report.starts
+    ]
+
+
+def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
+    """What the GPUs did of what they could; nothing where that is not known."""
+    if not roofline:
+        return {}
+    causes = [percent(roofline.get(f"idle_{cause}")) for cause in ("rows", "host", "tail")]
+    return {
+        "FLOPs of the GPU's peak (MFU)": percent(roofline.get("mfu")),
+        "memory bandwidth of the GPU's peak (MBU)": percent(roofline.get("mbu")),
+        "GPU idle: no rows yet / Python on the host / no rows left": " / ".join(causes),
+    }
 
 
 def _engines(report: RunReport) -> str:

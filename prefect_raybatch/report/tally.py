@@ -185,6 +185,48 @@ class Tally:
         """Engines of the attempt that did most rows."""
         return len(_main({place: one.rows for place, one in self.by_engine.items()}))
 
+    def roofline(self) -> dict[str, float]:
+        """Shares of what all engines' GPUs could have done from the first row in an engine to the
+        last shard's end, {} where that is not known.
+
+        mfu, mbu: FLOPs and bytes of the tokens computed (`sizing/roofline.py`). idle_rows,
+        idle_tail, idle_host: time in which a GPU stood idle since its engines had no rows yet, or
+        no more of them, or had rows and were in Python; idle_host where the driver tells how busy
+        the GPU was. Of engines that share a GPU each has its part of it, and one without rows
+        leaves it to the others.
+        """
+        whole = self.stats
+        up, peak, reached = whole.up_s, whole.peak_flops, whole.peak_bytes
+        if not up or not peak or not reached:
+            return {}
+        head, tail = self._ends_of_engines()
+        span = up + head + tail
+        waits = whole.idle_s or 0.0
+        found = {
+            "mfu": (whole.flops or 0.0) / (peak * span / up),
+            "mbu": (whole.moved_bytes or 0.0) / (reached * span / up),
+            "idle_tail": tail / span,
+        }
+        if whole.gpu is not None:
+            idle = (1 - whole.gpu) * up
+            waits = min(waits, idle)
+            found["idle_host"] = (idle - waits) / span
+        found["idle_rows"] = (waits + head) / span
+        return {name: round(value, 4) for name, value in found.items()}
+
+    def _ends_of_engines(self) -> tuple[float, float]:
+        """Seconds, over all engines, before the first shard of each and after the last, while
+        others of the same attempt had one."""
+        spans = {place: one.stats for place, one in self.by_engine.items()}
+        head = tail = 0.0
+        for attempt in {attempt for attempt, _ in spans}:
+            own = [one for (its, _), one in spans.items() if its == attempt]
+            began = [one.started for one in own if one.started is not None]
+            ended = [one.ended for one in own if one.ended is not None]
+            head += sum(at - min(began) for at in began)
+            tail += sum(max(ended) - at for at in ended)
+        return head, tail
+
     def workers(self) -> tuple[WorkerStats, ...]:
         """The engines of the attempt that did most rows, those with most rows first: what others
         did says nothing of how even these were."""

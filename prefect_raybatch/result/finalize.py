@@ -30,7 +30,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.result.part_notes import noted
 from prefect_raybatch.result.parts import PartTask, check_unfinished, write_part
 from prefect_raybatch.result.pieces import check_commit
-from prefect_raybatch.result.survey import Survey, bare, layout_of, survey
+from prefect_raybatch.result.survey import Survey, bare, chosen_layout, layout_of, survey
 from prefect_raybatch.storage import Store
 
 PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
@@ -87,9 +87,32 @@ def finalize(
     return result
 
 
+def finalize_committed(
+    ledger: Ledger,
+    plan: Plan,
+    shards: Shards,
+    found: Survey,
+    row_number: str,
+    file_bytes: int,
+    below: str,
+    read_back: bool = False,
+    writers: PartWriters = one_by_one,
+) -> list[Part]:
+    """Writes what `found` has seen of a run that is not complete, below the folder `below` of the
+    run directory, by the rule of `finalize`. No record but the files; what is in the run stays.
+    The caller looks whether they are still there, once a record names them.
+
+    Raises as `finalize`: `CorruptRun` also when the run is completed meanwhile.
+    """
+    layout, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
+    work = _Work(ledger, plan, shards, found, layout, spans, read_back, f"{below}/")
+    return work.done(writers)
+
+
 @dataclass(frozen=True)
 class _Work:
-    """The second pass: the files of a layout, each written by somebody."""
+    """The second pass: the files of a layout, each written by somebody, below the folder `below`
+    ("" is the run directory)."""
 
     ledger: Ledger
     plan: Plan
@@ -98,21 +121,26 @@ class _Work:
     layout: PartLayout
     spans: tuple[PartSpan, ...]
     read_back: bool
+    below: str = ""
 
     @property
     def noted_as(self) -> str | None:
-        """The layout that notes of written files are of; none in runs of format 1."""
-        return self.layout.table if self.plan.format > 1 else None
+        """The layout that notes of written files are of; none in runs of format 1, and of files
+        that are not the result."""
+        return self.layout.table if self.plan.format > 1 and not self.below else None
+
+    def path(self, span: PartSpan) -> str:
+        return f"{self.below}{span.path(self.plan)}"
 
     def done(self, writers: PartWriters) -> list[Part]:
         """All files in the order of the layout, each there and proved."""
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
             parts = noted(store, self.plan, self.noted_as, self.spans)
-        todo = [span for span in self.spans if span.path(self.plan) not in parts]
+        todo = [span for span in self.spans if self.path(span) not in parts]
         sizes = self.found.sums.bytes
         size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)
-        wanted = {span.path(self.plan): span.rows for span in todo}
+        wanted = {self.path(span): span.rows for span in todo}
         write = partial(write_part, store)
         for part in writers(write, self.tasks(todo), size) if todo else ():
             if wanted.pop(part.path, None) != part.rows:
@@ -120,7 +148,7 @@ class _Work:
             parts[part.path] = part
         if wanted:
             raise CorruptRun(f"{next(iter(wanted))} was not written")
-        return [parts[span.path(self.plan)] for span in self.spans]
+        return [parts[self.path(span)] for span in self.spans]
 
     def tasks(self, spans: Collection[PartSpan]) -> Iterator[PartTask]:
         """What it takes to write these files, in the order in which their last shards come."""
@@ -142,7 +170,7 @@ class _Work:
         table = self._numbers.table
         return PartTask(
             span=span,
-            path=span.path(self.plan),
+            path=self.path(span),
             row_number=self.layout.row_number,
             schema=decode_schema(self.layout.schemas[span.kind]),
             commits=tuple(commits),

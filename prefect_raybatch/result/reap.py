@@ -22,6 +22,8 @@ from prefect_raybatch.ledger.layout import (
     INPUT,
     PART_NOTE_NAME,
     PART_NOTES,
+    PARTIAL_FOLDER,
+    PARTIAL_NAME,
     PIECE_NAME,
     PIECES,
     REUSED_FOLDER,
@@ -31,6 +33,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.manifest import pieces_named
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.part_layout import read_layout
+from prefect_raybatch.ledger.partials import partial_names
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.result.verify import verify
@@ -42,6 +45,7 @@ REAPED_KINDS = {
     "tables": "tables that the plan does not name",
     "probes": "probes of the store",
     "unfinished": "writes that were cut off",
+    "partials": "partial results whose writing was cut off",
     "notes": "notes of files of the result, of use until it is whole",
     "answers": "raw answers that are kept no longer (output.keep_answers)",
 }
@@ -89,6 +93,7 @@ def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Rea
     take("pieces", orphans(ledger, plan, on_kept=lambda info: _count(found)))
     take("snapshots", _snapshots(ledger, plan))
     take("tables", _tables(ledger, plan))
+    take("partials", _cut_off_partials(store))
     take("notes", ended_notes(ledger, plan))
     take("answers", _answers(ledger, plan))
     asks = asks_ledger(store)
@@ -156,6 +161,16 @@ def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     """The notes of a finished run's files."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
+
+
+def _cut_off_partials(store: Store) -> Iterator[FileInfo]:
+    """Files of partial results without a record, which nobody opens; the whole ones stay."""
+    found = list(store.list(PARTIAL_FOLDER))
+    whole = set(partial_names(store))  # listed after the files: one that was ended since is whole
+    for info in found:
+        name = info.path.split("/")[1]
+        if PARTIAL_NAME.match(name) and name not in whole:
+            yield info
 
 
 def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:

@@ -56,6 +56,16 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
             f"{len(missing)} of {counted(plan.shards, 'shard')} {are(len(missing))} not "
             f"committed (first: {missing[0]}); run the same command again"
         )
+    found = survey_committed(ledger, plan, shards, listing, pieces)
+    if found.tally.rows != plan.rows:
+        raise CorruptRun(f"commits hold {found.tally.rows} rows, the plan {plan.rows}")
+    return found
+
+
+def survey_committed(
+    ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, pieces: bool = False
+) -> Survey:
+    """As `survey`, of the shards that `listing` shows to be committed, all or not."""
     found = Survey(listing, Tally(), ShardSums.empty(plan.shards), [])
     for commit in ledger.commits(plan, listing):
         shard = shards[commit.shard]
@@ -66,8 +76,6 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
             found.sums.bytes[piece.kind][shard.id] += piece.bytes
             if pieces:
                 found.pieces.append(PieceRow(shard.id, shard.start, piece))
-    if found.tally.rows != plan.rows:
-        raise CorruptRun(f"commits hold {found.tally.rows} rows, the plan {plan.rows}")
     return found
 
 
@@ -81,11 +89,7 @@ def layout_of(
     """
     if plan.format > 1 and (there := read_layout(ledger, plan)) is not None:
         return _checked(there, found, row_number)
-    spans = choose_spans(found.sums, file_bytes)
-    kinds = sorted(_kinds(spans))  # of a set each process has an order of its own
-    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
-    name = layout_table(spans)
-    made = PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name)
+    made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
     if plan.format == 1:
         return made, spans
     check_unfinished(ledger.store)
@@ -93,6 +97,17 @@ def layout_of(
     if (there := read_layout(ledger, plan)) is None:
         raise CorruptRun(f"{LAYOUT} was there and is gone; run the same command again")
     return _checked(there, found, row_number)
+
+
+def chosen_layout(
+    ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
+) -> tuple[PartLayout, tuple[PartSpan, ...]]:
+    """What the rule makes of these commits; written nowhere."""
+    spans = choose_spans(found.sums, file_bytes)
+    kinds = sorted(_kinds(spans))  # of a set each process has an order of its own
+    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
+    name = layout_table(spans)
+    return PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name), spans
 
 
 def _checked(

@@ -19,6 +19,7 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.estimate import CostEstimate, estimate
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names, length_of_job
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -55,6 +56,7 @@ class DryRun:
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
     types: tuple[str, ...] = ()  # of `columns`
+    cost: CostEstimate | None = None  # of a job with prices
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def dry_run(
         size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
     wrong += size.problems
     needs = sized.checked_needs(job, have, size, wrong)
+    reuse = reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None
     return DryRun(
         job=job.name,
         rows=rows,
@@ -141,7 +144,8 @@ def dry_run(
         table=found.table,
         publish=publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
-        reuse=reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None,
+        reuse=reuse,
+        cost=estimate(job, have, rows if reuse is None else reuse.counts.asked),
     )
 
 

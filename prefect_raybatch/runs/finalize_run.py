@@ -14,6 +14,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
     AnswerPart,
@@ -33,7 +34,9 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.runs.starts import read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
@@ -79,12 +82,13 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             output.file_mb << 20,
             output.compact,
             output.read_back,
-            partial(_write_parts, job),
+            partial(write_parts, job),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
+    accepted = all_accepted(ledger)
     made = reports.build(
         run.uri,
         plan,
@@ -92,25 +96,32 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
+        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
-    made = replace(made, advice=advise(made, job))
+    starts = read_starts(ledger)
+    made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
+    made = with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
     put_record(store, REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(_success(plan, output, result))
+    ledger.succeed(_success(plan, output, result, accepted))
     return _end(ledger, plan, True)
 
 
-def _write_parts(
+def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | None:
+    begun = None if increment is None else begin_asks(store, increment)
+    return None if begun is None else load_report(begun[0].store)
+
+
+def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""
@@ -156,6 +167,7 @@ def with_reuse(
             **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
             other_engines=asks.other_engines,
             engine_deaths=report.engine_deaths + asks.engine_deaths,
+            starts=asks.starts,
             seconds=round(report.seconds + asks.seconds, 1),
             tokens={**report.tokens, "cached_tokens": cached},
         )
@@ -171,7 +183,7 @@ def with_reuse(
     return replace(report, reuse={**saved, **more})
 
 
-def _success(plan: Plan, output: Output, result: Result) -> Success:
+def _success(plan: Plan, output: Output, result: Result, accepted: tuple[Accepted, ...]) -> Success:
     return Success(
         rows=plan.rows,
         data=result.tally.good,
@@ -184,6 +196,7 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
         plan=plan.hash,
         layout=result.layout,
         manifest=result.manifest,
+        accepted=accepted,
     )
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.stops import Stop
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
-from prefect_raybatch.runs.run import Run, load_run, run_of
+from prefect_raybatch.runs.run import Run, load_run, run_of, who
+from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
-    from prefect_raybatch.sizing.sizes import Capacity
+    from prefect_raybatch.driver.starting import Starting
+    from prefect_raybatch.sizing.sizes import Capacity, Pool
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +104,12 @@ def _attempt(
     job = planning.as_planned(job, plan)
     increment = increment_of(plan)
     looks_up = increment is not None and increment.ledger == OF_ROWS
-    attempt, whoami = uuid.uuid4().hex, _whoami(plan)
+    plan = plan if run.model is None else plan.with_model(run.model)
+    attempt = uuid.uuid4().hex
+    whoami = Whoami(ledger, attempt, {**_whoami(plan), **accepted_note(run.accepted)})
     monitor = Monitor(attempt, plan, store, job.limits, observe)
-    on_stop = partial(_note_stop, ledger, attempt, whoami)
+    monitor.on_started = partial(_note_start, whoami)
+    on_stop = partial(_note_stop, whoami)
     waiting = None if increment is None else waiting_rows(ledger, increment, shards)
     driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting)
     driver.progress.before = before or driver.progress.before
@@ -111,6 +117,8 @@ def _attempt(
     progress = driver.resume()
     if driver.done.all():  # before Ray is imported, which takes seconds
         return progress
+    spent = spent_on(ledger, plan)
+    check_cost(job.limits, spent.at(None), plan.shards, int(driver.done.sum()))
     monitor(progress)
     if not run.probed:  # the plan is an earlier attempt's: what that found may since have changed
         store.probe()
@@ -118,7 +126,7 @@ def _attempt(
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
 
-    ledger.note_attempt(attempt, whoami)
+    whoami.note()
     user, capacity = held or (User(job.name), None)
     user.waits = monitor.held
     with ExitStack() as stack:
@@ -132,10 +140,11 @@ def _attempt(
         cluster.check_fit(needed, capacity, size.pool)
         for warning in () if looks_up else size.warnings:
             log.warning(warning)
+        monitor.meter = meter_for(needed, capacity, size.pool, spent)
+        check_cost(job.limits, monitor.meter.whole, plan.shards, int(driver.done.sum()))
         stack.enter_context(cluster.admitted(needed, capacity, size.pool, user))
         if increment is not None and not looks_up:  # what a report reckons savings by
-            whoami["gpus"] = size.pool.gpus[1]
-            ledger.note_attempt(attempt, whoami)
+            whoami.note(gpus=size.pool.gpus[1])
         pipeline = Pipeline(
             job,
             plan,
@@ -149,10 +158,40 @@ def _attempt(
             shuffle=attempt if len(ledger.attempts()) > 1 else None,
             **({"engine": engine} if engine else {}),
         )
-        monitor.engines = pipeline.engines
+        monitor.engines, monitor.starts = pipeline.engines, pipeline.starts
+        pipeline.on_pass = monitor.pass_began
+        stack.callback(pipeline.forget)
+        stack.callback(monitor.note_start)
         run_pass = _interruptible(pipeline, monitor, user, job.limits)
         suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run(run_pass, pipeline.quarantine, suspects)
+
+
+class Whoami:
+    """The note of an attempt, which grows; several threads add to it."""
+
+    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, Any]):
+        self.ledger, self.attempt, self.known = ledger, attempt, known
+        self._lock = threading.Lock()
+
+    def note(self, **more: Any) -> None:
+        with self._lock:
+            self.known |= more
+            self.ledger.note_attempt(self.attempt, self.known)
+
+
+def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
+    """Counts what an attempt with that pool costs, beside what was spent before. Raises
+    `ConfigError` where a limit on costs is set and no price is known."""
+    price = gpu_price(job, capacity)
+    if price.hour is None and pool.gpus[1] and price.why:
+        if job.limits.max_cost is not None:
+            raise ConfigError(
+                f"limits.max_cost: {price.why}; name it there, or set cluster.price_per_gpu_hour "
+                "for all others"
+            )
+        log.warning("no costs are counted: %s", price.why)
+    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
 
 
 def without_engine(job: BatchJob) -> BatchJob:
@@ -163,32 +202,37 @@ def without_engine(job: BatchJob) -> BatchJob:
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
-    """The pass, so that a stall can end it where it is to, and a signal to the main thread ends
-    also a run in another one, in which it is not raised."""
+    """The pass, so that a stall or its costs can end it where they are to, and a signal to the main
+    thread ends also a run in another one, in which it is not raised."""
     from prefect_raybatch.driver.stall import interruptible
+
+    def halted() -> RayBatchError | None:
+        return user.halted() or monitor.spent
 
     # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
     # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
-    if limits.fail_on_stall or threading.current_thread() is not threading.main_thread():
-        return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, user.halted)
+    told = limits.fail_on_stall or limits.max_cost is not None
+    if told or threading.current_thread() is not threading.main_thread():
+        return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, halted)
     return pipeline
 
 
-def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
+def _note_stop(whoami: Whoami, stop: Stop) -> None:
     try:
-        ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
+        whoami.note(stopped=stop.to_dict())
     except RayBatchError as error:  # the run ends with its own error, not with this one
         log.warning("the failed rows are not noted in the run directory: %s", error)
 
 
-def _whoami(plan: Plan) -> dict[str, Any]:
-    import getpass
+def _note_start(whoami: Whoami, starting: Starting) -> None:
+    if starting.engines:
+        whoami.note(start={"engines": starting.engines, "seconds": starting.seconds()})
 
-    user = "unknown"
-    with suppress(OSError, KeyError):  # containers run under numbers without a name
-        user = getpass.getuser()
+
+def _whoami(plan: Plan) -> dict[str, Any]:
+    user, _, host = who().rpartition("@")
     return {
-        "host": socket.gethostname(),
+        "host": host,
         "pid": os.getpid(),
         "user": user,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

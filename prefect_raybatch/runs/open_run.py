@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.finished import FinishedRows
+from prefect_raybatch.ledger.layout import partial_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.partials import all_partials, read_partial
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.status import report_of, state_of
 from prefect_raybatch.storage import open_store
@@ -24,7 +29,7 @@ class OpenRun(FinishedRows):
 
     @property
     def state(self) -> str:
-        """planned, unfinished or completed."""
+        """planned, unfinished or completed; partial, of a partial result."""
         return state_of(self.uri, self.options)
 
     @property
@@ -33,11 +38,31 @@ class OpenRun(FinishedRows):
         return report_of(self.uri, dict(self.options or {}) or None)
 
 
-def open_run(uri: str, options: Mapping[str, Any] | None = None) -> OpenRun:
+def open_run(
+    uri: str, options: Mapping[str, Any] | None = None, partial: bool | str = False
+) -> OpenRun:
     """Opens the run directory `uri`, a local folder or s3://.
 
     `options` are s3fs's, as in `output.options`; without them keys come from the environment.
-    Raises `NoSuchRun` where there is none, naming those that are near.
+    `partial` opens a partial result of the run instead: the newest (True), or that of a name
+    (_UUID); so does its own folder as `uri`. Raises `NoSuchRun` where there is none, naming those
+    that are near.
     """
+    if partial:
+        uri = partial_place(uri, options, None if partial is True else partial)
     state_of(uri, options)
     return OpenRun(open_store(uri, options).uri, options)
+
+
+def partial_place(uri: str, options: Mapping[str, Any] | None, name: str | None) -> str:
+    """The folder of a run's partial result, by default the newest. Raises `NoSuchRun`."""
+    store = open_store(uri, options)
+    plan = need_plan(Ledger(store))
+    if name is None:
+        found = all_partials(store, plan)
+        if not found:
+            raise NoSuchRun(
+                f"{store.uri} has no partial result; raybatch finalize --partial writes one"
+            )
+        name = found[0].name
+    return f"{store.uri}/{partial_path(read_partial(store, plan, name).name)}"

@@ -8,19 +8,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.partials import (
+    PARTIAL_REPORT,
+    PartialResult,
+    all_partials,
+    read_partial,
+    split_partial,
+)
+from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
-from prefect_raybatch.runs.run import state_name
+from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
+from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -35,7 +49,10 @@ class Status:
     """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
     the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
     among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
-    error budget; `asks` is the state of what a run that reuses asks first."""
+    error budget; `asks` is the state of what a run that reuses asks first; `partials` are the
+    partial results that were written of it, newest first: they change nothing of its state. `cost`
+    is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
+    known."""
 
     run: str
     run_key: str
@@ -57,6 +74,10 @@ class Status:
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
     asks: Status | None = None
+    partials: tuple[PartialResult, ...] = ()
+    gpu_hours: float = 0.0
+    cost: float | None = None
+    cost_end: float | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -71,6 +92,9 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
     state = state_name(finished, bool(tally.shards))
+    beats = () if finished else tuple(_beats(store, attempts))
+    spent = spent_on(ledger, plan)
+    cost = spent.at(plain_price(BatchJob.from_dict(plan.job, "plan.json").cluster))
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -88,10 +112,14 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
         failures=failure_texts(alike(tally.failures)),
         attempts=tuple(attempts),
-        beats=() if finished else tuple(_beats(store, attempts)),
+        beats=beats,
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
+        partials=tuple(all_partials(store, plan)),
+        gpu_hours=round(spent.gpu_seconds / HOUR, 6),
+        cost=None if cost is None else round(cost, 6),
+        cost_end=beats[0]["cost_end"] if beats else None,
     )
 
 
@@ -105,19 +133,29 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
 
 
 def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
-    """planned, unfinished or completed, by a listing alone. Raises `NoSuchRun`."""
+    """planned, unfinished or completed, by a listing alone; partial, of the folder of a partial
+    result. Raises `NoSuchRun`."""
+    uri, name = split_partial(uri)
     ledger = Ledger(open_store(uri, options))
     plan = need_plan(ledger)
+    if name is not None:
+        read_partial(ledger.store, plan, name)
+        return PARTIAL_STATE
     finished = ledger.finished(plan) is not None
     return state_name(finished, finished or bool(ledger.committed(plan).any()))
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     """The report of a run directory: the one that was written at its end, or, while there is none
-    and for one of an earlier version, what the commits say now."""
+    and for one of an earlier version, what the commits say now. Of the folder of a partial result
+    the one that was written with it."""
+    uri, name = split_partial(uri)
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
+    if name is not None:
+        read_partial(store, plan, name)
+        return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     final = load_report(store) if ledger.finished(plan) is not None else None
     if final is not None and final.charts.cells:
         return final
@@ -126,11 +164,15 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         tally.add(commit)
     if final is None:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
-        stop = _stop_of(_attempts(ledger), listing.done)
+        attempts = _attempts(ledger)
+        stop = _stop_of(attempts, listing.done)
+        notes += map(str, all_accepted(ledger))
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        return reports.build(
+        made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
+        made = replace(made, starts=starts_of(attempts))
+        return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
     return replace(final, charts=charts(tally, plan.shards))
 
 

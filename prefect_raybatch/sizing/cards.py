@@ -1,7 +1,8 @@
 """GPU kinds: memory, bandwidth and speed, to choose sizes where no GPU can be asked.
 
-Figures are those of the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity), and
-gigabytes of 10**9 bytes, which is at most what the card really shows. Under one name Ray knows
+Figures are those of the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity; of fp8
+twice as many on the cards that have it), and gigabytes of 10**9 bytes, which is at most what the
+card really shows. Under one name Ray knows
 cards of several sizes (A100, H100, V100): `memory` is the smallest, `most` the largest.
 """
 
@@ -15,8 +16,8 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Card:
-    """One kind: bytes of memory, bytes a second, FLOPs a second, and whether its GPUs have NVLink
-    between them in the servers it is sold in."""
+    """One kind: bytes of memory, bytes a second, FLOPs a second, whether its GPUs have NVLink
+    between them in the servers it is sold in, and whether its tensor cores multiply fp8."""
 
     name: str
     memory: int
@@ -24,10 +25,15 @@ class Card:
     flops: float
     nvlink: bool
     most: int
+    fp8: bool = False
+
+
+FP8 = ("B200", "H200", "H100", "L40S", "L4")
 
 
 def _card(name: str, gb: int, gb_s: float, tflops: float, nvlink: bool, most: int = 0) -> Card:
-    return Card(name, gb * GB, gb_s * GB, tflops * 1e12, nvlink, (most or gb) * GB)
+    most = (most or gb) * GB
+    return Card(name, gb * GB, gb_s * GB, tflops * 1e12, nvlink, most, name in FP8)
 
 
 CARDS = {

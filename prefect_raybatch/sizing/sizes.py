@@ -15,10 +15,10 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
+from prefect_raybatch.sizing import cost, sequences
 from prefect_raybatch.sizing import engines as packing
-from prefect_raybatch.sizing import sequences
 from prefect_raybatch.sizing.cards import EngineGpu, card
-from prefect_raybatch.sizing.engines import Tokens
+from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.sizing.fit import (
     Fit,
     check_memory,
@@ -27,6 +27,7 @@ from prefect_raybatch.sizing.fit import (
     over_pcie,
     step_tokens,
 )
+from prefect_raybatch.sizing.roofline import Work, work_of
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     bytes_a_shard,
@@ -100,7 +101,8 @@ class Pool:
 class Sizing:
     """What was resolved. `arguments` are the engine's, and `share` those that keep it to its share
     of a GPU; `length` is the context length in tokens, where it is known; `problems` cost speed,
-    with the change that mends them; `warnings` may be as meant."""
+    with the change that mends them; `warnings` may be as meant. `work` is what tokens cost an
+    engine, None where model or GPU are not known."""
 
     pool: Pool
     rows_per_shard: int
@@ -116,6 +118,7 @@ class Sizing:
     length: int | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    work: Work | None = None
 
     @property
     def uncommitted(self) -> int:
@@ -130,6 +133,7 @@ class Sizing:
         """For JSON."""
         value = {**asdict(self), "arguments": self.arguments.vllm()}
         value["uncommitted"] = self.uncommitted
+        del value["work"]  # in a run's report, with what came of it
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
         return value
 
@@ -235,6 +239,7 @@ def choose_pool(
             row=row,
             length=length,
             pools=pools(engine.task),
+            sequences=sequences.TRIED if engine.max_num_seqs == "auto" else (engine.max_num_seqs,),
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -293,7 +298,7 @@ def _row(job: BatchJob, row_bytes: float) -> Tokens:
     engine = job.engine
     early = engine.early_stop != "off" and engine.stage == "vllm" and not job.output.parsed_columns
     early = early and may_stop_early(engine.model_extra or {})
-    return packing.tokens(job.prompt, job.drawn, row_bytes, early)
+    return cost.tokens(job.prompt, job.drawn, row_bytes, early)
 
 
 def _asked(engine: Engine, kind: str) -> EngineArguments:
@@ -400,4 +405,11 @@ def sizes_of(
         length=length,
         problems=tuple(idle),
         warnings=tuple(warnings),
+        work=_work(model, gpu, pool),
     )
+
+
+def _work(model: Model | None, gpu: EngineGpu, pool: Pool) -> Work | None:
+    if model is None or gpu.card is None or pool.device == "cpu":
+        return None
+    return work_of(model, gpu.card, pool.gpus_a_replica, pool.engines_per_gpu)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
 SAMPLE_EVERY = 2.0  # seconds between samples
 SAMPLES_KEPT = 3600  # samples: two hours
+NOTHING_MORE = ShardStats()
 
 
 class Sampler:
@@ -101,13 +102,15 @@ class Sampler:
                 stats[name] = round(max(values), 4)
         return ShardStats.of(stats)
 
-    def tell(self, table: pa.Table, began: float) -> pa.Table:
-        """The block with the figures since `began`."""
+    def tell(self, table: pa.Table, began: float, once: ShardStats = NOTHING_MORE) -> pa.Table:
+        """The block with the figures since `began`; those of `once` with its first shard alone,
+        since they are summed."""
         stats = self.over(began, self.clock()).to_dict()
-        text = json.dumps({"stats": stats, "where": self.where})
         values: list[str | None] = [None] * table.num_rows
+        more = once.to_dict()
         for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
-            values[first] = text
+            values[first] = json.dumps({"stats": {**stats, **more}, "where": self.where})
+            more = {}
         return table.append_column(FIGURES, pa.array(values, pa.string()))
 
 

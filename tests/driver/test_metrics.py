@@ -65,6 +65,7 @@ def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
     assert values["raybatch_shards_total"] == 3 and values["raybatch_engines_alive"] == 2
     assert values["raybatch_last_commit_timestamp_seconds"] == 100.0
     assert values["raybatch_stalled"] == 0
+    assert values["raybatch_gpu_seconds_total"] == 0 and math.isnan(values["raybatch_cost"])
     with pytest.raises(OSError):  # the port is free again
         scrape(port)
 

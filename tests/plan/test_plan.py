@@ -261,6 +261,7 @@ CHANGED: dict[str, Any] = {
     "limits.deadline": "6h",
     "limits.hang_seconds": 30.0,
     "limits.function_seconds": 30.0,
+    "limits.max_cost": 9.0,
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,
@@ -270,11 +271,14 @@ CHANGED: dict[str, Any] = {
     "cluster.finish.memory": 2,
     "cluster.job_server": "http://head:8265",
     "cluster.on_crash": "stop",
+    "cluster.price_per_gpu_hour": 2.0,
+    "cluster.price_by_card": {"H100": 2.5},
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.media_root": WITH_IMAGES,
+    "limits.max_cost": {"cluster.price_per_gpu_hour": 2.0},
     "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.config": {"source.uri": "hf://datasets/team/rows", "source.config": "de"},

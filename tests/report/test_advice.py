@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import Advice, RunReport
-from prefect_raybatch.report.report import build, markdown
+from prefect_raybatch.report.report import build, engine_table, markdown
 from prefect_raybatch.report.tally import Tally
 
 WELL = {  # what a shard says whose engine is full and whose GPU works
@@ -69,6 +69,56 @@ def only(found: tuple[Advice, ...]) -> Advice:
 def job(**groups: Any) -> BatchJob:
     engine = {"model": "demo", "max_num_seqs": 256, **groups.pop("engine", {})}
     return make_job(engine=engine, **groups)
+
+
+ROOFLINE = {  # of a second of an engine with rows
+    "flops": 0.7e15,
+    "moved_bytes": 1e12,
+    "peak_flops": 1e15,
+    "peak_bytes": 3e12,
+    "up_s": 1.0,
+    "idle_s": 0.0,
+}
+
+
+def test_a_gpu_at_its_limit_is_told_that_only_less_work_helps(tmp_path):
+    done = report(tmp_path, [shard(n, **ROOFLINE) for n in range(20)])
+    found = only(advise(done, job()))
+    assert found.about == "the GPU is the limit"
+    assert "70% of its FLOPs and 33% of its memory bandwidth" in found.evidence
+    assert "engine.quantization" in found.change and "arithmetic" in found.evidence
+    fp8 = only(advise(done, job(engine={"quantization": "fp8"})))
+    assert "engine.quantization" not in fp8.change
+    table = {row["engine"]: row[""] for row in engine_table(done)}
+    assert table["FLOPs of the GPU's peak (MFU)"] == "70%"
+    assert table["memory bandwidth of the GPU's peak (MBU)"] == "33%"
+    idle = table["GPU idle: no rows yet / Python on the host / no rows left"]
+    assert idle == "0% / 3% / 0%"
+    assert RunReport.from_bytes(done.to_bytes()) == done
+
+
+def test_a_gpu_bound_by_its_memory_is_told_so(tmp_path):
+    slow = {**ROOFLINE, "flops": 1e13, "moved_bytes": 2.4e12}
+    found = only(advise(report(tmp_path, [shard(n, **slow) for n in range(20)]), job()))
+    assert "memory bandwidth is what no setting" in found.evidence
+    assert "shorter answers" in found.change
+
+
+def test_a_gpu_below_its_limit_and_an_unknown_one_say_nothing(tmp_path):
+    below = {**ROOFLINE, "flops": 0.3e15}
+    assert advise(report(tmp_path, [shard(n, **below) for n in range(20)]), job()) == ()
+    unknown = report(tmp_path, [shard(n) for n in range(20)])
+    assert unknown.roofline == {} and "roofline" not in unknown.to_dict()
+    assert not any("peak" in row["engine"] for row in engine_table(unknown))
+
+
+def test_a_long_tail_is_told_with_smaller_shards(tmp_path):
+    some = {**ROOFLINE, "up_s": 5.0, "peak_flops": 5e15, "peak_bytes": 15e12}
+    commits = [shard(n, "a:1", 500, **some) for n in range(20)]
+    commits += [shard(n, "a:2", 600, **some) for n in range(14)]
+    found = only(advise(report(tmp_path, commits), job()))
+    assert found.about == "engines stood idle at the end"
+    assert found.change.startswith("source.rows_per_shard: ")
 
 
 def test_a_run_that_is_well_gets_none(tmp_path):

@@ -14,13 +14,20 @@ from helpers.engines import with_answers
 from helpers.small import MODEL, receipts
 
 from prefect_raybatch.driver.driver import Driver, Progress
-from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, is_transient
+from prefect_raybatch.errors import (
+    ConfigError,
+    IncompleteRun,
+    NoSuchRun,
+    PlanMismatch,
+    is_transient,
+)
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.partial_run import finalize_partial
 from prefect_raybatch.runs.retry import Nothing, plan_retry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.block import POSITION, Failure, tag
@@ -150,6 +157,20 @@ def retry(world: World, key: str = KEY, calm: bool = False) -> None:
     _repeated(attempt)
 
 
+def take_partial(world: World, wait: int) -> None:
+    """What a person does who needs the rows that are there, while drivers work or not: looks until
+    there are some, each time after `wait` turns."""
+    for _ in range(10):
+        for _ in range(wait):
+            world.scheduler.point("waits")
+        try:
+            return _repeated(lambda: finalize_partial(f"{world.root}/{KEY}"))
+        except (IncompleteRun, NoSuchRun):  # too early
+            continue
+        except ConfigError:  # too late
+            return
+
+
 def tidy(world: World, key: str = KEY, times: int = 1, calm: bool = False) -> None:
     """Reaps as a person might who believes that nobody works on a run; `calm`: all that is left."""
     rng = world.scheduler.rng
@@ -168,10 +189,11 @@ def tidy(world: World, key: str = KEY, times: int = 1, calm: bool = False) -> No
         _repeated(attempt)
 
 
-def _repeated(attempt: Callable[[], None]) -> None:
+def _repeated(attempt: Callable[[], object]) -> None:
     for left in reversed(range(TRIES)):
         try:
-            return attempt()
+            attempt()
+            return
         except Exception as error:
             if not left or not is_transient(error):
                 raise

@@ -45,6 +45,9 @@ def check(files: Mapping[str, bytes], base: str, rows: int) -> list[str]:
             lost = sorted({*wanted} - {*good, *bad})
             faults.append(f"{run} holds rows {sorted(good + bad)}; it lacks {lost}")
     faults += [f"row {n} is {times} times in data/" for n, times in data.items() if times > 1]
+    for key in sorted(files):
+        if key.endswith("/_PARTIAL.json"):
+            faults += _partial(files, key, rows)
     taken: Counter[tuple[str, int]] = Counter()
     for run in runs:
         plan = json.loads(files[f"{run}/_raybatch/plan.json"])
@@ -55,6 +58,22 @@ def check(files: Mapping[str, bytes], base: str, rows: int) -> list[str]:
     ]
     unknown = [(run, n) for run, n in taken if n not in failed.get(run, ())]
     return faults + [f"row {n} is retried, and did not fail in {run}" for run, n in unknown]
+
+
+def _partial(files: Mapping[str, bytes], key: str, rows: int) -> list[str]:
+    """What is wrong with a partial result: it holds each row that it does not name as missing."""
+    told = json.loads(files[key])
+    run, _, folder = key.removesuffix("/_PARTIAL.json").partition("/")
+    names = [f"{run}/{part['path']}" for part in told["parts"]]
+    if any(name not in files for name in names):
+        return []  # of a reaper that was told to leave nothing: its readers are told so
+    faults: list[str] = []
+    inside = {name.removeprefix(f"{run}/{folder}/"): files[name] for name in names}
+    good, bad = _numbers({f"{run}/{name}": data for name, data in inside.items()}, run, faults)
+    missing = {n for first, last in told["missing"]["ranges"] for n in range(first, last + 1)}
+    if sorted(good + bad) != sorted({*range(rows)} - missing) or not missing:
+        faults.append(f"{key} holds rows {sorted(good + bad)} and lacks {sorted(missing)}")
+    return faults
 
 
 def _taken(files: Mapping[str, bytes], run: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import shutil
 import tempfile
 import time
@@ -120,6 +121,7 @@ class Schedule:
             times = rng.randrange(1, 4)
             self.start(f"reaper {number + 1}", lambda t=times: actors.tidy(world, times=t))
         self.retriers = rng.choice([0, 0, 1, 2])
+        self.start_taker()
         self.scheduler.run(self.still)
         self.operate("operator")
         for process in self.processes:  # zombies: what stood still goes on in a finished run
@@ -134,6 +136,14 @@ class Schedule:
             self.faults += checker.check(files, KEY, world.rows)
             left = [key for key in files if "/pieces/" in key and world.compact]
             self.faults += [f"{key} is left" for key in left]
+
+    def start_taker(self) -> None:
+        """In some schedules somebody takes what is there; drawn apart, so that the seeds of the
+        others mean what they meant."""
+        rng = random.Random(f"{self.scheduler.seed} takes what is there")
+        if rng.random() < 0.3:
+            wait = rng.choice([1, 5, 20])
+            self.start("taker", lambda: actors.take_partial(self.world, wait))
 
     def start(self, name: str, call: Callable[[], object], disturbed: bool = True) -> Process:
         process = self.world.process(name, disturbed)

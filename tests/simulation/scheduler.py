@@ -124,6 +124,7 @@ class Scheduler:
     """Whose turn it is. `stay`: how probable it is that a process goes on after a point."""
 
     def __init__(self, seed: str) -> None:
+        self.seed = seed
         self.rng = random.Random(seed)
         self.names = random.Random(f"{seed} names")  # so that drawing one moves no decision
         self.stay = 0.0

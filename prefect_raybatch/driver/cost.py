@@ -1,0 +1,129 @@
+"""What a run costs: the time in which its engines hold GPUs, by the price of a GPU-hour.
+
+An attempt's GPU time stands in its heartbeats, so that a killed one is counted up to its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.driver.heartbeat import alive, read_beats
+from prefect_raybatch.errors import CostExceeded
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import are, counted, money
+
+HOUR = 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Spent:
+    """GPU-seconds of attempts, and their cost at the price that each had; `unpriced` are those of
+    them that had none."""
+
+    gpu_seconds: float = 0.0
+    cost: float = 0.0
+    unpriced: float = 0.0
+
+    def at(self, price: float | None) -> float | None:
+        """The cost of all, of those without a price at this one; None where it is not known."""
+        if price is None and (self.unpriced or not self.cost):
+            return None
+        return self.cost + self.unpriced * (price or 0.0) / HOUR
+
+
+def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
+    """What the attempts of these names have spent, by their last heartbeats."""
+    seconds = cost = unpriced = 0.0
+    for store, attempts in stores:
+        for beat in read_beats(store, attempts).values():
+            seconds += beat.gpu_seconds
+            if beat.cost is None:
+                unpriced += beat.gpu_seconds
+            else:
+                cost += beat.cost
+    return Spent(seconds, cost, unpriced)
+
+
+def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
+    """What all attempts at a run have spent, those at its asks included; `but` this one."""
+    places = [(ledger.store, [name for name in ledger.attempts() if name != but])]
+    increment = increment_of(plan)
+    if increment is not None and increment.asks is not None:
+        asks = asks_ledger(ledger.store)
+        places.append((asks.store, list(asks.attempts())))
+    return spent_by(places)
+
+
+class CostMeter:
+    """Adds up the GPU-seconds of an attempt; seconds are of a clock that does not jump.
+
+    Engines hold GPUs from when Ray makes them. A pool that may grow asks for more than there is
+    room for, so there those above `fewest` count once they live.
+    """
+
+    def __init__(
+        self,
+        price: float | None = None,
+        gpus_an_engine: float = 0.0,
+        fewest: int = 0,
+        before: Spent | None = None,
+    ):
+        self.price, self.gpus_an_engine, self.fewest = price, gpus_an_engine, fewest
+        self.before = before or Spent()
+        self.gpu_seconds = 0.0
+        self.gpus = 0.0  # that are held now
+        self._at: float | None = None
+
+    def see(self, now: float, states: Mapping[str, int]) -> None:
+        """Counts the time since the last call, in which what was seen then was held."""
+        if self._at is not None:
+            self.gpu_seconds += self.gpus * max(0.0, now - self._at)
+        living = alive(states)
+        engines = max(living, min(sum(states.values()), self.fewest))
+        self._at, self.gpus = now, engines * self.gpus_an_engine
+
+    @property
+    def cost(self) -> float | None:
+        """Of this attempt."""
+        return None if self.price is None else self.gpu_seconds * self.price / HOUR
+
+    @property
+    def whole(self) -> float | None:
+        """Of all attempts until now."""
+        before, own = self.before.at(self.price), self.cost
+        return None if before is None and own is None else (before or 0.0) + (own or 0.0)
+
+    def at_end(self, seconds_left: float | None) -> float | None:
+        """The cost of the run when it ends after so many seconds more with the GPUs held now."""
+        if self.whole is None or self.price is None or seconds_left is None:
+            return None
+        return self.whole + self.gpus * seconds_left * self.price / HOUR
+
+    def figures(self, seconds_left: float | None) -> dict[str, Any]:
+        """What a heartbeat says of costs."""
+        found = {
+            "cost": self.cost,
+            "cost_run": self.whole,
+            "cost_end": self.at_end(seconds_left),
+        }
+        rounded = {k: None if v is None else round(v, 6) for k, v in found.items()}
+        return {"gpu_seconds": round(self.gpu_seconds, 3), **rounded}
+
+
+def check_cost(limits: Limits, cost: float | None, shards: int, committed: int) -> None:
+    """Raises `CostExceeded` where a run has reached limits.max_cost and shards are left to do."""
+    most = limits.max_cost
+    if most is None or cost is None or cost < most or committed >= shards:
+        return
+    done = counted(shards, "shard")
+    raise CostExceeded(
+        f"the run has cost {money(cost)}, and limits.max_cost allows {money(most)}. "
+        f"{committed:,} of {done} {are(committed)} committed and kept; raise the limit and run "
+        "the same command again to go on"
+    )

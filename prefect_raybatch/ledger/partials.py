@@ -1,0 +1,167 @@
+"""What is told of a partial result: rows of a run that was not complete, for who could not wait.
+
+It lies in a folder of its own below the run directory, never in data/, and ends nothing: the run
+stays what it is, and whoever asks whether it is complete does not look here.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun, NoSuchRun
+from prefect_raybatch.ledger.layout import (
+    DATA_FOLDER,
+    PARTIAL_FOLDER,
+    PARTIAL_NAME,
+    partial_path,
+)
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.record_files import put_record_proved, read_record
+from prefect_raybatch.ledger.records import Part, Plan, dump
+from prefect_raybatch.ledger.row_numbers import RowNumbers
+from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+PARTIAL_RECORD = "_PARTIAL.json"  # with that _ readers of the folder leave it out
+PARTIAL_REPORT, PARTIAL_PAGE = "_report.json", "_report.md"
+RANGES_TOLD = 1000  # of missing rows that a record names
+_PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\Z")
+
+
+@dataclass(frozen=True)
+class MissingRows:
+    """Rows that are in no file, as they were not committed: how many, in how many shards, and the
+    first `RANGES_TOLD` ranges of their row numbers, (first, last); `more` ranges are not named."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    rows: Count
+    shards: Count
+    ranges: tuple[tuple[int, int], ...]
+    more: Count = 0
+
+    @classmethod
+    def of(cls, done: np.ndarray, shards: Shards, numbers: RowNumbers) -> MissingRows:
+        """Those of the shards that are not `done` (bool[shards])."""
+        pending = np.flatnonzero(~done)
+        rows = int(np.diff(shards.starts)[pending].sum())
+        spans = _spans(pending, shards, numbers)
+        told = tuple(islice(spans, RANGES_TOLD))
+        return cls(rows, len(pending), told, sum(1 for _ in spans))
+
+    def text(self, most: int = 5) -> str:
+        """`1,200 rows (400 to 799, 1,600 to 2,399)`."""
+        named = [f"{first:,} to {last:,}" for first, last in self.ranges[:most]]
+        left = len(self.ranges) - len(named) + self.more
+        named += [f"and {left:,} more ranges"] if left else []
+        return f"{counted(self.rows, 'row')} ({', '.join(named)})"
+
+
+def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator[tuple[int, int]]:
+    """Ranges of the row numbers of these shards, in order; shards side by side are one."""
+    cuts = np.flatnonzero(np.diff(pending) != 1) + 1
+    for run in np.split(pending, cuts) if len(pending) else ():
+        start, stop = int(shards.starts[run[0]]), int(shards.starts[run[-1] + 1])
+        if numbers.table is None:
+            yield start, stop - 1
+            continue
+        rows = numbers.table[start:stop]
+        for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+            yield int(some[0]), int(some[-1])
+
+
+@dataclass(frozen=True)
+class PartialResult:
+    """`partial/_UUID/_PARTIAL.json`: what a partial result holds, and what it lacks. `at` is when
+    its commits were listed, in seconds since 1970; `by` is user@host."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    warning: str
+    name: str
+    run_key: str
+    plan: str
+    at: Number
+    by: str
+    rows: Count
+    data: Count
+    quarantine: Count
+    skipped: Count
+    missing: MissingRows
+    parts: tuple[Part, ...]
+    row_number: str = "_row"
+
+    def of(self, kind: str) -> list[Part]:
+        """The files of data or quarantine, in order of name."""
+        inside = partial_path(self.name, f"{DATA_FOLDER}/")
+        return sorted(
+            (part for part in self.parts if part.path.startswith(f"{inside}/") == (kind == "data")),
+            key=lambda part: part.path,
+        )
+
+    @property
+    def line(self) -> str:
+        """What is there, in a sentence without an end."""
+        held = self.data + self.quarantine + self.skipped
+        return f"{held:,} of {counted(self.rows, 'row')}; missing are {self.missing.text()}"
+
+    def put(self, store: Store) -> None:
+        """Writes the record, last of all: a folder without it is no partial result."""
+        put_record_proved(store, partial_path(self.name, PARTIAL_RECORD), dump(asdict(self)))
+
+
+_RECORD = TypeAdapter(PartialResult)
+
+
+def new_partial_name() -> str:
+    return f"_{uuid.uuid4().hex}"
+
+
+def split_partial(uri: str) -> tuple[str, str | None]:
+    """(run directory, name of the partial result in it, or None) of a place."""
+    match = _PLACE.match(uri)
+    return (match["run"], match["name"]) if match else (uri, None)
+
+
+def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
+    """Raises `NoSuchRun` where there is none of that name that is whole, and `CorruptRun` for a
+    record that is none, or of another plan."""
+    path = partial_path(name, PARTIAL_RECORD)
+    try:
+        if not PARTIAL_NAME.match(name):
+            raise FileNotFoundError(path)
+        found = read_json(_RECORD, read_record(store, path), path)
+    except FileNotFoundError:
+        there = ", ".join(sorted(partial_names(store))) or "none"
+        raise NoSuchRun(
+            f"{store.uri} has no partial result {name}; it has: {there}. raybatch finalize "
+            "--partial writes one"
+        ) from None
+    if found.plan != plan.hash or found.name != name:
+        raise CorruptRun(f"{store.uri}/{path} was written for another plan ({found.plan[:12]})")
+    return found
+
+
+def partial_names(store: Store) -> list[str]:
+    """Of the partial results of a run that are whole."""
+    split = (info.path.split("/") for info in store.list(PARTIAL_FOLDER))
+    return [
+        parts[1]
+        for parts in split
+        if len(parts) == 3 and parts[2] == PARTIAL_RECORD and PARTIAL_NAME.match(parts[1])
+    ]
+
+
+def all_partials(store: Store, plan: Plan) -> list[PartialResult]:
+    """The partial results of a run, newest first."""
+    found = [read_partial(store, plan, name) for name in partial_names(store)]
+    return sorted(found, key=lambda one: (one.at, one.name), reverse=True)

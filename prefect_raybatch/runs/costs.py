@@ -1,0 +1,54 @@
+"""What a run came to in money: the costs in its report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prefect_raybatch.driver.cost import HOUR, Spent, spent_on
+from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.report.records import RunReport
+
+
+def plain_price(cluster: Cluster) -> float | None:
+    """The price of a GPU-hour, where it is the same on every card."""
+    return None if cluster.price_by_card else cluster.price_per_gpu_hour
+
+
+def with_cost(
+    report: RunReport,
+    ledger: Ledger,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    asks: RunReport | None = None,
+) -> RunReport:
+    """The report with its costs; `asks` is that of the asks of a run that reuses, by which its
+    engines are known. Without a price it tells GPU-hours alone."""
+    spent = spent_on(ledger, plan)
+    price = plain_price(cluster) if cluster is not None else None
+    found = _costs(report, asks or report, spent, price)
+    rounded = {name: float(f"{value:.8g}") for name, value in found.items()}
+    return replace(report, cost=rounded)
+
+
+def _costs(
+    report: RunReport, asked: RunReport, spent: Spent, price: float | None
+) -> dict[str, float]:
+    total, hours = spent.at(price), spent.gpu_seconds / HOUR
+    found = {"gpu_hours": hours} if hours else {}
+    saved = report.reuse.get("saved_seconds")
+    if total is None or not (hours or saved):
+        return found
+    found["total"] = total
+    tokens = asked.tokens.get("prompt_tokens", 0) + asked.tokens.get("output_tokens", 0)
+    if tokens:
+        found["per_million_tokens"] = total / tokens * 1e6
+    if report.good:
+        found["per_answered_row"] = total / report.good
+    if asked.resumed_shards and asked.shards:
+        found["saved_by_resume"] = total * asked.resumed_shards / asked.shards
+    hour = total / hours if hours else price
+    if saved is not None and hour is not None:
+        found["saved_by_reuse"] = saved / HOUR * hour
+    return found

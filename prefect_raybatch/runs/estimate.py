@@ -1,0 +1,79 @@
+"""What a run may cost, by an earlier run of the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.listing import COMPLETED, list_runs
+from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted, money
+
+RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row took
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """What a run may cost: `cost` of `rows` that are asked, by the GPU-seconds that a row took in
+    the run `by`. Where that is not known `why` says so, and the others are None. `warning`: it is
+    more than limits.max_cost."""
+
+    rows: int
+    cost: float | None = None
+    gpu_hours: float | None = None
+    by: str | None = None
+    why: str = ""
+    warning: str | None = None
+
+    def line(self) -> str:
+        if self.cost is None or self.gpu_hours is None:
+            return f"not known: {self.why}"
+        return (
+            f"about {money(self.cost)}: {money(self.gpu_hours)} GPU-hours for "
+            f"{counted(self.rows, 'row')}, as in {self.by}"
+        )
+
+
+def estimate(job: BatchJob, have: Capacity, rows: int) -> CostEstimate | None:
+    """What asking `rows` rows may cost; None of a job without prices. Never raises."""
+    if not job.cluster.priced:
+        return None
+    price = gpu_price(job, have)
+    if price.hour is None:
+        return CostEstimate(rows, why=price.why)
+    try:
+        known = _last_known(job.output.uri, job.output.options, job.name)
+    except RayBatchError as error:
+        return CostEstimate(rows, why=f"earlier runs cannot be read: {error}")
+    if known is None:
+        return CostEstimate(rows, why="no earlier run of this job says what a row takes")
+    by, hours_a_row = known
+    hours = rows * hours_a_row
+    found = CostEstimate(rows, round(hours * price.hour, 6), round(hours, 6), by)
+    most = job.limits.max_cost
+    if most is None or hours * price.hour <= most:
+        return found
+    text = f"limits.max_cost {money(most)} may end the run before it is whole: {found.line()}"
+    return CostEstimate(rows, found.cost, found.gpu_hours, by, warning=text)
+
+
+def _last_known(output: str, options: Mapping[str, Any], job: str) -> tuple[str, float] | None:
+    """(run key, GPU-hours a row that was asked) of the newest run of the job that knows it."""
+    lines = list_runs(output, options, job)
+    done = [line for line in lines if line.state == COMPLETED and line.parent is None]
+    for line in done[:RUNS_TRIED]:
+        try:
+            report = load_report(open_store(line.run, dict(options) or None))
+        except CorruptRun:
+            continue
+        hours = report.cost.get("gpu_hours", 0.0)
+        rows = report.reuse.get("asked", report.rows)
+        if hours and rows:
+            return line.run_key, hours / rows
+    return None

@@ -1,0 +1,159 @@
+"""Writes the rows that a run has committed so far, for who cannot wait for the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.layout import partial_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.partials import (
+    PARTIAL_PAGE,
+    PARTIAL_RECORD,
+    PARTIAL_REPORT,
+    MissingRows,
+    PartialResult,
+    new_partial_name,
+)
+from prefect_raybatch.ledger.record_files import put_record
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import check_parts
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.finalize_run import finalize_run, of_whom, write_parts
+from prefect_raybatch.runs.run import PARTIAL_STATE, run_of, who
+from prefect_raybatch.storage import open_store
+
+log = logging.getLogger(__name__)
+
+
+def finalize_partial(
+    run_dir: str, options: Mapping[str, Any] | None = None, job: BatchJob | None = None
+) -> RunReport:
+    """Writes what is committed of a run that is not complete to `partial/_UUID/data` and
+    `_quarantine` below `run_dir`; returns its report, whose state is "partial" and whose `run` is
+    that folder.
+
+    The run is not touched: it stays unfinished, is resumed and finished as before, and nothing is
+    deleted. Reads commits and the pieces they name alone, so it may run beside a driver. `options`
+    are s3fs's, as in `output.options`; `job` says on which cluster a large one is written, by
+    default the run's own.
+
+    Raises `ConfigError` for a run whose shards are all committed, or that is complete before this
+    ends, `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's
+    errors.
+    """
+    from prefect_raybatch.result.finalize import finalize_committed
+    from prefect_raybatch.result.survey import survey_committed
+
+    store = open_store(run_dir, dict(options) if options else None)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    _check_open(ledger, plan)
+    shards, listing, at = ledger.shards(plan), ledger.listing(plan), time.time()
+    if not listing.done.any():
+        first = " (it asks first, and looks its rows up then)" if plan.increment else ""
+        raise IncompleteRun(
+            f"{store.uri}: none of {plan.shards} shards is committed{first}, so there is no row "
+            "that a partial result could hold; run the job again to go on"
+        )
+    if listing.done.all():
+        raise ConfigError(
+            f"{store.uri}: all {plan.shards} shards are committed, so nothing is missing: raybatch "
+            "finalize without --partial writes the whole result"
+        )
+    planned = BatchJob.from_dict(plan.job, "plan.json")
+    output, name = planned.output, new_partial_name()
+    try:
+        found = survey_committed(ledger, plan, shards, listing)
+        parts = finalize_committed(
+            *(ledger, plan, shards, found, output.row_number, output.file_mb << 20),
+            partial_path(name),
+            output.read_back,
+            partial(write_parts, job or planned),
+        )
+    except CorruptRun:
+        _check_open(ledger, plan)
+        raise
+    missing = MissingRows.of(listing.done, shards, ledger.numbers(plan))
+    tally = found.tally
+    told = PartialResult(
+        warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
+        f"rows, without {missing.text()}. The run is not complete.",
+        name=name,
+        run_key=plan.run_key,
+        plan=plan.hash,
+        at=round(at, 3),
+        by=who(),
+        rows=plan.rows,
+        data=tally.good,
+        quarantine=tally.failed,
+        skipped=tally.skipped,
+        missing=missing,
+        parts=tuple(parts),
+        row_number=output.row_number,
+    )
+    where = f"{store.uri}/{partial_path(name)}"
+    accepted = all_accepted(ledger)
+    notes = (told.warning, *of_whom(plan), *map(str, accepted))
+    # From its folder on, as all else that a report says.
+    inside = [
+        replace(part, path=part.path.removeprefix(f"{partial_path(name)}/")) for part in parts
+    ]
+    report = reports.build(where, plan, tally, PARTIAL_STATE, inside, notes=notes)
+    report = replace(report, accepted=accepted)
+    put_record(store, partial_path(name, PARTIAL_REPORT), report.to_bytes())
+    store.put(partial_path(name, PARTIAL_PAGE), reports.markdown(report).encode())
+    told.put(store)
+    _check_kept(ledger, plan, told)
+    log.warning("%s In %s", told.warning, where)
+    return report
+
+
+def _check_kept(ledger: Ledger, plan: Plan, told: PartialResult) -> None:
+    """A reaper takes files that no record names, if it is told to leave none for their age: of one
+    that was taken so, the record goes as well, and `IncompleteRun` says so."""
+    try:
+        check_parts(ledger.store, told.parts)
+    except CorruptRun:
+        ledger.store.delete([partial_path(told.name, PARTIAL_RECORD)])
+        _check_open(ledger, plan)
+        raise IncompleteRun(
+            f"{ledger.store.uri}/{partial_path(told.name)} was removed by raybatch reap while it "
+            "was written; run the same command again"
+        ) from None
+
+
+def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
+    """Writes result, report and `_SUCCESS` of a run whose shards are all committed, without the job
+    file; the report of one that is complete already. Publishes nothing.
+
+    `job` says how to reach the store and on which cluster a large result is written, by default
+    the run's own. Raises `IncompleteRun` while shards are missing, and as `finalize_run`.
+    """
+    store = open_store(run_dir, (job.output.options if job else None) or None)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    job = job or BatchJob.from_dict(plan.job, "plan.json")
+    try:
+        return finalize_run(job, run_of(store, plan, ledger))
+    except IncompleteRun as error:
+        raise IncompleteRun(
+            f"{error}, or take what is there with raybatch finalize --partial {store.uri}"
+        ) from None
+
+
+def _check_open(ledger: Ledger, plan: Plan) -> None:
+    if ledger.finished(plan) is not None:
+        raise ConfigError(
+            f"{ledger.store.uri} is complete: its result is in data/, so nothing partial is "
+            "written of it"
+        )

@@ -1,0 +1,223 @@
+"""What a run costs: GPU time by the job's prices, and the limit that ends a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from helpers.heard import Heard
+from helpers.nights import Nights
+from helpers.small import job_dict, make_job, small_run
+
+from prefect_raybatch.driver import monitor as watching
+from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
+from prefect_raybatch.errors import ConfigError, CostExceeded
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.runs.costs import with_cost
+from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import meter_for
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.status import report_of, status
+from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.sizing.sizes import Capacity, pool_for
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import money
+
+H100S = Capacity(32.0, 2.0, 1, "here", (2.0,), ("H100",), 16.0)
+PRICED = {"price_per_gpu_hour": 3600.0}  # 1 a GPU-second
+
+
+# --- the price ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cluster", "cards", "price"),
+    [
+        ({}, ("H100",), None),
+        ({"price_per_gpu_hour": 2.5}, ("H100",), 2.5),
+        ({"price_per_gpu_hour": 2.5}, (), 2.5),
+        ({"price_by_card": {"h100": 4.0}}, ("H100",), 4.0),
+        ({"price_by_card": {"H100": 4.0}}, ("NVIDIA H100 80GB HBM3",), 4.0),
+        ({"price_by_card": {"L4": 0.6}, "price_per_gpu_hour": 2.0}, ("T4",), 2.0),
+        ({"price_by_card": {"L4": 0.6, "T4": 0.3}}, ("T4", "L4"), 0.6),
+        ({"price_by_card": {"L4": 0.6}}, ("T4", "L4"), None),
+        ({"price_by_card": {"L4": 0.6}}, (), None),
+    ],
+)
+def test_the_price_of_a_card(cluster, cards, price):
+    found = gpu_price(make_job(cluster=cluster), replace(H100S, accelerators=cards))
+    assert found.hour == price
+    assert bool(found.why) == (price is None and bool(cluster))
+
+
+def test_a_job_says_which_of_the_cards_its_engines_take():
+    prices = {"price_by_card": {"L4": 0.6, "H100": 4.0}}
+    job = make_job(cluster=prices, engine={"accelerator_type": "L4"})
+    assert gpu_price(job, replace(H100S, accelerators=("H100", "L4"))).hour == 0.6
+
+
+def test_a_limit_without_a_price_is_refused_with_what_to_set():
+    with pytest.raises(ConfigError, match=r"limits\.max_cost.*cluster\.price_per_gpu_hour"):
+        BatchJob.from_dict(job_dict(limits={"max_cost": 5}))
+    for wrong in ({"price_per_gpu_hour": 0}, {"price_by_card": {"L4": -1}}):
+        with pytest.raises(ConfigError, match="greater than 0"):
+            BatchJob.from_dict(job_dict(cluster=wrong))
+    unpriced = {"price_by_card": {"L4": 0.6}}
+    job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
+    with pytest.raises(ConfigError, match="price_by_card has no price of H100"):
+        meter_for(job, H100S, pool_for(job, H100S), Spent())
+
+
+# --- the meter ----------------------------------------------------------------------------------
+
+
+def test_gpus_count_from_when_engines_are_made_until_they_are_gone():
+    meter = CostMeter(3600.0, gpus_an_engine=0.5, fewest=4)
+    meter.see(0.0, {})
+    meter.see(10.0, {"PENDING_CREATION": 4})  # nothing was held until now
+    assert meter.gpu_seconds == 0
+    meter.see(20.0, {"ALIVE": 4})
+    assert (meter.gpu_seconds, meter.cost, meter.gpus) == (20.0, 20.0, 2.0)
+    assert meter.at_end(30.0) == 80.0 and meter.at_end(None) is None
+    meter.see(30.0, {})
+    meter.see(99.0, {})
+    assert meter.gpu_seconds == 40.0
+
+
+def test_a_pool_that_waits_for_room_pays_for_what_it_has():
+    meter = CostMeter(3600.0, gpus_an_engine=1.0, fewest=1)
+    meter.see(0.0, {"ALIVE": 2, "PENDING_CREATION": 6})
+    meter.see(10.0, {})
+    assert meter.gpu_seconds == 20.0
+
+
+def test_what_had_no_price_counts_at_the_present_one():
+    assert Spent(7200.0, 3.0, 3600.0).at(2.0) == 5.0
+    assert Spent(3600.0, 3.0).at(None) == 3.0
+    assert Spent(3600.0, 0.0, 3600.0).at(None) is None and Spent().at(None) is None
+    assert CostMeter(None, 1.0, 1).whole is None
+    assert CostMeter(2.0, 1.0, 1, Spent(3600.0, 3.0)).whole == 3.0
+
+
+def test_small_sums_keep_their_digits():
+    assert [money(v) for v in (0, 1234.5, 0.001234)] == ["0.00", "1,234.50", "0.00123"]
+
+
+# --- beats --------------------------------------------------------------------------------------
+
+
+def test_a_driver_tells_its_costs_and_notices_the_limit(tmp_path):
+    run, now = small_run(tmp_path), [0.0]
+    limits = Limits(max_cost=30)
+    made = Monitor("me", run.plan, run.store, limits, Heard(), lambda: {"ALIVE": 2}, lambda: now[0])
+    made.meter = CostMeter(3600.0, 1.0, 2, Spent(5.0, 5.0))
+    made(Progress(20, 4))
+    for now[0] in (0.0, ASK_ENGINES):
+        made.look()
+    beat = made.beat()
+    assert (beat.gpu_seconds, beat.cost, beat.cost_run) == (20.0, 20.0, 25.0)
+    assert beat.cost_end is None  # no rate is known
+    assert Beat.from_bytes(beat.to_bytes(), "beat") == beat and made.spent is None
+    now[0] = 2 * ASK_ENGINES
+    made.look()
+    assert "has cost 45.00, and limits.max_cost allows 30.00. 0 of 4 shards" in str(made.spent)
+
+
+def test_a_run_that_is_whole_is_never_over_its_limit():
+    check_cost(Limits(max_cost=1), 5.0, shards=4, committed=4)
+    with pytest.raises(CostExceeded):
+        check_cost(Limits(max_cost=5), 5.0, shards=4, committed=3)
+
+
+def test_status_counts_killed_attempts_by_their_last_beats(tmp_path):
+    run = small_run(tmp_path, cluster={"price_per_gpu_hour": 3.0})
+    beats = {"a": Beat(1.0, gpu_seconds=3600.0, cost=2.0), "b": Beat(1.0, gpu_seconds=1200.0)}
+    for name, beat in beats.items():
+        run.ledger.note_attempt(name, {"started": name})
+        run.store.put(heartbeat_path(name), beat.to_bytes())
+    found = status(str(tmp_path))
+    assert (found.cost, round(found.gpu_hours, 3)) == (3.0, 1.333)
+    assert report_of(str(tmp_path)).cost["total"] == 3.0
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster with two GPUs, whose engines are looked at all the time."""
+    monkeypatch.setattr("helpers.nights.CPU", H100S)
+    monkeypatch.setattr(watching, "LOOK", 0.01)
+    monkeypatch.setattr(watching, "ASK_ENGINES", 0.0)
+
+
+def priced(nights: Nights, **limits: float) -> BatchJob:
+    engine = {"device": "gpu", "replicas": 2, "max_model_len": 256, "engines_per_gpu": 1}
+    given = {"max_failed": 0, **limits}
+    return nights.job(engine=engine, cluster=PRICED, limits=given, reuse=None)
+
+
+def slowly(progress: Progress) -> None:
+    time.sleep(0.1)
+
+
+def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, gpus):
+    nights = Nights(tmp_path)
+    nights.write(*(f"t{i}" for i in range(40)))
+    job = priced(nights)
+    run = plan_run(job, "monday")
+    limited = priced(nights, max_cost=0.05)
+
+    def after_two(progress: Progress) -> None:
+        nights.alive = 2 * (progress.done >= 8)
+        slowly(progress)
+
+    with pytest.raises(CostExceeded, match=r"of 10 shards are committed and kept"):
+        nights.infer(limited, run, after_two)
+    done = status(run.uri)
+    assert 2 <= done.committed < 10 and done.cost >= 0.05
+    with pytest.raises(CostExceeded):  # before anything starts
+        nights.infer(limited, run)
+    assert status(run.uri).committed == done.committed
+    report = nights.drive(job, run)
+    assert report.good == 40 and report.cost["total"] > done.cost
+    assert report.cost["saved_by_resume"] > 0
+    assert report.cost["total"] == pytest.approx(report.cost["per_answered_row"] * 40, rel=1e-6)
+    assert status(run.uri).cost == pytest.approx(report.cost["total"], rel=1e-4)
+
+    # The next night is estimated by this one.
+    found = estimate(job, H100S, 400)
+    assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
+    small = priced(nights, max_cost=found.cost / 2)
+    assert "may end the run before it is whole" in (estimate(small, H100S, 400).warning or "")
+    elsewhere = small.model_copy(
+        update={"output": small.output.model_copy(update={"uri": str(tmp_path / "new")})}
+    )
+    assert "no earlier run" in estimate(elsewhere, H100S, 400).why
+
+
+def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):
+    nights = Nights(tmp_path, alive=2)
+    nights.write(*(f"t{i}" for i in range(8)))
+    job = priced(nights).model_copy(update={"reuse": "latest"})
+    run = plan_run(job, "monday")
+    first = finalize_run(job, run, nights.infer(job, run, slowly))
+    nights.write(*(f"t{i}" for i in range(9)))
+    second = nights.night("tuesday", job)
+    assert first.cost["total"] > 0 and second.reuse["reused"] == 8
+    ledger = Ledger(open_store(first.run))
+    plan = need_plan(ledger)
+    ten = with_cost(replace(first, reuse={"saved_seconds": 10.0}), ledger, plan, job.cluster)
+    assert ten.cost["saved_by_reuse"] == pytest.approx(10.0, rel=1e-3)  # 1 a second
+    assert "saved_by_reuse" in second.cost
+    spent = spent_on(ledger, plan)
+    assert spent.cost == pytest.approx(first.cost["total"], rel=1e-4)
