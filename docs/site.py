@@ -1,4 +1,4 @@
-"""What `make docs` adds to mkdocs: pages and files from outside docs/, with links that lead there."""
+"""What `make docs` adds to mkdocs: pages and files from outside docs/, and the links to them."""
 
 from __future__ import annotations
 

@@ -55,11 +55,14 @@ ELSEWHERE = {
     r"(cd|mkdir|source|export|kill) ": "the reader's shell; tests/tour",
     r"ray start": "tests/helpers/ray_head.py starts a head",
 }
-REFUSED = {  # what the folder's run has not, and is said so
+# What is rightly refused in this folder, and what is said then.
+REFUSED = {
     "--error EngineDied": "no row",
     "flows/image_captions.yaml": "'data/images' does not exist",
     "raybatch publish": "names no target",
     "engine.replicas=2": "too small",
+    "raybatch finalize": "is complete",
+    "limits.max_cost": "price_per_gpu_hour",
 }
 VERB = re.compile(r"raybatch( [a-z-]+)?(( --[a-z-]+)?( \.\.\.)?)?")  # a command is spoken of
 JOB = next(block.text for block in blocks(TEXTS[ROOT / "docs/tour.md"]) if block.language == "yaml")
