@@ -61,7 +61,7 @@ REFUSED = {
     "flows/image_captions.yaml": "'data/images' does not exist",
     "raybatch publish": "names no target",
     "engine.replicas=2": "too small",
-    "raybatch finalize": "is complete",
+    "--partial": "is complete",
     "limits.max_cost": "price_per_gpu_hour",
 }
 VERB = re.compile(r"raybatch( [a-z-]+)?(( --[a-z-]+)?( \.\.\.)?)?")  # a command is spoken of
