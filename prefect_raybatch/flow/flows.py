@@ -10,12 +10,14 @@ from typing import Annotated, Any, cast
 from uuid import UUID
 
 from prefect import Flow, flow
+from prefect.artifacts import TableArtifact
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
     finalize_run,
@@ -30,6 +32,13 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.backfill import (
+    NightRun,
+    backfill,
+    nights_table,
+    planned_nights,
+    summary,
+)
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, begun, default_run_key
 
@@ -180,6 +189,48 @@ def retry_failed(
 def _published(job: BatchJob, run: Run, report: RunReport) -> RunReport:
     """The flow is completed once the result is published to all that the job names."""
     return publish_run(job, run) if job.output.publish else report
+
+
+@flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)
+def backfill_job(
+    job: Annotated[BatchJob, titled("Job")],
+    first: Annotated[date, titled("First date")],
+    last: Annotated[date, titled("Last date")],
+    at_most: Annotated[int, Field(ge=1), titled("Runs at once")] = 1,
+    stop_on_failure: Annotated[bool, titled("Stop on failure")] = False,
+) -> list[dict[str, str]]:
+    """Runs a job with {run_date} for each date of a range; what is done is left alone.
+
+    Each date that is not done is a flow run `batch_inference` of its own under this one. Returns
+    the table of all dates, which is the artifact `raybatch-JOB-backfill`. Failed until all are
+    complete; again with the same dates, it goes on.
+
+    Args:
+        job: The job, with {run_date} in its source or output.
+        first: The first date, such as 2026-11-01.
+        last: The last one, included.
+        at_most: Runs that work at once, in one Ray cluster.
+        stop_on_failure: Begin no other date once one has failed.
+    """
+    with explained("backfill_job", job, job.name):
+        known = with_blocks(job)
+        found = {night.date: night for night in planned_nights(known, first, last)}
+
+        def show(night: NightRun) -> None:
+            found[night.date] = night
+            table = TableArtifact(table=nights_table([*found.values()]), description="Back-fill.")
+            put(table, f"{artifact_key(job.name)}-backfill")
+
+        def run_night(night: NightRun) -> RunReport:
+            return batch_inference(job, night.run_key, run_date=night.date)
+
+        nights = backfill(known, [*found.values()], run_night, at_most, stop_on_failure, show)
+        for night in nights[:1]:  # the table of one in which nothing was to do
+            show(night)
+        wrong = [f"{one.date}: {one.state} {one.trouble}" for one in nights if not one.complete]
+        if wrong:
+            raise IncompleteRun("\n".join([summary(nights), *wrong]))
+        return nights_table(nights)
 
 
 @flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
