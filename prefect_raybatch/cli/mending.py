@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.backfill import NightRun
 
 mending = typer.Typer()
-PARTIAL_STATUS = 3  # neither done nor failed
+PARTIAL_STATUS, DRAINED_STATUS = 3, 4  # neither done nor failed
 
 
 @mending.command("finalize")
@@ -117,3 +117,26 @@ def _show_nights(nights: list[NightRun], as_json: bool) -> None:
         if night.trouble:
             out.print(f"{night.date}: {night.trouble}", markup=False)
     out.print(backfill.summary(nights), markup=False)
+
+
+@mending.command("drain")
+def drain_command(run_dir: RunDir, as_json: Json = False) -> None:
+    """Let those who work on a run commit what is in flight and end; the rest is for a later call.
+
+    Returns at once. A driver that is drained ends with exit status 4, its flow run as Drained.
+    """
+    from prefect_raybatch.runs.drain import drain_run
+
+    found = drain_run(run_dir)
+    if as_json:
+        print_json(asdict(found))
+        return
+    for beat in found.live:
+        out.print(f"told {beat.get('host')}, process {beat.get('pid')}, to end", markup=False)
+    if not found.live:
+        out.print("no driver was heard of within a minute; one that is there ends", markup=False)
+    out.print(
+        f"{found.done:,} of {found.rows:,} rows are committed; what is in flight will be, and the "
+        "same command as ever goes on with the rest",
+        markup=False,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, datetime
 from typing import Annotated, Any, cast
@@ -12,11 +12,13 @@ from uuid import UUID
 from prefect import Flow, flow
 from prefect.artifacts import TableArtifact
 from prefect.client.orchestration import get_client
+from prefect.exceptions import CancelledRun
 from prefect.runtime import flow_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.driver.driver import DRAINED_TEXT
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
@@ -56,6 +58,8 @@ def in_form_order(made: Flow[..., Any], last: str) -> None:
     named.sort(key=lambda parameter: parameter.name == last)
     vars(made)["__signature__"] = signature.replace(parameters=named)
 
+
+DRAINED_STATE = "Drained"
 
 # The tabs of a parameter that may be left out.
 Key = Annotated[str, Field(title="Given")]
@@ -138,7 +142,10 @@ def batch_inference(
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
     run = plan_shards(job, key, **({"accept": accept} if accept else {}))
-    progress = infer_shards(job, run)
+    try:
+        progress = infer_shards(job, run)
+    except RunDrained as drained:
+        return cast(RunReport, _ended_drained(drained))
     return _published(job, run, finalize_run(job, run, progress))
 
 
@@ -182,8 +189,26 @@ def retry_failed(
     if isinstance(planned, Nothing):
         state: Any = Completed(message=planned.message)
         return cast(None, state)
-    progress = infer_shards(planned.job, planned.run)
+    try:
+        progress = infer_shards(planned.job, planned.run)
+    except RunDrained as drained:
+        return cast(RunReport, _ended_drained(drained))
     return _published(planned.job, planned.run, finalize_run(planned.job, planned.run, progress))
+
+
+def _ended_drained(drained: RunDrained) -> Any:
+    """The state of a flow run that somebody has drained: neither failed nor completed."""
+    return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
+
+
+def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """What a flow returns; `RunDrained` where it has ended drained."""
+    try:
+        return made(*arguments, **more)
+    except CancelledRun as error:
+        if str(error).startswith(DRAINED_TEXT):
+            raise RunDrained(str(error)) from None
+        raise
 
 
 def _published(job: BatchJob, run: Run, report: RunReport) -> RunReport:

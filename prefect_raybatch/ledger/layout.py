@@ -42,6 +42,7 @@ REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder fo
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
+DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"
 REPORT_HTML = f"{RECORDS}/report.html"

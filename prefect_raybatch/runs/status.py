@@ -13,6 +13,7 @@ from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.layout import partial_path
@@ -51,7 +52,7 @@ class Status:
     error budget; `asks` is the state of what a run that reuses asks first; `partials` are the
     partial results that were written of it, newest first: they change nothing of its state. `cost`
     is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
-    known."""
+    known. `drained` is the word that told the latest attempt to end."""
 
     run: str
     run_key: str
@@ -77,6 +78,7 @@ class Status:
     gpu_hours: float = 0.0
     cost: float | None = None
     cost_end: float | None = None
+    drained: Drain | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -116,6 +118,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
         partials=tuple(all_partials(store, plan)),
+        drained=None if finished else _drained(store, attempts),
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
         cost=None if cost is None else round(cost, 6),
         cost_end=beats[0]["cost_end"] if beats else None,
@@ -189,6 +192,13 @@ def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
         return None
     return None if done[stop.shard] else stop
+
+
+def _drained(store: Store, attempts: list[dict[str, Any]]) -> Drain | None:
+    """What told the latest attempt to end."""
+    found = read_drain(store)
+    latest = attempts[-1]["attempt"] if attempts else None
+    return found if found is not None and latest in found.attempts else None
 
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
