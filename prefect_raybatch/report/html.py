@@ -37,6 +37,7 @@ def html(report: RunReport, made: str = "") -> str:
         result=reports.result_rows(report),
         stages=reports.stage_table(report),
         engines=[tuple(row.values()) for row in reports.engine_table(report)],
+        starts=reports.start_table(report),
         nodes=reports.node_table(report),
         files=reports.part_table(report),
     )

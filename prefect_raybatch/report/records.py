@@ -87,6 +87,18 @@ class Charts:
 
 
 @dataclass(frozen=True)
+class StartTimes:
+    """How long an attempt took to its first commit: `seconds` of each phase, in order, those of
+    the engines for the slowest of them."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    attempt: str
+    engines: int
+    seconds: Mapping[str, Number]
+
+
+@dataclass(frozen=True)
 class Advice:
     """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
 
@@ -139,6 +151,7 @@ class RunReport(FinishedRows):
     published: tuple[Published, ...] = ()
     # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
     reuse: Mapping[str, Number] = field(default_factory=dict)
+    starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
     # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
@@ -163,7 +176,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "roofline", "accepted"):
+        for name in ("published", "reuse", "cost", "roofline", "accepted", "starts"):
             if not value[name]:
                 del value[name]
         return value

@@ -11,6 +11,7 @@ from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import counted, money
 
 DASH = "-"  # what is not known
@@ -86,6 +87,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Plots", plots),
         *_section("Stages", table_lines(stage_table(report))),
         *_section("Engines", table_lines(engine_table(report))),
+        *_section("Start", table_lines(start_table(report)) if report.starts else ()),
         *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
     lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
@@ -227,6 +229,21 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
         **_roofline_rows(report.roofline),
     }
     return [{"engine": name, "": value} for name, value in rows.items()]
+
+
+def start_table(report: RunReport) -> list[dict[str, str]]:
+    """One row an attempt: seconds of each phase until its first commit. A dash was not told."""
+    known = {name for one in report.starts for name in one.seconds}
+    names = [name for name in START_PHASES if name in known]
+    return [
+        {
+            "attempt": one.attempt[:8],
+            "engines": f"{one.engines:,}",
+            **{f"{name} s": number(one.seconds.get(name), 1) for name in names},
+            "in all s": number(sum(one.seconds.values()), 1),
+        }
+        for one in report.starts
+    ]
 
 
 def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:

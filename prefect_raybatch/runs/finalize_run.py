@@ -36,6 +36,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.runs.starts import read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
@@ -100,7 +101,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
-    made = replace(made, advice=advise(made, job), accepted=accepted)
+    starts = read_starts(ledger)
+    made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
@@ -165,6 +167,7 @@ def with_reuse(
             **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
             other_engines=asks.other_engines,
             engine_deaths=report.engine_deaths + asks.engine_deaths,
+            starts=asks.starts,
             seconds=round(report.seconds + asks.seconds, 1),
             tokens={**report.tokens, "cached_tokens": cached},
         )
