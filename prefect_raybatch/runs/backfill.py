@@ -25,7 +25,7 @@ from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
-NOT_BEGUN, FAILED, STOPPED = "not begun", "failed", "stopped"
+NOT_BEGUN, NIGHT_FAILED, STOPPED = "not begun", "failed", "stopped"
 MOST_NIGHTS = 10_000
 
 
@@ -107,7 +107,7 @@ def _completed(night: NightRun, report: RunReport, done: bool) -> NightRun:
 
 
 def _failed(night: NightRun, error: BaseException, seconds: float | None) -> NightRun:
-    state = STOPPED if isinstance(error, JobStopped) else FAILED
+    state = STOPPED if isinstance(error, JobStopped) else NIGHT_FAILED
     told = (getattr(error, "plain", None) or str(error)).strip() or "no message"
     lines = told.splitlines()
     more = " ..." if len(lines) > 1 else ""
