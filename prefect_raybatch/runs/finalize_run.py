@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DAY = 86_400.0  # seconds
-TASKS_A_CPU = 2  # files under way: one is written, one waits for it
 
 
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -103,6 +103,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     )
     starts = read_starts(ledger)
     made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
+    made = replace(made, precision=read_precision(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
@@ -125,7 +126,7 @@ def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""
-    from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
+    from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
     with workers_for(job, size) as workers:

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
+from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
@@ -195,6 +197,7 @@ def length_of_job(
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     from prefect_raybatch import source
+    from prefect_raybatch.cluster.side_by_side import copying_for
 
     job, attempt = resolved.job, uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
@@ -203,10 +206,11 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
             dataset, ledger.store, attempt, job.source.limit, job.source.columns
         )
     elif copied:
-        found = source.snapshot(job.source, ledger.store, attempt)
+        found = source.snapshot(job.source, ledger.store, attempt, partial(copying_for, job))
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    trial_rows(job, sum(file.rows for file in found.files))
     for line in check_targets_of(job, found.schema, run_key):
         log.info("to publish: %s", line)
     context = None

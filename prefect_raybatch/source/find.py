@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -68,10 +68,20 @@ class Inventory:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Whole rows out of a file, read in its place: `content`, which begins at byte `at`. A reader
+    of blocks takes `lead` bytes before it counts, to have the blocks of the whole file."""
+
+    at: int
+    content: bytes = field(repr=False)
+    lead: int = 0
+
+
+@dataclass(frozen=True)
 class File:
     """A file found; `given` is the entry of source.uri, `named` when that is the file itself.
 
-    `values` are the columns that its path tells.
+    `values` are the columns that its path tells; `cut` the part of it that is read, None for all.
     """
 
     store: Store
@@ -79,6 +89,7 @@ class File:
     given: str
     named: bool
     values: Values = ()
+    cut: Cut | None = None
 
     @property
     def uri(self) -> str:
