@@ -380,6 +380,8 @@ class _StoreWarnings(logging.Handler):
 
 def show_status(found: Status) -> None:
     out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({escape(found.run)})")
+    if found.superseded_by is not None:
+        out.print(f"was repaired: {found.superseded_by} goes on in its place", markup=False)
     table = _grid()
     table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
     table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")
@@ -401,6 +403,9 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    if found.drained is not None:
+        by = found.drained.by
+        out.print(f"drained by {by}: what is left waits for a later call", markup=False)
     for one in found.partials:
         out.print("[yellow]partial result[/]: ", end="")
         out.print(f"{one.line} ({found.run}/{PARTIAL_FOLDER}/{one.name})", markup=False)

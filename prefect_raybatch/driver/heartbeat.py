@@ -29,6 +29,7 @@ STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting"
 UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
 TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
 COSTS = ("cost", "cost_run", "cost_end")
+SINCE_COSTS = ("gpu_seconds", *COSTS)  # left out while they say nothing: kept runs have none
 UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
@@ -165,7 +166,8 @@ class Beat:
         )
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        return dump({k: v for k, v in value.items() if v or k not in SINCE_COSTS})
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Beat:
