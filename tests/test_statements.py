@@ -62,6 +62,8 @@ REFUSED = {
     "raybatch publish": "names no target",
     "engine.replicas=2": "too small",
     "--partial": "is complete",
+    "raybatch drain": "is complete",
+    "raybatch backfill": "no {run_date}",
     "limits.max_cost": "price_per_gpu_hour",
 }
 VERB = re.compile(r"raybatch( [a-z-]+)?(( --[a-z-]+)?( \.\.\.)?)?")  # a command is spoken of
