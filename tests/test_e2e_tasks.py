@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import tiny_models
+from deltalake import write_deltalake
+from helpers import targets, tiny_models
 from helpers.engines import VectorEngine
 from helpers.ray_head import Head
 
@@ -25,6 +27,7 @@ from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import report_of
 
@@ -145,8 +148,9 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
             "adapter": [adapter(i) for i in range(ROWS)],
         }
     )
-    pq.write_table(table, tmp_path / "in.parquet")
+    write_deltalake(str(tmp_path / "rows"), table)
     value = job_dict(tmp_path, {name: str(folders[name]) for name in "ab"})
+    value["source"]["uri"] = str(tmp_path / "rows")
     value["output"]["keep_answers"] = 30
     before, run_dir = begun(tmp_path, value, ray_head, "WideVectorEngine"), tmp_path / "out" / "k"
     assert 0 < len(before) < ROWS // PER_SHARD
@@ -183,10 +187,21 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
 def _next_night(
     value: dict[str, Any], table: pa.Table, before: list[dict[str, Any]], folder: Path
 ) -> None:
-    """Rows in another order take the vectors that are there, and no engine is started."""
+    """Rows of a database, in another order, take the vectors that are there, and no engine is
+    started; they are published to four kinds of tables."""
     known = [i for i in reversed(range(ROWS)) if i not in LATER]
-    pq.write_table(table.take(known), folder / "in.parquet")
-    job = BatchJob.from_dict({**value, "reuse": "latest"})
+    with sqlite3.connect(folder / "rows.db") as base:
+        base.execute("create table companies (id integer, text text, adapter text)")
+        rows = [tuple(row.values()) for row in table.take(known).to_pylist()]
+        base.executemany("insert into companies values (?, ?, ?)", rows)
+    query = "select id, text, adapter from companies order by id desc"
+    source = {"uri": f"sqlite:///{folder}/rows.db", "query": query, "rows_per_shard": 20}
+    (folder / "lake").mkdir()
+    made_of = {"delta": targets.delta_rows, "iceberg": targets.iceberg_rows}
+    made_of |= {"lance": targets.lance_rows, "sql": targets.sql_rows}
+    publish = [getattr(targets, name)(folder / "lake") for name in made_of]
+    output = {**value["output"], "publish": publish}
+    job = BatchJob.from_dict({**value, "source": source, "output": output, "reuse": "latest"})
     run = plan_run(job, "night")
     report = finalize_run(job, run, infer_run(job, run, engine=NoEngine))
     assert (report.reuse["reused"], report.reuse["asked"]) == (len(known), 0)
@@ -194,6 +209,11 @@ def _next_night(
     made = pq.read_table(folder / "out" / "night" / "data").to_pylist()
     assert [(row["id"], row["vector"]) for row in made] == [(i, vectors[i]) for i in known]
     assert verify_chain(*place(str(folder / "out" / "night"))).ok
+    publish_run(job, run.uri)
+    for read in made_of.values():
+        there = {row["id"]: row["vector"] for row in read(folder / "lake")}
+        told = {i: json.loads(v) if isinstance(v, str) else v for i, v in there.items()}
+        assert told == {i: vectors[i] for i in known}
 
 
 class NoEngine:

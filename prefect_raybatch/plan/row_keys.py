@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -111,8 +112,9 @@ class RowKeys:
     def rows(self) -> int:
         return self.reader.rows
 
-    def add_to(self, join: Join) -> None:
-        """Makes all keys, on the workers of the job's cluster where there are enough rows.
+    def add_to(self, join: Join, alone: bool = False) -> None:
+        """Makes all keys, on the workers of the job's cluster where there are enough rows; `alone`
+        in this process, which has the files.
 
         Raises `SourceError` for rows that cannot be read, `ConfigError` for a function that cannot
         be called, `StoreUnavailable` while many images cannot be had.
@@ -121,7 +123,8 @@ class RowKeys:
 
         starts = range(0, self.rows, self.rows_a_task)
         effort = KEYED_ROW + (FETCHED_IMAGE if self.job.prompt.images.used else 0)
-        with workers_for(self.job, self.rows * effort, "plan of what is reused") as workers:
+        at_work = workers_for(self.job, self.rows * effort, "plan of what is reused")
+        with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
                 log.info("keys of rows are made on %s", counted(workers, "CPU"))
                 made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)

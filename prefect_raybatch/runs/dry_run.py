@@ -169,5 +169,5 @@ def reuse_plan(
         if copied:
             store = open_store(folder)
             found = source.snapshot(resolved.job.source, store, "plan")
-        with worked_out(resolved, found, store, run_key) as worked:
+        with worked_out(resolved, found, store, run_key, alone=copied) as worked:
             return ReusePlan(worked.counts, worked.earlier.runs, worked.earlier.differs)

@@ -88,9 +88,11 @@ def worked_out(
     store: Store | None,
     run_key: str | None = None,
     earlier: bool = True,
+    alone: bool = False,
 ) -> Iterator[Worked]:
     """Makes the keys of all rows and joins them with the earlier run's; `store` holds the files
-    where they are a snapshot. Without `earlier` nothing is taken over. Writes to TMPDIR alone.
+    where they are a snapshot, which with `alone` no other node can read. Without `earlier` nothing
+    is taken over. Writes to TMPDIR alone.
 
     Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for what cannot be
     read.
@@ -105,7 +107,7 @@ def worked_out(
             numbers = np.arange(number, number + len(keys))
             join.theirs.add(keys, numbers, np.zeros(len(keys), bool))
             number += len(keys)
-        rows.add_to(join)
+        rows.add_to(join, alone)
         join.run()
         yield Worked(keying, parts, known, join, rows)
 

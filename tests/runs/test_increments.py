@@ -478,3 +478,8 @@ def test_keys_are_made_side_by_side_where_there_are_many_rows(
     assert given[0] == (8 * 512, "plan of what is reused")
     assert answers(nights, "n1") == right(*[text for text in texts if text])
     assert asked(nights) == list("abdfg") and report.reuse["merged"] == 2
+    given.clear()  # what a plan copies to TMPDIR no other node can read
+    path = nights.folder / "in.csv"
+    path.write_text("text\n" + "a\n" * 8)
+    told = dry_run(nights.job(source={"uri": str(path)})).reuse
+    assert told is not None and told.counts.reused == 8 and not given

@@ -25,6 +25,7 @@ from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
 from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.request_key import KEY, KEY_TYPE, Keying
 from prefect_raybatch.stages.vllm import multimodal
 from prefect_raybatch.storage import open_store
 
@@ -159,10 +160,11 @@ def vision_job(model: dict[str, Any], **output: Any) -> Any:
     )
 
 
-def prepared(model: dict[str, Any], job: Any, table: pa.Table) -> pa.Table:
+def prepared(model: dict[str, Any], job: Any, table: pa.Table, **more: Any) -> pa.Table:
     limits = {"limit_mm_per_prompt": job.prompt.images.limits(), "max_model_len": CONTEXT}
     images = row_images(job, {"dtype": "float32", **limits})
-    return Prepare(job.prompt, model, CONTEXT, images=images)(tag(table, Unit(0, 0, len(table))))
+    stage = Prepare(job.prompt, model, CONTEXT, images=images, **more)
+    return stage(tag(table, Unit(0, 0, len(table))))
 
 
 def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
@@ -209,6 +211,24 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
     assert answers["__rb_merged"].to_pylist()[:3].count(True) == 1
     assert again["__rb_answers"].to_pylist()[0] == ids[1]
     _finished(job, model, answers, table, tmp_path)
+    _known_by_their_keys(model, job, table, tokens)
+
+
+def _known_by_their_keys(model: Any, job: Any, table: pa.Table, tokens: list[list[int]]) -> None:
+    """An image that changed since the run was planned is not sent under the key of the old one."""
+    keying = Keying("00" * 32)
+    looked = Prepare(
+        job.prompt, model, CONTEXT, images=row_images(job, {}, digests_alone=True)
+    ).keyed_requests(table)[0]
+    keys = keying.keys(looked, table)
+    assert keys[0] == keys[2] != keys[1] and keys[3] is None
+    planned = table.append_column(KEY, pa.array(keys, KEY_TYPE))
+    changed = planned.set_column(2, "image", pa.array([RED, RED, *table["image"].to_pylist()[2:]]))
+    for given, kinds in ((planned, [None, None]), (changed, [None, "ImageChanged"])):
+        block = prepared(model, job, given, keying=keying)
+        errors = block[ERROR].to_pylist()
+        assert [e and e["kind"] for e in errors[:2]] == kinds
+        assert block[TOKENS].to_pylist()[0] == tokens[0] and block[MM].to_pylist()[0] is not None
 
 
 def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: Path) -> None:
