@@ -9,6 +9,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.plan.resolved import resolve
@@ -50,7 +51,8 @@ def run_job(
         if prefect:
             show.begin(store.uri)
             given = {"accept": list(accept)} if accept else {}
-            return run_flow("batch_inference", (job, key), show, **given), True
+            with cluster.started_early(known):  # Prefect and Ray each take seconds to start
+                return run_flow("batch_inference", (job, key), show, **given), True
         return _run_here(job, known, plan_run(resolved, key, accept=accept), show), True
 
 
