@@ -216,7 +216,7 @@ class Pipeline:
             fn_constructor_args=[spec],
             compute=self._pool(len(units), isolated),
             **_batches(),
-            **self._placed(self._engine_resources()),
+            **self._placed(self.engine_resources()),
         )
         return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
 
@@ -230,7 +230,7 @@ class Pipeline:
             Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)
         )
         calls = 1 if isolated else self.size.concurrent
-        answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
+        answers = through(asked, spec, self.size.pool, self.engine_resources(), calls, rows)
         gather = Gather(finish, spec.sampling, self.size.length)
         return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
@@ -298,7 +298,8 @@ class Pipeline:
             enable_true_multi_threading=True,
         )
 
-    def _engine_resources(self) -> dict[str, Any]:
+    def engine_resources(self) -> dict[str, Any]:
+        """What Ray sets aside for each engine, and how often it starts one again."""
         engine = self.job.engine
         resources: dict[str, Any] = {
             "num_cpus": engine.num_cpus,

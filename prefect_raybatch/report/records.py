@@ -12,6 +12,7 @@ from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.precision import PrecisionNote
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
@@ -156,6 +157,8 @@ class RunReport(FinishedRows):
     cost: Mapping[str, Number] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
+    # of a run that tried fewer bits: what it decided, and by what
+    precision: PrecisionNote | None = None
     accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 
     @property
@@ -176,7 +179,8 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "roofline", "accepted", "starts"):
+        some = ("published", "reuse", "cost", "roofline", "precision", "accepted", "starts")
+        for name in some:
             if not value[name]:
                 del value[name]
         return value

@@ -90,6 +90,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Start", table_lines(start_table(report)) if report.starts else ()),
         *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
+    lines += _section("Precision", precision_lines(report))
     lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
     if report.failures:
         lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
@@ -256,6 +257,78 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
         "memory bandwidth of the GPU's peak (MBU)": percent(roofline.get("mbu")),
         "GPU idle: no rows yet / Python on the host / no rows left": " / ".join(causes),
     }
+
+
+def precision_table(report: RunReport) -> list[dict[str, str]]:
+    """What was tried to ask in fewer bits, and what came of it; [] where nothing was."""
+    note = report.precision
+    return (
+        []
+        if note is None
+        else [
+            {
+                "tried": settings_text(one.tried),
+                "decision": "taken" if one.tried == note.decided else "not taken",
+                "rows": f"{one.rows:,}",
+                "the same answer": DASH if one.error else f"{one.agreed:,} ({one.agreement:.2%})",
+                "shown at least": DASH
+                if one.error
+                else f"{one.bound:.2%} ({one.confidence:.1%} sure)",
+                "seconds": number(one.seconds, 0),
+                "why not": one.error,
+            }
+            for one in note.tries
+        ]
+    )
+
+
+def disagreement_table(report: RunReport) -> list[dict[str, str]]:
+    """Sampled rows whose answers differ, with both."""
+    tries = report.precision.tries if report.precision else ()
+    return [
+        {
+            "row": str(row.row),
+            "tried": settings_text(one.tried),
+            "as the model is stored": row.stored,
+            "as tried": row.tried,
+        }
+        for one in tries
+        for row in one.disagreeing
+    ]
+
+
+def precision_said(report: RunReport) -> str:
+    """The decision in a sentence; "" where there was none to make."""
+    note = report.precision
+    if note is None:
+        return ""
+    text = f"Asked with {settings_text(note.decided)}"
+    if not note.tries:
+        return f"{text}, as run {note.by} decided."
+    text += f"; limits.min_agreement is {note.min_agreement:g}, and the trial took "
+    text += f"{duration(note.seconds)}."
+    if note.itself is not None:
+        text += (
+            f" Asked twice, in another order, the model as it is stored gave {note.itself:.2%} of "
+            "the answers again."
+        )
+    return text
+
+
+def precision_lines(report: RunReport) -> list[str]:
+    """The decision, what was tried, and the rows that differ; [] where nothing was tried."""
+    if report.precision is None:
+        return []
+    lines = [precision_said(report)]
+    for table in (precision_table(report), disagreement_table(report)):
+        lines += ["", *table_lines(table)] if table else []
+    return lines
+
+
+def settings_text(arguments: Mapping[str, str]) -> str:
+    """`quantization: fp8`, or that the model is as it is stored."""
+    text = ", ".join(f"{name}: {value}" for name, value in arguments.items())
+    return text or "the model as it is stored"
 
 
 def _engines(report: RunReport) -> str:

@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -103,6 +104,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     )
     starts = read_starts(ledger)
     made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
+    made = replace(made, precision=read_precision(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)

@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.runs.precision import decided_job
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.storage import open_store
@@ -135,6 +136,7 @@ def _attempt(
         monitor.dashboard = cluster.dashboard_url()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
+        job = decided_job(job, plan, shards, ledger, capacity, user, attempt, engine)
         needed = without_engine(job) if looks_up else job
         size = sized.for_attempt(needed, plan, ledger, capacity)
         cluster.check_fit(needed, capacity, size.pool)

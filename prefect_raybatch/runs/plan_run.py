@@ -30,6 +30,7 @@ from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
+from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
@@ -207,6 +208,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    trial_rows(job, sum(file.rows for file in found.files))
     for line in check_targets_of(job, found.schema, run_key):
         log.info("to publish: %s", line)
     context = None

@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.partials import (
     read_partial,
     split_partial,
 )
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
@@ -171,7 +172,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
-        made = replace(made, starts=starts_of(attempts))
+        made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
         return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
     return replace(final, charts=charts(tally, plan.shards))
 
