@@ -544,17 +544,18 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
         yield
         done.append("let go")
 
-    def flow(name, arguments, show, **more):
-        done.append(name)
+    def flow(*_):
+        done.append("the flow")
         raise errors.EngineFailure("as if the flow had run")
 
     monkeypatch.setattr("prefect_raybatch.cluster.connect.started_early", early)
-    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", flow)
+    monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
+    monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
     code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
     assert code == 1 and not done, err
     code, _, err = call("run", path)
     assert code == 75 and "as if the flow had run" in err
-    assert done == ["Ray for nightly", "batch_inference"]
+    assert done == ["Ray for nightly", "the flow"]
 
 
 def test_another_job_under_the_same_key_is_refused_with_the_difference(made, call):
