@@ -120,7 +120,7 @@ def run_flow(
     check_api()
     # After the imports, which would only take turns with Ray's.
     with tasks.observed_by(show), cluster.started_early(job):
-        return getattr(flow, name)(*arguments, **more)
+        return flow.called(getattr(flow, name), *arguments, **more)
 
 
 def quiet_engine() -> None:
