@@ -3,9 +3,9 @@
     python benchmarks/start.py [--rows 200] [--runs 2] [--no-prefect]
 
 Prints Markdown: seconds of each phase, CPU-seconds of the driver, of Prefect's server and of Ray's
-processes, and the load of the machine, since on a busy one the seconds say little. The environment
-is that of `make demo`; the first run of a new environment also compiles what it imports, so the
-second is the one to read.
+processes, and the load of the machine, since on a busy one the seconds say little. Of the runs each
+second one is as users have it; those before it start Ray only after Prefect. The environment is
+that of `make demo`; the first run of a new environment also compiles what it imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 MARKS = "RAYBATCH_BENCH_MARKS"  # environment: the file that the measured process writes
+LATE = "RAYBATCH_BENCH_LATE"  # environment: Ray is not started beside Prefect
 KINDS = ("driver", "Prefect's server", "Ray", "Ray's workers", "other")
 
 
@@ -70,6 +71,8 @@ def measured() -> None:
         return inner
 
     drive.run_flow = run_flow
+    if LATE in os.environ:
+        drive.cluster.started_early = nullcontext
     for name, phase in (("plan_run", "plan"), ("finalize_run", "finalize")):
         setattr(drive, name, timed(getattr(drive, name), phase))
     try:
@@ -131,13 +134,14 @@ def watched(root: int) -> Iterator[Cpu]:
         thread.join()
 
 
-def one(rows: int, more: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+def one(rows: int, more: list[str], late: bool) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds of each phase in order, CPU-seconds by kind) of a run."""
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder) / "marks"
         command = [sys.executable, __file__, "demo", "--rows", str(rows), *more]
         env = {**os.environ, MARKS: str(marks), "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
+        env |= {LATE: "1"} if late else {}
         began = time.time()
         run = subprocess.Popen(
             [*command, "--folder", f"{folder}/demo"],
@@ -187,12 +191,12 @@ def main() -> None:
     parser.add_argument("--no-prefect", action="store_true")
     asked = parser.parse_args()
     more = ["--no-prefect"] if asked.no_prefect else []
-    runs = []
+    runs, heads = [], []
     for number in range(asked.runs):
-        load = os.getloadavg()[0]
-        runs.append((*one(asked.rows, more), load))
-        print(f"run {number + 1} done", file=sys.stderr, flush=True)
-    heads = [f"run {number + 1}" for number in range(len(runs))]
+        load, late = os.getloadavg()[0], number % 2 == 0 and not asked.no_prefect
+        runs.append((*one(asked.rows, more, late), load))
+        heads.append("one by one" if late else "side by side")
+        print(heads[-1], "done", file=sys.stderr, flush=True)
     print("| s | " + " | ".join(heads) + " |\n| --- |" + " --- |" * len(runs))
     for name in runs[0][0]:
         print(f"| {name} | " + " | ".join(f"{run[0].get(name, 0):.1f}" for run in runs) + " |")

@@ -9,6 +9,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.plan.resolved import resolve
@@ -50,7 +51,7 @@ def run_job(
         if prefect:
             show.begin(store.uri)
             given = {"accept": list(accept)} if accept else {}
-            return run_flow("batch_inference", (job, key), show, **given), True
+            return run_flow("batch_inference", (job, key), show, known, **given), True
         return _run_here(job, known, plan_run(resolved, key, accept=accept), show), True
 
 
@@ -81,7 +82,7 @@ def retry_rows(
 
     with _progress(quiet) as show:
         if prefect:
-            report = run_flow("retry_failed", arguments, show)
+            report = run_flow("retry_failed", arguments, show, asked.job)
             none = "other runs have retried all rows asked for; none is left that failed"
             return report or retry.Nothing(arguments[0], none)
         made = retry.begin(asked)
@@ -102,7 +103,10 @@ def with_keys(job: BatchJob) -> BatchJob:
     return with_blocks(job)
 
 
-def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **more: Any) -> Any:
+def run_flow(
+    name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
+) -> Any:
+    """Calls a flow; the cluster that `job` will take is started beside Prefect's server."""
     # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -114,7 +118,8 @@ def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **mo
     from prefect_raybatch.flow import tasks
 
     check_api()
-    with tasks.observed_by(show):
+    # After the imports, which would only take turns with Ray's.
+    with tasks.observed_by(show), cluster.started_early(job):
         return flow.called(getattr(flow, name), *arguments, **more)
 
 

@@ -140,6 +140,17 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
 
 
 @contextmanager
+def started_early(job: BatchJob) -> Iterator[None]:
+    """Starts a local cluster for the job's run while the block gets that run under way; nothing
+    where the cluster is elsewhere."""
+    if job.cluster.job_server or address_of(job.cluster):
+        yield
+        return
+    with SHARED.started_early(None, local_cpus(job)):
+        yield
+
+
+@contextmanager
 def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> Iterator[None]:
     """The run's turn on the cluster, for the block: all that it takes, beside the other runs of
     this process, or all there is without a pool. A local cluster and one elsewhere are the same."""

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WAIT_LOOK = 1.0  # seconds between looks while one waits
 LET_GO = 60.0  # seconds that actors of an earlier run may take to let go of their resources
 BESIDE = 10.0  # the same where other runs work: their tasks take what is free, and give it back
+END_SECONDS = 60.0  # that a cluster which nobody came to use may take to end
 ROUNDING = 1e-6  # resources are sums of fractions
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
@@ -48,11 +49,13 @@ class RayAccess(Protocol):
 @dataclass(eq=False)
 class User:
     """A run that uses the cluster. `waits` is told why it waits, and "" when it no longer does;
-    it must be quick. `stopped` is set when the process is to end."""
+    it must be quick. `stopped` is set when the process is to end. `works` is False for who only
+    looks at the cluster or holds it for a run to come."""
 
     name: str
     waits: Callable[[str], None] = lambda text: None
     stopped: threading.Event = field(default_factory=threading.Event)
+    works: bool = True
 
     def halted(self) -> JobStopped | None:
         """The error to end with, once this run was stopped."""
@@ -137,7 +140,7 @@ class Shared:
     @contextmanager
     def visited(self) -> Iterator[bool]:
         """Whether the process is in a cluster; for the block it is not ended by us."""
-        guest = User("a look at the cluster")
+        guest = User("a look at the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
             counted = there and bool(self._users)
@@ -148,6 +151,34 @@ class Shared:
         finally:
             if counted:
                 self._leave(guest)
+
+    @contextmanager
+    def started_early(self, address: str | None, cpus: int) -> Iterator[None]:
+        """Starts the cluster from a thread while the block does something else. It is held until
+        the first run joins it, or to the block's end. A start that fails is of no concern here: the
+        run tries it again, and tells."""
+        user, over = User("a run to come", works=False), threading.Event()
+
+        def hold() -> None:
+            try:
+                with self.joined(user, address, cpus), self._changed:
+                    while not (over.is_set() or user.stopped.is_set() or self._working()):
+                        self._changed.wait(WAIT_LOOK)
+            except Exception as error:
+                log.info("the cluster was not started early: %s", error)
+
+        thread = threading.Thread(target=hold, name="raybatch-early", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            with self._changed:
+                self._changed.notify_all()
+            thread.join(END_SECONDS)
+
+    def _working(self) -> bool:
+        return any(user.works for user in self._users)
 
     def stop_all(self, but: User | None = None) -> None:
         """Ends every other run of the process: those that wait, and the passes of the others."""
@@ -182,6 +213,10 @@ class Shared:
         with self._changed:
             self._check(address)
             self._door.append(user)
+            if cpus > self._cpus and not self._working():  # nobody else would make room
+                for early in self._users:
+                    early.stopped.set()
+                self._changed.notify_all()
             self._watch()
             try:
                 self._wait(user, ready, why)

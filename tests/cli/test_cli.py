@@ -7,6 +7,7 @@ import random
 import shutil
 import string
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -530,6 +531,31 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")
     assert code == 0 and json.loads(out)["good"] == ROWS - 1
+
+
+def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
+    tmp_path, call, monkeypatch
+):
+    path, done = write_job(tmp_path), []
+
+    @contextmanager
+    def early(job):
+        done.append(f"Ray for {job.name}")
+        yield
+        done.append("let go")
+
+    def flow(*_):
+        done.append("the flow")
+        raise errors.EngineFailure("as if the flow had run")
+
+    monkeypatch.setattr("prefect_raybatch.cluster.connect.started_early", early)
+    monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
+    monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
+    code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
+    assert code == 1 and not done, err
+    code, _, err = call("run", path)
+    assert code == 75 and "as if the flow had run" in err
+    assert done == ["Ray for nightly", "the flow"]
 
 
 def test_another_job_under_the_same_key_is_refused_with_the_difference(made, call):

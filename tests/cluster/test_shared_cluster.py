@@ -443,3 +443,66 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
         assert (tmp_path / job.name / "out/key/_SUCCESS").exists()
     assert len(starts) == 1 and ends == [True] and not ray.is_initialized()
     assert DataContext.get_current() is settings  # the caller's, however the two were interleaved
+
+
+# --- started before its first run -----------------------------------------------------------------
+
+
+def test_a_cluster_that_was_started_early_is_the_first_runs(ray: FakeRay, shared: Shared) -> None:
+    ray.gate, found = threading.Event(), Runs(shared)
+    with shared.started_early(None, 2):
+        found.start("a")  # while it starts
+        ray.gate.set()
+        found.until("a works")
+        with shared.visited() as there:
+            assert there
+        found.end("a")
+        wait_for(lambda: not ray.there)  # the run was the last: nobody waits for the block's end
+    assert ray.made == [(None, 2), "end"] and not found.errors
+
+
+def test_one_that_nobody_came_to_use_ends_with_the_block(ray: FakeRay, shared: Shared) -> None:
+    with shared.started_early(None, 2):
+        wait_for(lambda: ray.there)
+        with shared.visited() as there:  # a look is no run
+            assert there
+        assert ray.there
+    assert ray.made == [(None, 2), "end"]
+
+
+def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: Shared) -> None:
+    found = Runs(shared, cpus=4.0)
+    with shared.started_early(None, 2):
+        wait_for(lambda: ray.there)
+        found.start("a", cpus=4.0, local=4)
+        found.until("a works")
+        found.end("a")
+    assert ray.made == [(None, 2), "end", (None, 4), "end"] and not found.errors
+
+
+def test_an_early_start_that_fails_is_told_by_the_run(ray: FakeRay, shared: Shared) -> None:
+    def away(address: str | None, cpus: int) -> None:
+        raise InsufficientResources("no room")
+
+    ray.start = away  # type: ignore[method-assign]
+    early = shared.started_early(None, 2)
+    with early, pytest.raises(InsufficientResources), shared.joined(User("a"), None, 2):
+        pytest.fail("it was joined")
+
+
+def test_an_error_of_the_block_ends_what_was_started_for_it(ray: FakeRay, shared: Shared) -> None:
+    with pytest.raises(KeyboardInterrupt), shared.started_early(None, 2):
+        wait_for(lambda: ray.there)
+        raise KeyboardInterrupt
+    assert ray.made == [(None, 2), "end"]
+
+
+def test_nothing_starts_here_for_a_cluster_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "SHARED", None)  # any use of it would fail
+    job = job_in(tmp_path / "job")
+    for place in ({"address": "10.0.0.1:6379"}, {"job_server": "http://head:8265"}):
+        given = job.model_copy(update={"cluster": job.cluster.model_copy(update=place)})
+        with cluster.started_early(given):
+            pass
