@@ -140,6 +140,8 @@ class RunReport(FinishedRows):
     reuse: Mapping[str, Number] = field(default_factory=dict)
     # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
+    # {labels, lengths, ends: {name: answers}}, as far as they are counted
+    answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
 
@@ -161,7 +163,7 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "roofline"):
+        for name in ("published", "reuse", "cost", "answers", "roofline"):
             if not value[name]:
                 del value[name]
         return value

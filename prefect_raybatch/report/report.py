@@ -8,6 +8,7 @@ from typing import Any
 from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
+from prefect_raybatch.report.answers import answer_counts
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
@@ -70,6 +71,7 @@ def build(
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
+        answers=answer_counts(totals.others),
         roofline=tally.roofline(),
     )
 
