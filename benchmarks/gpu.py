@@ -606,6 +606,13 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
             one.kill()
 
 
+def shown(value: Any) -> Any:
+    """A figure to two digits, a share to four; what is none as it is."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 2 if abs(value) >= 1 else 4)
+
+
 def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
     """What a peer printed as its RESULT, in a process of its own, or the error."""
     with log.open("w") as stream:
@@ -626,7 +633,7 @@ def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
     for line in text.splitlines():
         if line.startswith("RESULT "):
             found = json.loads(line.removeprefix("RESULT "))
-            return {name: round(value, 2) for name, value in found.items()}
+            return {name: shown(value) for name, value in found.items()}
     return {"error": text[-1200:]}
 
 

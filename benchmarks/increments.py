@@ -1,9 +1,15 @@
 """What planning a night that reuses answers takes: keys, buckets, join; memory and seconds.
 
     python benchmarks/increments.py --rows 10000000 --changed 0.05 --doubled 0.1
+    python benchmarks/increments.py --rows 10000000 --table --cpus 2 --reckon 100000000
 
 Keys are made of messages as a template makes them, without files: what is read besides is the
 table itself. `--rows` rows are joined with as many earlier answers, of which `--changed` are gone.
+
+With `--table` the rows are a Parquet file, and their keys are made as a night makes them: by Ray's
+workers on so many `--cpus`, in this process for 0. Told are CPU seconds of this process and of
+Ray's, and the most memory that each of them held; `--reckon` says what so many rows would take
+on 2 and on 64 CPUs by these figures.
 """
 
 from __future__ import annotations
@@ -12,17 +18,23 @@ import argparse
 import hashlib
 import json
 import resource
+import tempfile
 import time
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from images_memory import Watch
 
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.request_key import Keying, context_of
 
 BLOCK = 8192
+GROUP = 1 << 18  # rows of a table's row group
 
 
 def peak() -> float:
@@ -80,13 +92,118 @@ def run(rows: int, changed: float, doubled: float, full: bool) -> dict[str, Any]
     return {"rows": rows, **found, **told, "peak_gib": round(peak(), 2)}
 
 
+def write_table(path: Path, rows: int) -> None:
+    texts = (f"company {n} of Springfield. It says: we build things." for n in range(rows))
+    schema = pa.schema([("company", pa.string())])
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for start in range(0, rows, GROUP):
+            held = list(islice(texts, min(GROUP, rows - start)))
+            writer.write_table(pa.table({"company": held}, schema))
+
+
+def workers_cpu_s() -> float:
+    """CPU seconds of the processes that this one started, and of theirs."""
+    import psutil
+
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return float(sum(one.user + one.system for one in times))
+
+
+def tabled(rows: int, cpus: int) -> dict[str, Any]:
+    """Keys of a table's rows, written to buckets and joined with as many earlier ones of theirs."""
+    from prefect_raybatch import BatchJob, source
+    from prefect_raybatch.model import pinned
+    from prefect_raybatch.plan.keying import keying_of
+    from prefect_raybatch.plan.row_keys import RowKeys
+
+    with tempfile.TemporaryDirectory(prefix="raybatch-bench-") as folder:
+        write_table(Path(folder, "in.parquet"), rows)
+        job = BatchJob.from_dict(
+            {
+                "name": "keys",
+                "source": {"uri": f"{folder}/in.parquet"},
+                "prompt": {
+                    "system": "Answer with one industry of the list, no more.",
+                    "template": "Which industry is {company} in?",
+                },
+                "sampling": {"temperature": 0},
+                "engine": {"model": "demo", "max_model_len": 256},
+                "output": {"uri": f"{folder}/out"},
+                "reuse": "latest",
+            }
+        )
+        model = pinned.pin(job.engine)
+        keying, _ = keying_of(job, model)
+        made = RowKeys.of(job, model, source.inventory(job.source), None, keying)
+        watch = Watch()
+        if cpus:
+            import ray
+
+            ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level="error")
+        watch.start()
+        idle = workers_cpu_s()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        with Join(rows, rows) as join:
+            made.add_to(join)
+            keys_s, busy = time.perf_counter() - began, workers_cpu_s() - idle
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            for start in range(0, rows, GROUP):
+                keys = join.keys[start : start + GROUP]
+                numbers = np.arange(start, start + len(keys))
+                join.theirs.add(keys.tobytes(), numbers, np.zeros(len(keys), bool))
+            join_began = time.process_time()
+            join.run()
+            for _ in join.places():
+                pass
+            join_s = time.process_time() - join_began
+            if join.counts.reused != rows:
+                raise SystemExit(f"{join.counts} of {rows} rows")
+        watch.stop()
+        driver = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "rows": rows,
+        "cpus": cpus,
+        "keys_s": round(keys_s, 1),
+        "keys_driver_cpu_s": round(driver, 1),
+        "keys_workers_cpu_s": round(busy, 1),
+        "join_cpu_s": round(join_s, 1),
+        "driver_peak_gib": round(peak(), 2),
+        "workers_peak_mib": watch.taken(),
+    }
+
+
+def reckoned(found: dict[str, Any], rows: int) -> list[str]:
+    """Of so many rows, by what `found` took a row. The driver's part does not grow with CPUs."""
+    each = 1 / found["rows"]
+    driver, workers = found["keys_driver_cpu_s"] * each, found["keys_workers_cpu_s"] * each
+    told = []
+    for cpus in (2, 64):
+        alone = max(driver, (driver + workers) / cpus) * rows
+        join = found["join_cpu_s"] * each * rows
+        disk = rows * (2 * 25 + 42) / 1e9
+        told.append(
+            f"{rows:,} rows on {cpus} CPUs: keys {alone / 60:.1f} min, join {join / 60:.1f} min, "
+            f"{disk:.1f} GB of local disk"
+        )
+    return told
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--changed", type=float, default=0.05)
     parser.add_argument("--doubled", type=float, default=0.1)
     parser.add_argument("--no-keys", action="store_true", help="leave out the making of keys")
+    parser.add_argument("--table", action="store_true", help="make the keys of a real table")
+    parser.add_argument("--cpus", type=int, default=2, help="of Ray, for --table; 0 without it")
+    parser.add_argument("--reckon", type=int, default=100_000_000, help="rows to reckon for")
     given = parser.parse_args()
+    if given.table:
+        found = tabled(given.rows, given.cpus)
+        print(json.dumps(found))
+        print("\n".join(reckoned(found, given.reckon)))
+        return
     print(json.dumps(run(given.rows, given.changed, given.doubled, not given.no_keys)))
 
 

@@ -54,7 +54,7 @@ def test_the_dev_job_is_the_demo_over_the_file_beside_it(tmp_path: Path) -> None
 def test_the_parameter_form() -> None:
     schema = parameter_schema(batch_inference).model_dump()
     shown = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
-    few = ["run_key", "scheduled_for", "run_date", "limit", "overrides"]
+    few = ["run_key", "scheduled_for", "run_date", "limit", "overrides", "accept"]
     assert shown == [*few, "job"]  # the job, which is long, below what changes from run to run
     assert list(inspect.signature(batch_inference.fn).parameters) == ["job", *few]
     assert schema["required"] == ["job"]

@@ -286,6 +286,12 @@ def test_the_block_that_was_triggered_fetches_the_report(story: Story) -> None:
     assert json.loads(told) == ["k", "completed", ROWS, good, story.store.uri]
 
 
+def test_each_attempt_says_how_long_its_engines_took_to_start(story: Story) -> None:
+    starts = story.report()["starts"]
+    told = {"cluster", "workers", "imports", "weights", "graphs"}
+    assert starts and all(told <= set(one["seconds"]) for one in starts)  # cores here and apart
+
+
 def test_a_finished_run_is_told_and_not_run_again(story: Story) -> None:
     again = story.call("run", "more.yaml", "--run-key", "k", "--no-prefect", "--json")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -361,3 +367,9 @@ def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, st
     assert sum(found["counts"].values()) == 300 and set(found["counts"]) <= set(LABELS)
     assert set(found["tasks"].values()) == {"Completed"}
     assert any("300 rows" in text for text in found["logs"])
+    assert any("starting engines: cluster" in text for text in found["logs"])
+    (report,) = tmp_path.rglob("report.json")
+    (start,) = json.loads(report.read_text())["starts"]
+    told = {"cluster", "workers", "imports", "weights", "graphs", "first step"}
+    assert start["engines"] == 1 and told <= set(start["seconds"])
+    assert start["seconds"]["imports"] > 0.5

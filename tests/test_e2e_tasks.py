@@ -26,6 +26,7 @@ from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
+from prefect_raybatch.runs.status import report_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -127,7 +128,9 @@ def begun(folder: Path, value: dict[str, Any], head: Head, engine: str) -> dict[
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # as the head
     killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert killed.returncode == -9, killed.stderr[-3000:]
-    commits = folder / "out" / "k" / "_raybatch/commits"
+    run_dir = folder / "out" / "k" / "_raybatch"
+    asks = run_dir / "asks/_raybatch"  # of a job that keeps answers
+    commits = (asks if asks.exists() else run_dir) / "commits"
     return {file.name: file.read_bytes() for file in commits.iterdir()}
 
 
@@ -144,6 +147,7 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     )
     pq.write_table(table, tmp_path / "in.parquet")
     value = job_dict(tmp_path, {name: str(folders[name]) for name in "ab"})
+    value["output"]["keep_answers"] = 30
     before, run_dir = begun(tmp_path, value, ray_head, "WideVectorEngine"), tmp_path / "out" / "k"
     assert 0 < len(before) < ROWS // PER_SHARD
 
@@ -151,9 +155,10 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     run = plan_run(job, "k")
     report = finalize_run(job, run, infer_run(job, run))
     assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
-    assert report.resumed_shards == len(before)
+    asks = run_dir / "_raybatch/asks"
+    assert report_of(str(asks)).resumed_shards == len(before)
     for name, data in before.items():
-        assert (run_dir / "_raybatch/commits" / name).read_bytes() == data
+        assert (asks / "_raybatch/commits" / name).read_bytes() == data
     made = pq.read_table(run_dir / "data").to_pylist()
     assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
     models = {name: merged(folders[name]) for name in "ab"}
@@ -172,6 +177,30 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
     verdict = verify_chain(*place(str(run_dir)))
     assert verdict.ok and verdict.quarantined == 0, verdict
+    _next_night(value, table, made, tmp_path)
+
+
+def _next_night(
+    value: dict[str, Any], table: pa.Table, before: list[dict[str, Any]], folder: Path
+) -> None:
+    """Rows in another order take the vectors that are there, and no engine is started."""
+    known = [i for i in reversed(range(ROWS)) if i not in LATER]
+    pq.write_table(table.take(known), folder / "in.parquet")
+    job = BatchJob.from_dict({**value, "reuse": "latest"})
+    run = plan_run(job, "night")
+    report = finalize_run(job, run, infer_run(job, run, engine=NoEngine))
+    assert (report.reuse["reused"], report.reuse["asked"]) == (len(known), 0)
+    vectors = {row["id"]: row["vector"] for row in before}
+    made = pq.read_table(folder / "out" / "night" / "data").to_pylist()
+    assert [(row["id"], row["vector"]) for row in made] == [(i, vectors[i]) for i in known]
+    assert verify_chain(*place(str(folder / "out" / "night"))).ok
+
+
+class NoEngine:
+    """Nobody may start it."""
+
+    def __init__(self, spec: Any) -> None:
+        raise AssertionError("an engine was started")
 
 
 def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(

@@ -215,13 +215,24 @@ def run(
     run_key: RunKeyOption = None,
     run_date: RunDate = None,
     set_: Set = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Go on though the job differs from the run's in this field; may be repeated.",
+        ),
+    ] = None,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
     as_json: Json = False,
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
     loaded = _job(job, set_)
     when = date_of(run_date) if run_date else None
-    report, fresh = run_job(loaded, run_key, prefect, quiet=as_json, run_date=when)
+    if accept and run_key is None:
+        raise ConfigError("--accept is about a run that is there: name it with --run-key")
+    report, fresh = run_job(
+        loaded, run_key, prefect, quiet=as_json, run_date=when, accept=accept or ()
+    )
     if as_json:
         print_json(report.to_dict())
     else:

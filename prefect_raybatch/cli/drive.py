@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,12 @@ RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  
 
 
 def run_job(
-    job: BatchJob, key: str | None, prefect: bool, quiet: bool, run_date: date | None = None
+    job: BatchJob,
+    key: str | None,
+    prefect: bool,
+    quiet: bool,
+    run_date: date | None = None,
+    accept: Sequence[str] = (),
 ) -> tuple[RunReport, bool]:
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
@@ -38,14 +43,15 @@ def run_job(
     key = key or default_run_key(resolved)
     store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
-        done = plan_run(resolved, key)
+        done = plan_run(resolved, key, accept=accept)
         return _published(known, finalize_run(known, done)), False
-    resolved = precheck(resolved, store)
+    resolved = precheck(resolved, store, accept)
     with _progress(quiet) as show:
         if prefect:
             show.begin(store.uri)
-            return run_flow("batch_inference", (job, key), show), True
-        return _run_here(job, known, plan_run(resolved, key), show), True
+            given = {"accept": list(accept)} if accept else {}
+            return run_flow("batch_inference", (job, key), show, **given), True
+        return _run_here(job, known, plan_run(resolved, key, accept=accept), show), True
 
 
 def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgress) -> RunReport:
@@ -96,7 +102,7 @@ def with_keys(job: BatchJob) -> BatchJob:
     return with_blocks(job)
 
 
-def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> Any:
+def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **more: Any) -> Any:
     # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -109,7 +115,7 @@ def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress) -> A
 
     check_api()
     with tasks.observed_by(show):
-        return getattr(flow, name)(*arguments)
+        return getattr(flow, name)(*arguments, **more)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class TerminalProgress(Listener):
         self.quiet = quiet
         self.bar: Bar | None = None
         self.printed = 0.0
-        self.phase = STARTING
+        self.phase, self.about = STARTING, ""
         self.progress: Progress | None = None
         self._lock = threading.RLock()  # beats come from a thread of their own
 
@@ -66,9 +66,12 @@ class TerminalProgress(Listener):
     def hear(self, beat: Beat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
+            self.about = beat.about if self.phase == STARTING else ""
             progress = self.progress
-            if fresh and progress is not None and not progress.recent and self.phase != ENDED:
-                self.printed = 0.0
+            if progress is None or progress.recent or self.phase == ENDED:
+                return
+            if fresh or self.about:
+                self.printed = 0.0 if fresh else self.printed
                 self(progress)
 
     def __call__(self, progress: Progress) -> None:
@@ -80,7 +83,7 @@ class TerminalProgress(Listener):
                 self._bar(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
                 self.printed = time.time()
-                self.say(_progress_line(progress, self.phase))
+                self.say(_progress_line(progress, self.phase, self.about))
 
     def _bar(self, progress: Progress) -> None:
         from rich.progress import BarColumn, TextColumn
@@ -95,7 +98,7 @@ class TerminalProgress(Listener):
             )
             self.bar.add_task("rows", total=progress.whole, note="")
             self.bar.start()
-        note = _progress_line(progress, self.phase)
+        note = _progress_line(progress, self.phase, self.about)
         self.bar.update(self.bar.task_ids[0], completed=progress.whole_done, note=note)
 
     def close(self) -> None:
@@ -104,11 +107,11 @@ class TerminalProgress(Listener):
             self.bar = None
 
 
-def _progress_line(progress: Progress, phase: str) -> str:
+def _progress_line(progress: Progress, phase: str, about: str) -> str:
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
         done = f"{progress.whole_done:,} of {rows} done before; "
-        return f"{done if progress.whole_done else ''}{phase}"
+        return f"{done if progress.whole_done else ''}{phase}{f': {about}' if about else ''}"
     failed = progress.failed + progress.held_back
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s, "

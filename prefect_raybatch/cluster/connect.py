@@ -272,6 +272,11 @@ def nodes() -> set[str]:
     return found
 
 
+def is_joined() -> bool:
+    """Whether this process is in a cluster."""
+    return SHARED.ray.joined()
+
+
 def actor_states(kind: str) -> dict[str, int]:
     """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
     (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import PLACES_ROWS, Increment, begin_asks
 from prefect_raybatch.ledger.layout import ASKS, table_path
@@ -11,7 +14,7 @@ from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.stages.block import FORMED, REASONING_OPEN, TRUNCATED
 from prefect_raybatch.stages.lookup import WHY, LookUp
 from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.raw_answers import RAW, AnswerFile, AnswerFiles, in_order
+from prefect_raybatch.stages.raw_answers import POOLED, RAW, AnswerFile, AnswerFiles, in_order
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.storage import Store
@@ -27,7 +30,8 @@ def look_up(
 ) -> LookUp:
     """For the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
     success = _finished_asks(store, increment)
-    raw = tuple(RAW.names)
+    pools = tasks.pools(job.engine.task)
+    raw = tuple((POOLED if pools else RAW).names)
     places = [(table_path(name), PLACES_ROWS) for name in increment.places]
     parsing = prepare.parsing
     flags = {
@@ -35,15 +39,20 @@ def look_up(
         FORMED: bool(job.prompt.function) or has_form(job.asked()),
         TRUNCATED: job.prompt.on_too_long != "quarantine",
     }
+    told: tuple[str, ...] = ("kind", "at")
+    if prepare.images is not None:
+        prepare = replace(prepare, images=replace(prepare.images, digests=True, decode=False))
+        told = (*told, "digests")
     return LookUp(
         prepare,
         keying,
-        places=AnswerFiles(store, in_order(places), ("kind", "at")),
+        places=AnswerFiles(store, in_order(places), told),
         reused=AnswerFiles(store, in_order([(p.path, p.rows) for p in increment.reused]), raw),
         asked=AnswerFiles(store, _numbered(success, "data"), raw),
         failed=AnswerFiles(store, _numbered(success, "quarantine"), WHY),
         rows_per_shard=plan.rows_per_shard,
         optional=tuple(name for name, wanted in flags.items() if wanted),
+        pools=pools,
     )
 
 

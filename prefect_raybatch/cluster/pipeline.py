@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -45,9 +45,12 @@ from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
+    forget_starts,
     limit_in_flight,
     map_actors,
     stop_pass,
+    tell_start,
+    told_starts,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
 from prefect_raybatch.stages.request_key import Keying
@@ -70,7 +73,8 @@ class Pipeline:
     """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
 
     `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
-    read in place; `shuffle` (any text) decides the order of the shards.
+    read in place; `shuffle` (any text) decides the order of the shards; `on_pass` is called before
+    the engines of a pass start.
     """
 
     job: BatchJob
@@ -82,6 +86,7 @@ class Pipeline:
     input_options: dict[str, Any]
     shuffle: str | None = None
     engine: type = EngineStage
+    on_pass: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
@@ -126,6 +131,8 @@ class Pipeline:
         """
         missing = Counter(unit.shard for unit in units)
         nodes, gone = cluster.nodes(), False
+        self.on_pass()
+        self.forget()
         try:
             node_errors: list[str] = []
             with _short_errors(node_errors):
@@ -165,7 +172,8 @@ class Pipeline:
         A run whose answers are all there has no engine: it looks them up."""
         limits = self.job.limits
         model = dict(self.plan.model)
-        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task)
+        tell = partial(tell_start, self.attempt)
+        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
@@ -186,6 +194,8 @@ class Pipeline:
         pinned = model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, self.job.prompt.adapter_column)
         if increment.ledger == OF_ASKS:
+            if prepare.images is not None:  # their digests are part of the keys
+                prepare = replace(prepare, images=replace(prepare.images, digests=True))
             return replace(prepare, keying=keying), spec, finish
         return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
 
@@ -207,7 +217,7 @@ class Pipeline:
             fn_constructor_args=[spec],
             compute=self._pool(len(units), isolated),
             **_batches(),
-            **self._placed(self._engine_resources()),
+            **self._placed(self.engine_resources()),
         )
         return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
 
@@ -221,7 +231,7 @@ class Pipeline:
             Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)
         )
         calls = 1 if isolated else self.size.concurrent
-        answers = through(asked, spec, self.size.pool, self._engine_resources(), calls, rows)
+        answers = through(asked, spec, self.size.pool, self.engine_resources(), calls, rows)
         gather = Gather(finish, spec.sampling, self.size.length)
         return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
@@ -239,6 +249,15 @@ class Pipeline:
         """How many engine actors are in which of Ray's states."""
         ray_llm = self.job.engine.stage == "ray.data.llm"
         return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else self.engine.__name__})")
+
+    def starts(self) -> list[dict[str, float]]:
+        """How far the starts of the pass's engines have come."""
+        return told_starts(self.attempt) if cluster.is_joined() else []
+
+    def forget(self) -> None:
+        """Removes from the cluster what the engines have told of their starts."""
+        with contextlib.suppress(Exception):  # of a cluster that is gone
+            forget_starts(self.attempt)
 
     def stop(self) -> None:
         """Ends a pass from another thread than the one that iterates over it."""
@@ -280,7 +299,8 @@ class Pipeline:
             enable_true_multi_threading=True,
         )
 
-    def _engine_resources(self) -> dict[str, Any]:
+    def engine_resources(self) -> dict[str, Any]:
+        """What Ray sets aside for each engine, and how often it starts one again."""
         engine = self.job.engine
         resources: dict[str, Any] = {
             "num_cpus": engine.num_cpus,

@@ -23,11 +23,11 @@ TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself r
 
 
 @contextmanager
-def workers_for(job: BatchJob, size: int) -> Iterator[int]:
+def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]:
     """How many CPUs there are to work on `size` bytes side by side; 0 where it is done here.
 
-    For the block the process is in the cluster. One that does not answer is no fault: then the work
-    is done here.
+    `made` is what is worked on, for the logs and for who shares a cluster. For the block the
+    process is in the cluster. One that does not answer is no fault: then the work is done here.
     """
     with SHARED.visited() as there:
         if there:
@@ -38,12 +38,12 @@ def workers_for(job: BatchJob, size: int) -> Iterator[int]:
         # With a job server the cluster is elsewhere, and only its jobs work there.
         if size >= WORTH_A_START and not job.cluster.job_server:
             try:
-                found = stack.enter_context(connected(job, User(f"{job.name}: result")))
+                found = stack.enter_context(connected(job, User(f"{job.name}: {made}")))
                 # A cluster of our own may count more CPUs than there are.
                 here = address_of(job.cluster) is None
                 workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
             except ClusterUnavailable as error:
-                log.warning("the result is written by this process alone: %s", error)
+                log.warning("the %s is made by this process alone: %s", made, error)
         yield workers
 
 

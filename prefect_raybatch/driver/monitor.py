@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ from prefect_raybatch.driver.heartbeat import (
     Ticker,
 )
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
+from prefect_raybatch.driver.starting import Starting
 from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import COMMITS, heartbeat_path
 from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.stages.vllm.phases import ON_CLUSTER, ON_TURN, Marks
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -38,14 +40,17 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks
 ASK_ENGINES = 10.0  # seconds between questions to Ray
+NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
 
 
 class Monitor:
     """An observer for the driver that stands between it and `observe`.
 
-    `engines` gives the number of engine actors by state; it may raise or be slow. Use as a context
-    manager around the work; after it, `failure` is the error of a stall that is to fail the run,
-    and `spent` that of costs that have reached their limit. `meter` counts the costs.
+    `engines` gives the number of engine actors by state, `starts` how far the start of each has
+    come; they may raise or be slow. `on_started` is told once, after the first commit of this
+    attempt, how long the phases of the start took. Use as a context manager around the work; after
+    it, `failure` is the error of a stall that is to fail the run, and `spent` that of costs that
+    have reached their limit. `meter` counts the costs.
     """
 
     def __init__(
@@ -59,6 +64,10 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
+        self.starts: Callable[[], Sequence[Marks]] = list
+        self.on_started: Callable[[Starting], None] = lambda starting: None
+        self.starting = Starting()
+        self._noted = False
         self.observe, self.engines, self.clock = observe, engines, clock
         self.counts: Counts | None = None  # at the latest commit
         self._progress: Progress | None = None
@@ -79,6 +88,7 @@ class Monitor:
         """After each commit, in the driver's thread: takes what the others need, no more."""
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
+            self.starting.end()
             started, ended, _ = progress.tally.ends[-1]
             self._longest = max(self._longest, ended - started)
         self.observe(progress)
@@ -86,7 +96,27 @@ class Monitor:
     def held(self, why: str) -> None:
         """The run waits for its turn, and `why`; "" when it goes on. Meanwhile nothing stalls."""
         self._held = why
+        self.starting.enter(ON_TURN if why else ON_CLUSTER)
         self._beats.nudge()
+
+    def pass_began(self) -> None:
+        """In the driver's thread, before the pass's engines start."""
+        if self.starting.ended is not None:
+            self.note_start()
+            self.starting = Starting()
+        self.starting.again()
+
+    def note_start(self) -> None:
+        """Tells `on_started` of the first start that came to a commit, once; while Ray can still be
+        asked."""
+        if self._noted or self.starting.ended is None:
+            return
+        self._noted = True
+        try:
+            self.starting.heard(self.starts())
+            self.on_started(self.starting)
+        except Exception as error:  # for people alone
+            log.info("how long the start took is not noted: %s: %s", type(error).__name__, error)
 
     def __enter__(self) -> Monitor:
         with ExitStack() as stack:
@@ -120,6 +150,8 @@ class Monitor:
             "dashboard": self.dashboard,
         }
         about = self._about if watch.alarms else self._held
+        if phase == STARTING:
+            about = self.starting.text()
         if counts is None:
             rows, shards = self.plan.rows, self.plan.shards
             more |= self.meter.figures(None)
@@ -144,6 +176,7 @@ class Monitor:
             self._asked = now
             self._states = self.engines()
         counts, latest = self._now(), self.counts
+        self._look_at_start()
         self._look_at_cost(now, counts)
         if self._held:
             self._watch = StallWatch(self.limits, now)
@@ -156,6 +189,15 @@ class Monitor:
                 self._beats.nudge()
         if isinstance(self.observe, Listener):
             self.observe.hear(self.beat())
+
+    def _look_at_start(self) -> None:
+        """Asks the engines while they start."""
+        ended = self.starting.ended
+        if ended is not None and time.time() - ended > NOTE_AFTER:
+            self.note_start()
+        if self._held or self._ended or ended is not None:
+            return
+        self.starting.heard(self.starts())
 
     def _look_at_cost(self, now: float, counts: Counts | None) -> None:
         self.meter.see(now, self._states)

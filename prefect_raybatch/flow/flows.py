@@ -53,6 +53,7 @@ Key = Annotated[str, Field(title="Given")]
 Night = Annotated[AwareDatetime, Field(title="Given")]
 Classes = Annotated[list[str], Field(title="Given")]
 NightDate = Annotated[date, Field(title="Given")]
+Differences = Annotated[list[str], Field(title="Given")]
 Limit = Annotated[int, Field(title="Given", gt=0)]
 Fields = Annotated[dict[str, Any], Field(title="Given")]
 Job = Annotated[BatchJob, Field(title="Given")]
@@ -103,6 +104,7 @@ def batch_inference(
     run_date: Annotated[NightDate | Unset, titled("Run date")] = None,
     limit: Annotated[Limit | Unset, titled("Limit")] = None,
     overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
+    accept: Annotated[Differences | Unset, titled("Differences to accept")] = None,
 ) -> RunReport:
     """Asks a model about every row of a table and writes the answers, each row exactly once.
 
@@ -117,12 +119,16 @@ def batch_inference(
             start, in UTC. Without a run key the run gets one of that date.
         limit: Only the first rows of the input, that many: source.limit.
         overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
+        accept: To go on with a run though the job differs from it in these fields, named as the
+            error that refuses it names them. Needs a run key.
     """
     with explained("batch_inference", job, run_key or job.name):
+        if accept and run_key is None:
+            raise ConfigError("accept is about a run that is there: give its run_key, too")
         job = with_changes(job, overrides, limit)
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
-    run = plan_shards(job, key)
+    run = plan_shards(job, key, **({"accept": accept} if accept else {}))
     progress = infer_shards(job, run)
     return _published(job, run, finalize_run(job, run, progress))
 

@@ -17,6 +17,7 @@ from prefect_raybatch.driver.heartbeat import (
     COSTS,
     ENDED,
     SILENT_AFTER,
+    STARTING,
     Beat,
     Counts,
     Listener,
@@ -121,10 +122,10 @@ class Page(Listener):
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
-        told = (beat.done, beat.phase, beat.held_back)
+        told = (beat.done, beat.phase, beat.held_back, starting(beat))
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
             ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat, self._unit))),
-            ("progress", PROGRESS_EVERY, share, lambda: self._show_share(share)),
+            ("progress", PROGRESS_EVERY, (share, starting(beat)), lambda: self._show_share(beat)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
         )
@@ -141,8 +142,11 @@ class Page(Listener):
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
-    def _show_share(self, share: float) -> None:
+    def _show_share(self, beat: Beat) -> None:
+        share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         text = f"Share of the {self._unit[1]} that are committed."
+        if now := starting(beat):
+            text += f" {now.capitalize()}."
         costs = cost_figures(self._beat) if self._beat is not None else {}
         text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
@@ -230,6 +234,11 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
+def starting(beat: Beat) -> str:
+    """`starting engines: cluster 3 s, imports 9 s`, while that is what the run does; else ""."""
+    return f"{STARTING}: {beat.about}" if beat.phase == STARTING and beat.about else ""
+
+
 def cost_figures(beat: Beat) -> dict[str, str]:
     """What the run has cost and will cost; nothing where that is not known."""
     if beat.cost_run is None:
@@ -241,7 +250,7 @@ def cost_figures(beat: Beat) -> dict[str, str]:
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
-    pace = beat.phase
+    pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:
         pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
     rows = counted(beat.rows, *unit)

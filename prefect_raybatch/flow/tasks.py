@@ -82,15 +82,18 @@ RETRY: dict[str, Any] = {
 
 
 @task(name="plan_shards", task_run_name="plan-shards-{run_key}", **RETRY)
-def plan_shards(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
-    """Makes or adopts the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source.
+def plan_shards(
+    job: BatchJob, run_key: str, dataset: Any = None, accept: Sequence[str] = ()
+) -> Run:
+    """Makes or adopts the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source;
+    `accept` names fields in which the job may differ from the run's.
 
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
     with logs_in_page(), explained("plan_shards", job, run_key, RETRY["retries"]):
         job = with_blocks(with_run_words(job, run_key))
-        run = plan_run(job, run_key, dataset)
+        run = plan_run(job, run_key, dataset, accept)
         get_run_logger().info(
             "run %s: %s in %s at %s",
             *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),

@@ -24,6 +24,7 @@ from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import explain, read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.precision import check_precision
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.sampling import Sampling
@@ -123,6 +124,11 @@ class BatchJob(Group):
     @model_validator(mode="after")
     def _with_reuse(self) -> BatchJob:
         check_reuse(self)
+        return self
+
+    @model_validator(mode="after")
+    def _with_precision(self) -> BatchJob:
+        check_precision(self)
         return self
 
     @model_validator(mode="after")

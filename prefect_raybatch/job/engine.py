@@ -57,8 +57,8 @@ class Engine(Group):
         8,
         "auto",
         title="Sequences at once",
-        text="Most rows an engine computes at one time. auto: 256, or 512 where long answers and "
-        "the GPU's memory make more of them pay.",
+        text="Most rows an engine computes at one time. auto: 256, or up to 1024 where the answers "
+        "and the GPU's memory make more of them pay.",
     )
     max_num_batched_tokens: int | None = field(
         9,

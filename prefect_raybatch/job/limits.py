@@ -118,6 +118,17 @@ class Limits(Group):
         allow_inf_nan=False,
     )
 
+    min_agreement: float = field(
+        13,
+        0.99,
+        title="Least agreement",
+        text="Share of the answers, shown with 95 % confidence, that must be the same for "
+        "engine.quantization or engine.kv_cache_dtype: try-fp8 to take fp8.",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
     def _any_time(cls, value: object) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.job import tasks
-
 if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
 
@@ -15,15 +13,6 @@ def check_reuse(job: BatchJob) -> None:
     if not job.keeps_answers:
         return
     field = "reuse" if job.reuse is not None else "output.keep_answers"
-    if tasks.pools(job.engine.task):
-        raise ValueError(
-            f"{field}: engine.task {job.engine.task} keeps no raw answers yet; leave {field} out"
-        )
-    if job.prompt.images.used:
-        raise ValueError(
-            f"{field}: does not go with prompt.images yet, since what a URL shows may change; "
-            f"leave {field} out"
-        )
     if job.engine.stage != "vllm":
         raise ValueError(
             f"{field}: ray.data.llm does not tell why answers ended; set engine.stage to vllm"

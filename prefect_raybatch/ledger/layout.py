@@ -41,6 +41,7 @@ ASKS = f"{RECORDS}/asks"  # of a run that reuses: a run of its own over what nob
 REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder for each try to plan
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
+PRECISION = f"{RECORDS}/precision.json"  # in which precision the rows are asked
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"

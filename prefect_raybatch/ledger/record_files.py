@@ -36,6 +36,7 @@ RECORD_KINDS = (
     Kind(layout.REPORT, 64 << 20, _PARTS),
     Kind(layout.ANSWERS_RECORD, 64 << 20, _PARTS),
     Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
+    Kind(layout.PRECISION, 1 << 20, "leave try-fp8 out"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),
     Kind(layout.SUPERSEDED_BY, 1 << 16, "the run key, which is too long"),
     Kind(f"{layout.PUBLISHED}/", 1 << 16, "shorten the uri in output.publish"),

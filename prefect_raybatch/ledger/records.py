@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -222,6 +222,13 @@ class Plan:
     @cached_property  # every commit is compared with it
     def hash(self) -> str:
         return digest(self.to_bytes())
+
+    def with_model(self, model: Mapping[str, Any]) -> Plan:
+        """The plan as an attempt works by it for which a person has accepted another model. It is
+        known by the hash of its record, as commits are to name that."""
+        made = replace(self, model=model)
+        made.__dict__["hash"] = self.hash
+        return made
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:

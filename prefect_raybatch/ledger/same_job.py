@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prefect_raybatch.errors import PlanMismatch
@@ -26,13 +26,18 @@ FREED = frozenset(
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line a differing field: `field: old -> new`; groups are taken apart."""
-    lines = []
+    return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """{field: (old, new)} of what differs, as short texts, by name."""
+    found = {}
     flat_old, flat_new = _flat(bounded_parts(old)), _flat(bounded_parts(new))
     for key in sorted(set(flat_old) | set(flat_new)):
         before, after = flat_old.get(key), flat_new.get(key)
         if before != after:
-            lines.append(f"{key}: {_short(before)} -> {_short(after)}")
-    return lines
+            found[key] = _short(before), _short(after)
+    return found
 
 
 def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
@@ -52,11 +57,26 @@ def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
     return not difference({**plan.parts, "engine": rest}, parts)
 
 
-def check_same(plan: Plan, found: str, parts: Mapping[str, Any], where: str) -> None:
-    """Raises `PlanMismatch` with a readable difference when the run belongs to another job."""
+def check_same(
+    plan: Plan,
+    found: str,
+    parts: Mapping[str, Any],
+    where: str,
+    left_out: Collection[str] = (),
+) -> None:
+    """Raises `PlanMismatch` with a readable difference when the run belongs to another job.
+    Differences in the fields `left_out` are taken on by a person, and make it no other."""
     if same_job(plan, found, parts):
         return
-    lines = difference(plan.parts, parts)
+    differences = differing(plan.parts, parts)
+    lines = [
+        f"{key}: {before} -> {after}"
+        for key, (before, after) in differences.items()
+        if key not in left_out
+    ]
+    hidden = any(masked(parts.get("engine", {}), "engine"))
+    if differences and not lines and not hidden:
+        return
     if not lines:  # then it is what both hide
         fields = ", ".join(masked(parts.get("engine", {}), "engine")) or "a field"
         lines = [f"{fields}: hidden, and another value than before"]

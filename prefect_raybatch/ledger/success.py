@@ -15,6 +15,7 @@ from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.layout import (
     DATA_FOLDER,
     KINDS,
@@ -55,6 +56,7 @@ class Success:
 
     `layout` names the table of the layout that the files are of, `manifest` that of the pieces
     where these are the result; both None in runs of format 1. Many files are in `parts_table`.
+    `accepted`: in what the job of some attempt differed from the run's, by a person's word.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -71,12 +73,15 @@ class Success:
     layout: TableName | None = None
     manifest: TableName | None = None
     parts_table: TableName | None = None
+    accepted: tuple[Accepted, ...] = ()
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
         for name in ("layout", "manifest", "parts_table"):  # which runs of format 1 do not have
             if value[name] is None:
                 del value[name]
+        if not value["accepted"]:
+            del value["accepted"]
         return dump(value)
 
     @classmethod

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
 
 from prefect_raybatch.ledger.increments import (
     ASKED,
@@ -31,11 +34,12 @@ BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
 MOST_BUCKETS = 256
 STEP = 1 << 20  # rows of what is mapped that are looked at together
 # A key as two numbers, the row or answer it is of, whether all rows with it share one answer.
+PACKED_KEY = np.dtype("V16")
 RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact", "?")])
 
 
 class KeyBuckets:
-    """The keys of rows or of answers, in buckets; add them in the order of their numbers."""
+    """The keys of rows or of answers, in buckets."""
 
     def __init__(self, folder: Path, buckets: int) -> None:
         folder.mkdir()
@@ -46,12 +50,13 @@ class KeyBuckets:
             self._files = [stack.enter_context(path.open("wb")) for path in self._paths]
             self._stack = stack.pop_all()
 
-    def add(self, keys: list[bytes], numbers: np.ndarray, exact: np.ndarray) -> None:
+    def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
         """Keys of 16 bytes, the numbers they are of, and whether equal ones share an answer."""
         if not keys:
             return
-        halves = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2)
-        rows = np.empty(len(keys), RECORD)
+        joined = keys if isinstance(keys, bytes) else b"".join(keys)
+        halves = np.frombuffer(joined, ">u8").reshape(-1, 2)
+        rows = np.empty(len(halves), RECORD)
         rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
         rows["number"], rows["exact"] = numbers, exact
         self.count += len(rows)
@@ -76,7 +81,8 @@ class Join:
     """What a join came to, in files of a folder: use as a context manager, which removes them.
 
     After `run`: `places` gives (kind, at) of the rows, `asks` the rows that are asked about,
-    `weights` how many rows wait for each, `needed` which of the earlier answers are taken over.
+    `weights` how many rows wait for each, `needed` which of the earlier answers are taken over;
+    `keys` are those of the rows.
     """
 
     rows: int
@@ -95,18 +101,45 @@ class Join:
         self._folder = folder
         self._kind = self._mapped("kind", np.int8, self.rows)
         self._at = self._mapped("at", np.int64, self.rows)
+        self.keys = self._mapped("keys", PACKED_KEY, self.rows)
         self.needed = self._mapped("needed", np.bool_, self.earlier)
         self.counts = RowCounts()
         self.asked = 0
+        self._digests: set[int] = set()  # rows from which on they are kept
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _mapped(self, name: str, kind: type, rows: int) -> np.ndarray:
+    def _mapped(self, name: str, kind: DTypeLike, rows: int) -> np.ndarray:
         """Numbers in a file, all 0; a page of it is in memory only while it is looked at."""
         with local_disk():
             return np.memmap(self._folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
+
+    def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
+        """The keys (`PACKED_KEY`) of the rows from `start` on; those not `well` make no request."""
+        self.keys[start : start + len(keys)] = keys
+        self.ours.add(keys[well].tobytes(), start + np.flatnonzero(well), exact[well])
+
+    def keep_digests(self, start: int, digests: pa.Array) -> None:
+        """Those of the images of the rows from `start` on."""
+        with local_disk():
+            pq.write_table(pa.table({"digests": digests}), self._folder / f"digests-{start}")
+        self._digests.add(start)
+
+    def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
+        """Of the images of rows [start, stop), which are whole additions; None where none are."""
+        if not self._digests:
+            return None
+        with local_disk():
+            found = [
+                pq.ParquetFile(self._folder / f"digests-{at}", pre_buffer=False)
+                .read(use_threads=False)["digests"]
+                .combine_chunks()
+                for at in sorted(self._digests)
+                if start <= at < stop
+            ]
+        return pa.chunked_array(found)
 
     def run(self) -> None:
         """Joins. All keys must have been added."""

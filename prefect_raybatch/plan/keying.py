@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model import adapters
@@ -23,7 +24,7 @@ def keying_of(job: BatchJob, model: Mapping[str, Any]) -> tuple[Keying, dict[str
         context_of(parts),
         model.get("adapters") or {},
         job.prompt.adapter_column,
-        sampling=job.asked(),
+        sampling=parts["sampling"],
         # A logits processor of the user's may keep a state, or count.
         merge=job.engine.deduplicate and not engine.get("logits_processors"),
     )
@@ -33,6 +34,8 @@ def keying_of(job: BatchJob, model: Mapping[str, Any]) -> tuple[Keying, dict[str
 def _context(job: BatchJob, model: Mapping[str, Any]) -> dict[str, Any]:
     prompt, output = job.prompt, job.output
     sampling, engine = job.asked(), job.engine.model_extra or {}
+    if tasks.pools(job.engine.task):  # nothing is drawn
+        sampling = {**tasks.pooling_fields(job), "task": job.engine.task}
     parts: dict[str, Any] = {
         "version": KEY_VERSION,
         "engine.model": model["identity"],
@@ -45,6 +48,8 @@ def _context(job: BatchJob, model: Mapping[str, Any]) -> dict[str, Any]:
     for name in chat:
         if getattr(prompt, name):
             parts[f"prompt.{name}"] = getattr(prompt, name)
+    if prompt.images.used:  # limits on bytes and pixels are looked at when keys are made
+        parts["prompt.images.resize"] = prompt.images.resize
     if output.probabilities:  # asked for with the answer
         parts["output.probabilities"] = True
     if output.reasoning_parser:  # tells where a form begins, and whether a prompt left it open

@@ -136,7 +136,7 @@ def gpu_limit(report: RunReport, job: BatchJob) -> Advice | None:
     if mbu >= MOST_BANDWIDTH or job.sampling.max_tokens > 1:
         less.append("shorter answers")
     if not (job.engine.model_extra or {}).get("quantization"):
-        less.append("fewer bits a weight (engine.quantization: fp8)")
+        less.append("fewer bits a weight (engine.quantization: try-fp8)")
     return Advice(
         "the GPU is the limit",
         f"{mfu:.0%} of its FLOPs and {mbu:.0%} of its memory bandwidth were used over the whole "

@@ -37,7 +37,11 @@ def html(report: RunReport, made: str = "") -> str:
         failures=reports.failure_table(report.failures),
         result=reports.result_rows(report),
         stages=reports.stage_table(report),
+        precision=reports.precision_said(report),
+        tries=reports.precision_table(report),
+        disagreements=reports.disagreement_table(report),
         engines=[tuple(row.values()) for row in reports.engine_table(report)],
+        starts=reports.start_table(report),
         nodes=reports.node_table(report),
         files=reports.part_table(report),
     )

@@ -9,8 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter
 
 from prefect_raybatch.finished import FinishedRows
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.precision import PrecisionNote
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
@@ -86,6 +88,18 @@ class Charts:
 
 
 @dataclass(frozen=True)
+class StartTimes:
+    """How long an attempt took to its first commit: `seconds` of each phase, in order, those of
+    the engines for the slowest of them."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    attempt: str
+    engines: int
+    seconds: Mapping[str, Number]
+
+
+@dataclass(frozen=True)
 class Advice:
     """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
 
@@ -138,12 +152,16 @@ class RunReport(FinishedRows):
     published: tuple[Published, ...] = ()
     # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
     reuse: Mapping[str, Number] = field(default_factory=dict)
+    starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
     # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
     # {labels, lengths, ends: {name: answers}}, as far as they are counted
     answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
+    # of a run that tried fewer bits: what it decided, and by what
+    precision: PrecisionNote | None = None
+    accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -163,7 +181,17 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        for name in ("published", "reuse", "cost", "answers", "roofline"):
+        some = (
+            "published",
+            "reuse",
+            "cost",
+            "answers",
+            "roofline",
+            "precision",
+            "accepted",
+            "starts",
+        )
+        for name in some:
             if not value[name]:
                 del value[name]
         return value

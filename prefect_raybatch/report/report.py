@@ -12,6 +12,7 @@ from prefect_raybatch.report.answers import answer_counts
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import counted, money
 
 DASH = "-"  # what is not known
@@ -88,8 +89,10 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Plots", plots),
         *_section("Stages", table_lines(stage_table(report))),
         *_section("Engines", table_lines(engine_table(report))),
+        *_section("Start", table_lines(start_table(report)) if report.starts else ()),
         *_section("Nodes", table_lines(node_table(report)) if report.nodes else ()),
     ]
+    lines += _section("Precision", precision_lines(report))
     lines += _section("Advice", table_lines(advice_table(report)) if report.advice else ())
     if report.failures:
         lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
@@ -231,6 +234,21 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
     return [{"engine": name, "": value} for name, value in rows.items()]
 
 
+def start_table(report: RunReport) -> list[dict[str, str]]:
+    """One row an attempt: seconds of each phase until its first commit. A dash was not told."""
+    known = {name for one in report.starts for name in one.seconds}
+    names = [name for name in START_PHASES if name in known]
+    return [
+        {
+            "attempt": one.attempt[:8],
+            "engines": f"{one.engines:,}",
+            **{f"{name} s": number(one.seconds.get(name), 1) for name in names},
+            "in all s": number(sum(one.seconds.values()), 1),
+        }
+        for one in report.starts
+    ]
+
+
 def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
     """What the GPUs did of what they could; nothing where that is not known."""
     if not roofline:
@@ -241,6 +259,78 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
         "memory bandwidth of the GPU's peak (MBU)": percent(roofline.get("mbu")),
         "GPU idle: no rows yet / Python on the host / no rows left": " / ".join(causes),
     }
+
+
+def precision_table(report: RunReport) -> list[dict[str, str]]:
+    """What was tried to ask in fewer bits, and what came of it; [] where nothing was."""
+    note = report.precision
+    return (
+        []
+        if note is None
+        else [
+            {
+                "tried": settings_text(one.tried),
+                "decision": "taken" if one.tried == note.decided else "not taken",
+                "rows": f"{one.rows:,}",
+                "the same answer": DASH if one.error else f"{one.agreed:,} ({one.agreement:.2%})",
+                "shown at least": DASH
+                if one.error
+                else f"{one.bound:.2%} ({one.confidence:.1%} sure)",
+                "seconds": number(one.seconds, 0),
+                "why not": one.error,
+            }
+            for one in note.tries
+        ]
+    )
+
+
+def disagreement_table(report: RunReport) -> list[dict[str, str]]:
+    """Sampled rows whose answers differ, with both."""
+    tries = report.precision.tries if report.precision else ()
+    return [
+        {
+            "row": str(row.row),
+            "tried": settings_text(one.tried),
+            "as the model is stored": row.stored,
+            "as tried": row.tried,
+        }
+        for one in tries
+        for row in one.disagreeing
+    ]
+
+
+def precision_said(report: RunReport) -> str:
+    """The decision in a sentence; "" where there was none to make."""
+    note = report.precision
+    if note is None:
+        return ""
+    text = f"Asked with {settings_text(note.decided)}"
+    if not note.tries:
+        return f"{text}, as run {note.by} decided."
+    text += f"; limits.min_agreement is {note.min_agreement:g}, and the trial took "
+    text += f"{duration(note.seconds)}."
+    if note.itself is not None:
+        text += (
+            f" Asked twice, in another order, the model as it is stored gave {note.itself:.2%} of "
+            "the answers again."
+        )
+    return text
+
+
+def precision_lines(report: RunReport) -> list[str]:
+    """The decision, what was tried, and the rows that differ; [] where nothing was tried."""
+    if report.precision is None:
+        return []
+    lines = [precision_said(report)]
+    for table in (precision_table(report), disagreement_table(report)):
+        lines += ["", *table_lines(table)] if table else []
+    return lines
+
+
+def settings_text(arguments: Mapping[str, str]) -> str:
+    """`quantization: fp8`, or that the model is as it is stored."""
+    text = ", ".join(f"{name}: {value}" for name, value in arguments.items())
+    return text or "the model as it is stored"
 
 
 def _engines(report: RunReport) -> str:

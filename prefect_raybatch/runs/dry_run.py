@@ -22,6 +22,7 @@ from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import CostEstimate, estimate
 from prefect_raybatch.runs.plan_run import check_places, check_schema_names, length_of_job
 from prefect_raybatch.sizing import sizes
+from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.stages.label_probabilities import check_labels
@@ -124,6 +125,10 @@ def dry_run(
         wrong.append(str(error))
         size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
     wrong += size.problems
+    try:
+        trial_rows(job, rows)
+    except ConfigError as error:
+        wrong.append(str(error))
     needs = sized.checked_needs(job, have, size, wrong)
     reuse = reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None
     return DryRun(

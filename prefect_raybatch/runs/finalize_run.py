@@ -14,6 +14,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
     AnswerPart,
@@ -24,6 +25,7 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -35,6 +37,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.runs.starts import read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
@@ -86,6 +89,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
+    accepted = all_accepted(ledger)
     made = reports.build(
         run.uri,
         plan,
@@ -93,12 +97,14 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         "completed",
         result.parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan)),
+        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
-    made = replace(made, advice=advise(made, job))
+    starts = read_starts(ledger)
+    made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
+    made = replace(made, precision=read_precision(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
@@ -108,7 +114,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     put_record(store, REPORT, made.to_bytes())
     store.put(REPORT_PAGE, reports.markdown(made).encode())
     store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(_success(plan, output, result))
+    ledger.succeed(_success(plan, output, result, accepted))
     return _end(ledger, plan, True)
 
 
@@ -163,6 +169,7 @@ def with_reuse(
             **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
             other_engines=asks.other_engines,
             engine_deaths=report.engine_deaths + asks.engine_deaths,
+            starts=asks.starts,
             seconds=round(report.seconds + asks.seconds, 1),
             tokens={**report.tokens, "cached_tokens": cached},
         )
@@ -178,7 +185,7 @@ def with_reuse(
     return replace(report, reuse={**saved, **more})
 
 
-def _success(plan: Plan, output: Output, result: Result) -> Success:
+def _success(plan: Plan, output: Output, result: Result, accepted: tuple[Accepted, ...]) -> Success:
     return Success(
         rows=plan.rows,
         data=result.tally.good,
@@ -191,6 +198,7 @@ def _success(plan: Plan, output: Output, result: Result) -> Success:
         plan=plan.hash,
         layout=result.layout,
         manifest=result.manifest,
+        accepted=accepted,
     )
 
 

@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
     OF_ASKS,
@@ -29,31 +29,23 @@ from prefect_raybatch.ledger.layout import REUSED_FOLDER, table_path
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.plan_tables import to_parquet
 from prefect_raybatch.ledger.record_files import put_record_proved
-from prefect_raybatch.ledger.records import Plan, Unit, digest, load
-from prefect_raybatch.model import pinned as models
+from prefect_raybatch.ledger.records import Plan, digest, load
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.plan import settled as settled_job
 from prefect_raybatch.plan.resolved import Resolved
+from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
 from prefect_raybatch.source import Inventory, snapshot_tables
-from prefect_raybatch.stages.block import Failure, input_columns, is_lost, losses
-from prefect_raybatch.stages.calls.apart import NoChild
-from prefect_raybatch.stages.calls.calling import Calls
-from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, RAW
-from prefect_raybatch.stages.request_key import KEY, KEY_BYTES, KEY_TYPE, Keying
+from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store
 
-if TYPE_CHECKING:
-    from prefect_raybatch.stages.read import ShardReader
-
 log = logging.getLogger(__name__)
-CHUNK_ROWS = 8192  # rows whose keys are made together
 ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over
 PLACES_A_GROUP = 1 << 16  # rows of a table of places that are read together
-NO_KEY = bytes(KEY_BYTES)
 
 
 def increment_for(
@@ -82,7 +74,7 @@ class Worked:
     parts: dict[str, Any]
     earlier: Earlier
     join: Join
-    rows: _Rows
+    rows: RowKeys
 
     @property
     def counts(self) -> RowCounts:
@@ -106,84 +98,16 @@ def worked_out(
     job, model = resolved.job, resolved.with_adapters()
     keying, parts = keying_of(job, model)
     known = find_earlier(job, run_key, keying.context, parts) if earlier else Earlier()
-    rows = _Rows.of(job, model, found, store, keying)
-    with Join(rows.reader.rows, known.rows) as join:
+    rows = RowKeys.of(job, model, found, store, keying)
+    with Join(rows.rows, known.rows) as join:
         number = 0
         for keys in known.every_key():
             numbers = np.arange(number, number + len(keys))
             join.theirs.add(keys, numbers, np.zeros(len(keys), bool))
             number += len(keys)
-        for start, _, made in rows.keyed(None):
-            well = [(key, start + i, exact) for i, (key, exact) in enumerate(made) if key]
-            join.ours.add(
-                [key for key, _, _ in well],
-                np.array([row for _, row, _ in well], np.int64),
-                np.array([exact for _, _, exact in well], bool),
-            )
+        rows.add_to(join)
         join.run()
         yield Worked(keying, parts, known, join, rows)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of the input, read as far as requests are made of them."""
-
-    reader: ShardReader
-    prepare: Prepare
-    keying: Keying
-
-    @classmethod
-    def of(
-        cls,
-        job: BatchJob,
-        model: dict[str, Any],
-        found: Inventory,
-        store: Store | None,
-        keying: Keying,
-    ) -> _Rows:
-        from prefect_raybatch.stages.read import ShardReader
-
-        schema = found.schema
-        if not job.prompt.function:  # no other columns are needed
-            wanted = set(job.prompt.columns) or {schema.names[0]}
-            schema = pa.schema([field for field in schema if field.name in wanted])
-        limits = job.limits
-        # Apart: a function that ends its process would end the driver, here and at each new try.
-        calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-        prepare = Prepare(
-            job.prompt,
-            models.with_tokenizer(model, job.engine),
-            job.engine.context,
-            calls=calls,
-            sampling=job.asked(),
-            fixed_form=job.fixed_form,
-        )
-        reader = ShardReader(found.files, schema, store, job.source.options)
-        return cls(reader, prepare, keying)
-
-    def keyed(
-        self, only: Join | None
-    ) -> Iterator[tuple[int, pa.Table, list[tuple[bytes | None, bool]]]]:
-        """(first row, rows, key and whether it is exact of each) of the input in order; of the
-        places where `only` has rows that are asked about."""
-        rows = self.reader.rows
-        units = [
-            (Unit(number, 0, min(CHUNK_ROWS, rows - start)), start)
-            for number, start in enumerate(range(0, rows, CHUNK_ROWS))
-            if only is None or only.leaders(start, min(rows, start + CHUNK_ROWS)).any()
-        ]
-        starts = {unit.shard: start for unit, start in units}
-        for task in self.reader.tasks(units, max(1, len(units))):
-            for unit, table in zip(task.units, self.reader.read(task), strict=True):
-                if is_lost(table):
-                    raise SourceError(losses(table)[0].message)
-                try:
-                    requests = self.prepare.requests(table)
-                except NoChild as error:
-                    raise ConfigError(f"no requests of the rows: {error}") from None
-                keys = self.keying.keys(requests, table)
-                exact = [not isinstance(r, Failure) and self.keying.exact(r) for r in requests]
-                yield starts[unit.shard], table, list(zip(keys, exact, strict=True))
 
 
 def planned(
@@ -216,16 +140,20 @@ def planned(
         earlier_plan=earlier.plan,
         differs=earlier.differs,
         counts=counts,
-        rows=worked.rows.reader.rows,
+        rows=worked.rows.rows,
         seconds=earlier.seconds,
     )
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:
     """Writes the tables of places; their names in order."""
+    start = 0
     for kind, at in join.places():
         out = io.BytesIO()
         table = pa.table({"kind": pa.array(kind), "at": pa.array(at)})
+        if (digests := join.kept_digests(start, start + len(kind))) is not None:
+            table = table.append_column("digests", digests)
+        start += len(kind)
         pq.write_table(table, out, compression="zstd", row_group_size=PLACES_A_GROUP)
         data = out.getvalue()
         name = f"places-{digest(data)[:16]}.parquet"
@@ -238,6 +166,8 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
     parts = PartFiles(store, f"{REUSED_FOLDER}/{attempt}-{uuid.uuid4()}")
     held: list[pa.Table] = []
     start = 0
+    pools = tasks.pools(worked.rows.job.engine.task)
+    schema = POOLED if pools else RAW
 
     def write() -> None:
         if held:
@@ -261,7 +191,7 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
                     mask = pa.array(needed[at : at + batch.num_rows])
                     at += batch.num_rows
                     rows = _with_origin(
-                        pa.Table.from_batches([batch.filter(mask)]), answers.run_key
+                        pa.Table.from_batches([batch.filter(mask)]), answers.run_key, schema
                     )
                     held += [rows] if rows.num_rows else []
                     if sum(table.num_rows for table in held) >= ANSWERS_A_BATCH:
@@ -274,13 +204,13 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
         parts.discard()
 
 
-def _with_origin(table: pa.Table, run_key: str) -> pa.Table:
+def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
     """Raw answers with the run that asked for each."""
     if ORIGIN in table.column_names:
         origin = table[ORIGIN]
     else:
         origin = pa.array([run_key] * table.num_rows, pa.string())
-    rows = table.select(RAW.names).cast(RAW)
+    rows = table.select(schema.names).cast(schema)
     return rows.append_column(ORIGIN, origin).combine_chunks()
 
 
@@ -295,14 +225,7 @@ def _plan_asks(
     with the bytes that the run's plan holds."""
     ledger, join = asks_ledger(store), worked.join
 
-    def tables() -> Iterator[tuple[str, pa.Table]]:
-        for start, table, made in worked.rows.keyed(join):
-            mask = join.leaders(start, start + table.num_rows)
-            keys = [made[i][0] or NO_KEY for i in np.flatnonzero(mask).tolist()]
-            rows = table.select(input_columns(table)).filter(pa.array(mask))
-            yield "the requests", rows.append_column(KEY, pa.array(keys, KEY_TYPE))
-
-    found = snapshot_tables(tables, ledger.store, attempt)
+    found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, attempt)
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
     job = job_of_asks(resolved.job)
@@ -311,7 +234,7 @@ def _plan_asks(
         "asks",
         found.files,
         found.schema,
-        found.row_bytes,
+        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
         snapshot=True,
         engines=sized.engines_to_plan_for(job),
         context=context,
@@ -320,7 +243,7 @@ def _plan_asks(
             context=worked.keying.context,
             merge=worked.keying.merge,
             weights=name,
-            rows=worked.rows.reader.rows,
+            rows=worked.rows.rows,
         ).to_dict(),
     )
     for table, data in {**named, name: weights}.items():

@@ -20,10 +20,12 @@ from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.runs.precision import decided_job
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.storage import open_store
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
+    from prefect_raybatch.driver.starting import Starting
     from prefect_raybatch.sizing.sizes import Capacity, Pool
 
 log = logging.getLogger(__name__)
@@ -102,9 +105,12 @@ def _attempt(
     job = planning.as_planned(job, plan)
     increment = increment_of(plan)
     looks_up = increment is not None and increment.ledger == OF_ROWS
-    attempt, whoami = uuid.uuid4().hex, _whoami(plan)
+    plan = plan if run.model is None else plan.with_model(run.model)
+    attempt = uuid.uuid4().hex
+    whoami = Whoami(ledger, attempt, {**_whoami(plan), **accepted_note(run.accepted)})
     monitor = Monitor(attempt, plan, store, job.limits, observe)
-    on_stop = partial(_note_stop, ledger, attempt, whoami)
+    monitor.on_started = partial(_note_start, whoami)
+    on_stop = partial(_note_stop, whoami)
     waiting = None if increment is None else waiting_rows(ledger, increment, shards)
     driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting)
     driver.progress.before = before or driver.progress.before
@@ -121,7 +127,7 @@ def _attempt(
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
 
-    ledger.note_attempt(attempt, whoami)
+    whoami.note()
     user, capacity = held or (User(job.name), None)
     user.waits = monitor.held
     with ExitStack() as stack:
@@ -130,6 +136,7 @@ def _attempt(
         monitor.dashboard = cluster.dashboard_url()
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
+        job = decided_job(job, plan, shards, ledger, capacity, user, attempt, engine)
         needed = without_engine(job) if looks_up else job
         size = sized.for_attempt(needed, plan, ledger, capacity)
         cluster.check_fit(needed, capacity, size.pool)
@@ -139,8 +146,7 @@ def _attempt(
         check_cost(job.limits, monitor.meter.whole, plan.shards, int(driver.done.sum()))
         stack.enter_context(cluster.admitted(needed, capacity, size.pool, user))
         if increment is not None and not looks_up:  # what a report reckons savings by
-            whoami["gpus"] = size.pool.gpus[1]
-            ledger.note_attempt(attempt, whoami)
+            whoami.note(gpus=size.pool.gpus[1])
         pipeline = Pipeline(
             job,
             plan,
@@ -154,10 +160,26 @@ def _attempt(
             shuffle=attempt if len(ledger.attempts()) > 1 else None,
             **({"engine": engine} if engine else {}),
         )
-        monitor.engines = pipeline.engines
+        monitor.engines, monitor.starts = pipeline.engines, pipeline.starts
+        pipeline.on_pass = monitor.pass_began
+        stack.callback(pipeline.forget)
+        stack.callback(monitor.note_start)
         run_pass = _interruptible(pipeline, monitor, user, job.limits)
         suspects = size.pool.engines * (1 + size.concurrent)
         return driver.run(run_pass, pipeline.quarantine, suspects)
+
+
+class Whoami:
+    """The note of an attempt, which grows; several threads add to it."""
+
+    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, Any]):
+        self.ledger, self.attempt, self.known = ledger, attempt, known
+        self._lock = threading.Lock()
+
+    def note(self, **more: Any) -> None:
+        with self._lock:
+            self.known |= more
+            self.ledger.note_attempt(self.attempt, self.known)
 
 
 def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
@@ -197,11 +219,16 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
     return pipeline
 
 
-def _note_stop(ledger: Ledger, attempt: str, whoami: dict[str, Any], stop: Stop) -> None:
+def _note_stop(whoami: Whoami, stop: Stop) -> None:
     try:
-        ledger.note_attempt(attempt, {**whoami, "stopped": stop.to_dict()})
+        whoami.note(stopped=stop.to_dict())
     except RayBatchError as error:  # the run ends with its own error, not with this one
         log.warning("the failed rows are not noted in the run directory: %s", error)
+
+
+def _note_start(whoami: Whoami, starting: Starting) -> None:
+    if starting.engines:
+        whoami.note(start={"engines": starting.engines, "seconds": starting.seconds()})
 
 
 def _whoami(plan: Plan) -> dict[str, Any]:

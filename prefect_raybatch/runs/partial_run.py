@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -101,12 +102,14 @@ def finalize_partial(
         row_number=output.row_number,
     )
     where = f"{store.uri}/{partial_path(name)}"
-    notes = (told.warning, *of_whom(plan))
+    accepted = all_accepted(ledger)
+    notes = (told.warning, *of_whom(plan), *map(str, accepted))
     # From its folder on, as all else that a report says.
     inside = [
         replace(part, path=part.path.removeprefix(f"{partial_path(name)}/")) for part in parts
     ]
     report = reports.build(where, plan, tally, PARTIAL_STATE, inside, notes=notes)
+    report = replace(report, accepted=accepted)
     put_record(store, partial_path(name, PARTIAL_REPORT), report.to_bytes())
     store.put(partial_path(name, PARTIAL_PAGE), reports.markdown(report).encode())
     told.put(store)

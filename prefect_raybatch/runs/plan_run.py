@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +16,21 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger import increments
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
-from prefect_raybatch.runs.run import Run, run_of, run_store
+from prefect_raybatch.runs.run import Run, run_of, run_store, who
+from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
@@ -39,12 +42,17 @@ log = logging.getLogger(__name__)
 
 
 def plan_run(
-    job: BatchJob | Resolved, run_key: str, dataset: ray.data.Dataset | None = None
+    job: BatchJob | Resolved,
+    run_key: str,
+    dataset: ray.data.Dataset | None = None,
+    accept: Sequence[str] = (),
 ) -> Run:
     """Makes the run's plan, or adopts the one that is there; returns the run.
 
-    `dataset` takes the place of the job's source files. Raises `ConfigError`, `SourceError`,
-    `PlanMismatch` or `UnsafeStore`; nothing of it is worth a retry but a store that is away.
+    `dataset` takes the place of the job's source files. `accept` names fields in which the job may
+    differ from the one the run was begun with: a person takes that on, and the run tells of it.
+    Raises `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`; nothing of it is worth a
+    retry but a store that is away.
     """
     resolved = resolve(job)
     job = resolved.job
@@ -53,11 +61,11 @@ def plan_run(
     ledger = Ledger(store)
     plan = ledger.load_plan()
     if plan is not None:
-        _check_same(plan, resolved, store.uri)
+        accepted = _check_same(plan, resolved, store.uri, accept)
         ledger, plan = follow_forks(ledger, plan)
         if ledger.store is not store:
             log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
-        return run_of(ledger.store, plan, ledger)
+        return _with_accepted(run_of(ledger.store, plan, ledger), accepted, resolved)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     store.probe()
@@ -66,7 +74,23 @@ def plan_run(
     return run_of(store, plan, ledger, probed=True)
 
 
-def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
+def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved) -> Run:
+    """The run that goes on with a job that differs in what was accepted."""
+    if not accepted:
+        return run
+    if resolved.job.cluster.job_server is not None:
+        raise ConfigError(
+            "accept: a run as a Ray job (cluster.job_server) cannot go on with a job that differs; "
+            "run it without cluster.job_server, or under another --run-key"
+        )
+    for one in accepted:
+        log.warning("%s", one)
+    if not of_model(accepted):
+        return replace(run, accepted=accepted)
+    return replace(run, accepted=accepted, model=_checked(resolved.pinned()).with_adapters())
+
+
+def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
     """What can be told about a job within a second: a wrong one fails before anything starts.
 
     Looks at the plan of the run directory where there is one, else at a sample of the input.
@@ -83,7 +107,7 @@ def precheck(job: BatchJob | Resolved, store: Store) -> Resolved:
         check_reachable(address)
     plan = Ledger(store).load_plan()
     if plan is not None:
-        _check_same(plan, resolved, store.uri)
+        _check_same(plan, resolved, store.uri, accept)
         return resolved
     if resolved.known is not None:
         resolved = _checked(resolved)
@@ -128,11 +152,13 @@ def check_schema_names(output: Output) -> None:
             raise ConfigError(f"output.schema: {error}") from None
 
 
-def _check_same(plan: Plan, resolved: Resolved, where: str) -> None:
-    """`PlanMismatch` unless the plan is this job's. The input of a run that retries failed rows
-    is what it took, whatever the job reads."""
+def _check_same(
+    plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
+) -> tuple[Accepted, ...]:
+    """`PlanMismatch` unless the plan is this job's, but for what `accept` names: that. The input of
+    a run that retries failed rows is what it took, whatever the job reads."""
     own = resolved.retrying(plan.parts.get("retry"))
-    check_same(plan, own.fingerprint, own.parts, where)
+    return check_acceptable(plan, own.fingerprint, own.parts, where, accept, who())
 
 
 def _checked(resolved: Resolved) -> Resolved:
@@ -182,6 +208,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
+    trial_rows(job, sum(file.rows for file in found.files))
     for line in check_targets_of(job, found.schema, run_key):
         log.info("to publish: %s", line)
     context = None

@@ -20,6 +20,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.precision import with_precision
 
 if TYPE_CHECKING:
     from prefect_raybatch.ledger.ledger import Ledger
@@ -70,14 +71,15 @@ def preview_rows(
 
 
 def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
-    """The job over its first rows, with one engine here and the result in `folder`."""
+    """The job over its first rows, with one engine here, in the precision that the model is stored
+    in, and the result in `folder`."""
     limit = min(rows, job.source.limit or rows)
     source = job.source.model_copy(update={"limit": limit, "rows_per_shard": limit})
     kept: dict[str, Any] = {"uri": folder, "options": {}, "publish": [], "keep_answers": None}
     output = job.output.model_copy(update=kept)
     engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
     changed = {"source": source, "output": output, "engine": engine, "cluster": Cluster()}
-    return job.model_copy(update={**changed, "reuse": None})
+    return with_precision(job.model_copy(update={**changed, "reuse": None}), {})
 
 
 def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:

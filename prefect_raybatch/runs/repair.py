@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.precision import note_precision, read_precision
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest
 from prefect_raybatch.ledger.success import read_success
@@ -117,6 +118,8 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
         put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
     except FileNotFoundError:
         log.info("%s has no schema of its answers yet", old.store.uri)
+    if (decided := read_precision(old.store)) is not None:  # what is taken over was asked so
+        note_precision(ours.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     fork = replace(plan, run_key=key, created=now, format=FORMAT, forked_from=forked(plan))
     return ours.create_plan(fork, {name: old.table(name) for name in plan.tables})

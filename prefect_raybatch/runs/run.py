@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import getpass
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
+from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
@@ -20,6 +22,7 @@ from prefect_raybatch.job.run_words import (
     with_places,
     with_run_words,
 )
+from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
@@ -40,6 +43,9 @@ class Run:
     finished: bool
     # This command made the plan and has probed the store: another one probes again.
     probed: bool = field(default=False, compare=False)
+    # In what the job differs, by a person's word; and the model, where it is another by that.
+    accepted: tuple[Accepted, ...] = field(default=(), compare=False)
+    model: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 def run_store(output: Output, run_key: str) -> Store:

@@ -12,6 +12,7 @@ from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.layout import partial_path
@@ -24,6 +25,7 @@ from prefect_raybatch.ledger.partials import (
     read_partial,
     split_partial,
 )
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
@@ -33,6 +35,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
+from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -162,11 +165,14 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         tally.add(commit)
     if final is None:
         state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
-        stop = _stop_of(_attempts(ledger), listing.done)
+        attempts = _attempts(ledger)
+        stop = _stop_of(attempts, listing.done)
+        notes += map(str, all_accepted(ledger))
         notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
         made = reports.build(
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
+        made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
         return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
     return replace(final, charts=charts(tally, plan.shards))
 

@@ -18,6 +18,7 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.plan.plan import as_planned
@@ -182,7 +183,8 @@ class Bench:
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = load_run(self.ledger, run)
-        self.job = as_planned(job, self.plan)
+        # As the model is stored: another precision may change answers, and no trial does.
+        self.job = with_precision(as_planned(job, self.plan), {})
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""

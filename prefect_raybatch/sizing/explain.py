@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.precision import TRY_FP8, precision_tries
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
+from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sample_size
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.words import counted
@@ -28,7 +30,22 @@ def figures(job: BatchJob, have: Capacity, size: Sizing, model: Model | None) ->
     rows = Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why)
     engine, cluster = job.engine, job.cluster
     stages = _stage_figures(engine, cluster, have, size)
-    return [*_engine_figures(engine, have, size, model), rows, *stages]
+    return [*_engine_figures(engine, have, size, model), *_precision(job), rows, *stages]
+
+
+def _precision(job: BatchJob) -> list[Figure]:
+    """What a trial will decide; nothing where the job leaves nothing to it."""
+    tries = precision_tries(job.engine)
+    if not tries:
+        return []
+    limits, confidence = job.limits, confidence_of_each(len(tries))
+    rows = sample_size(limits.min_agreement, confidence)
+    why = (
+        f"{TRY_FP8}: before the first commit up to {rows:,} sampled rows are asked as the model is "
+        f"stored and in fp8, which is taken if {limits.min_agreement:.4g} of the answers are the "
+        f"same, with {CONFIDENCE:.0%} confidence (limits.min_agreement). Sizes are without fp8"
+    )
+    return [Figure("precision", f"fp8 {' and '.join(tries[0])}, or as stored", why)]
 
 
 def _engine_figures(

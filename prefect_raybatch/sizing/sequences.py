@@ -5,16 +5,53 @@ A step of decoding reads all weights, however many rows it is for, so that more 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.model.memory import share
 from prefect_raybatch.sizing.cards import Card
-from prefect_raybatch.sizing.engines import Tokens, gpu_seconds
+from prefect_raybatch.sizing.cost import Tokens, gpu_seconds, rows_per_second
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
-MORE = 512  # the most for which vLLM captures CUDA graphs: 1024 gave no more on an H200
-GAIN = 0.05  # the least gain for which more sequences are taken
+TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
+SEQUENCE_GAIN = 0.02  # the least gain for which more sequences are taken
+PACKED_GAIN = 0.1  # of more sequences in engines that share a GPU: only 256 are measured there
+
+
+def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
+    """Whether the KV cache of each of `engines` on a GPU is likely to hold `max_num_seqs` rows of
+    the typical length. Several have a fixed share of it: rows of twice that, and one of the context
+    length."""
+    arguments, model = fit.arguments, fit.model
+    if engines == 1:
+        return fit.rows_held(row.typical) >= arguments.max_num_seqs
+    try:
+        cache = share(model, arguments, fit.gpu_bytes, engines).kv_cache
+    except ConfigError:
+        return False
+    rows = arguments.max_num_seqs * model.kv_bytes(2 * row.typical)
+    return cache >= (arguments.kv_cache_bytes or max(rows, model.kv_bytes(fit.length)))
+
+
+def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
+    """The fewest with which the rate is within `gain` of the best of them."""
+    best = max(map(rate, tried))
+    return next(number for number in tried if rate(number) * (1 + gain) >= best)
+
+
+def best_sequences(
+    fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
+) -> int:
+    """Of `tried`, for each of `engines` on a GPU; the first of them is taken where none is held."""
+    room = [n for n in tried[1:] if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
+
+    def rate(seqs: int) -> float:
+        return rows_per_second(fit.model, card, row, engines, seqs)
+
+    return fewest([tried[0], *room], rate, SEQUENCE_GAIN if engines == 1 else PACKED_GAIN)
 
 
 def choose_max_num_seqs(
@@ -26,23 +63,29 @@ def choose_max_num_seqs(
     longest: int,
     engines_per_gpu: int,
 ) -> tuple[int, str]:
-    """(max_num_seqs, why): as `asked`, or for `auto` 256, and 512 for an engine alone on its GPUs
-    where that brings 5 % by `gpu_seconds` and the KV cache is likely to hold so many rows of the
-    typical length. `fit` and `card` are None on a CPU and where model or GPU are not known;
-    `longest` are the tokens of an answer of which nothing else is known.
+    """(max_num_seqs, why): as `asked`, or for `auto` 256, and 512 or 1,024 where that brings 2 % by
+    the model of costs and the KV cache is likely to hold so many rows of the typical length. `fit`
+    and `card` are None on a CPU and where model or GPU are not known; `longest` are the tokens of
+    an answer of which nothing else is known.
     """
     if asked != "auto":
         return asked, "engine.max_num_seqs"
-    if engines_per_gpu > 1:
-        return SEQUENCES, f"for each of {engines_per_gpu} engines on a GPU"
     if fit is None or card is None:
         return SEQUENCES, "unless engine.max_num_seqs says more"
     row = replace(row, out=row.out if row.out is not None else longest)
-    usual, more = (gpu_seconds(fit.model, card, row, seqs) for seqs in (SEQUENCES, MORE))
-    gain = usual / more - 1
-    if gain < GAIN:
-        return SEQUENCES, f"{MORE} would bring about {gain:.0%}: answers of {row.out} tokens"
-    held = fit.asking(max_num_seqs=MORE).rows_held(row.typical)
-    if held < MORE:
-        return SEQUENCES, f"the KV cache has room for {held} rows of about {row.typical} tokens"
-    return MORE, f"about {gain:.0%} faster than {SEQUENCES}: answers of {row.out} tokens"
+    found = best_sequences(fit, card, row, engines_per_gpu)
+    each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
+    usual = gpu_seconds(fit.model, card, row, SEQUENCES)
+    gains = {n: usual / gpu_seconds(fit.model, card, row, n) - 1 for n in TRIED}
+    if found > SEQUENCES:
+        what = f"about {gains[found]:.0%} faster than {SEQUENCES}"
+        return found, f"{what}: answers of {row.out} tokens{each}"
+    least = SEQUENCE_GAIN if engines_per_gpu == 1 else PACKED_GAIN
+    more = next((n for n in TRIED[1:] if gains[n] > least), None)
+    if more is None:
+        what = f"{TRIED[-1]} would bring about {gains[TRIED[-1]]:.0%}"
+        return SEQUENCES, f"{what}: answers of {row.out} tokens{each}"
+    if engines_per_gpu > 1:
+        return SEQUENCES, f"for each of {engines_per_gpu} engines on a GPU"
+    held = fit.asking(max_num_seqs=more).rows_held(row.typical)
+    return SEQUENCES, f"the KV cache has room for {held} rows of about {row.typical} tokens"

@@ -15,10 +15,10 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
+from prefect_raybatch.sizing import cost, sequences
 from prefect_raybatch.sizing import engines as packing
-from prefect_raybatch.sizing import sequences
 from prefect_raybatch.sizing.cards import EngineGpu, card
-from prefect_raybatch.sizing.engines import Tokens
+from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.sizing.fit import (
     Fit,
     check_memory,
@@ -239,6 +239,7 @@ def choose_pool(
             row=row,
             length=length,
             pools=pools(engine.task),
+            sequences=sequences.TRIED if engine.max_num_seqs == "auto" else (engine.max_num_seqs,),
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -297,7 +298,7 @@ def _row(job: BatchJob, row_bytes: float) -> Tokens:
     engine = job.engine
     early = engine.early_stop != "off" and engine.stage == "vllm" and not job.output.parsed_columns
     early = early and may_stop_early(engine.model_extra or {})
-    return packing.tokens(job.prompt, job.drawn, row_bytes, early)
+    return cost.tokens(job.prompt, job.drawn, row_bytes, early)
 
 
 def _asked(engine: Engine, kind: str) -> EngineArguments:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +67,7 @@ from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
-from prefect_raybatch.stages.vllm import canary, internals, multimodal, note
+from prefect_raybatch.stages.vllm import canary, internals, multimodal, note, phases
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
@@ -103,7 +104,8 @@ class EngineSpec:
     `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
-    encoder, which has no KV cache; `work`: what tokens cost it, None where that is not known."""
+    encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
+    tokens cost it, None where that is not known."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -121,6 +123,7 @@ class EngineSpec:
     labels: tuple[str, ...] = ()
     early_stop: EarlyStop = "off"
     encodes: bool = False
+    tell: phases.TellStart | None = None
     work: Work | None = None
 
 
@@ -131,6 +134,7 @@ def engine_spec(
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
     task: pooling.Pooling | None = None,
+    tell: phases.TellStart | None = None,
 ) -> EngineSpec:
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
@@ -176,6 +180,7 @@ def engine_spec(
         labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
         early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
         encodes=task is not None and task.encodes,
+        tell=tell,
         work=size.work,
     )
 
@@ -193,12 +198,14 @@ class EngineStage:
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
+    _marks = phases.StartMarks()
+    _teller: phases.StartTeller | None = None
     _meter = Meter(None)
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._meter = Meter(spec.work)
-        self._lock = threading.Lock()
+        self._lock, self._id = threading.Lock(), uuid.uuid4().hex
         self.engine: SteppedEngine | None = None
         self._refused: Loss | None = None
         self._note = note.Note(spec.attempt)
@@ -218,6 +225,19 @@ class EngineStage:
             return self.engine
 
     def _begin(self) -> None:
+        """Starts an engine, and tells of it meanwhile."""
+        marks = self._marks = phases.StartMarks()
+        teller = phases.StartTeller(self.spec.tell, marks, self._stepped_at, self._id)
+        self._teller = teller.start()
+        self._begin_working()
+        if self.engine is None:
+            teller.end()
+
+    def _stepped_at(self) -> float:
+        engine = self.engine
+        return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
+
+    def _begin_working(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
         if self.spec.labels and self._labels is None:
             try:
@@ -280,7 +300,8 @@ class EngineStage:
         for attempt in range(canary.ENGINE_STARTS):
             try:
                 self._adapters = self.spec.adapted.here()
-                self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
+                with self._marks.heard():
+                    self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 # of an earlier try; else a later death would start no other engine
                 self._refused = None
                 return
@@ -339,6 +360,8 @@ class EngineStage:
             return lost_all(table, Loss(ENGINE_DIED, str(death)))
         if any(answer.error is None for _, _, answer in answers):
             self._note.over()
+            if self._teller is not None:
+                self._teller.answered()
         table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
             table = self.sampler.tell(table, began, self._meter.tell(engine))

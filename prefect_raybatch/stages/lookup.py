@@ -18,6 +18,8 @@ from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, NO_REQUEST, REUSED
 from prefect_raybatch.stages.block import (
     CACHED_TOKENS,
+    DIGESTS,
+    DIGESTS_TYPE,
     ERROR,
     ERROR_TYPE,
     FORMED,
@@ -28,18 +30,33 @@ from prefect_raybatch.stages.block import (
     SHARD,
     TIMES,
     TRUNCATED,
+    VECTOR,
     Failure,
     lost_all,
     passes_by,
     timed,
 )
+from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest
-from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.raw_answers import KEY_COLUMN, RAW, RAW_COLUMNS, AnswerFiles
-from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying
+from prefect_raybatch.stages.prepare import Prepare, with_images
+from prefect_raybatch.stages.raw_answers import (
+    KEY_COLUMN,
+    POOLED,
+    RAW,
+    RAW_COLUMNS,
+    VECTOR_COLUMN,
+    AnswerFiles,
+)
+from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying, otherwise
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
 OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish looks for them where a job has such
+IMAGE_LATE = Failure(
+    "prepare",
+    "ImageUnavailable",
+    "an image of the row could not be had when the run was planned, so nothing was asked about it; "
+    "it can be had now: retry the row",
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,9 @@ class LookUp:
     """The stage as a function of one block.
 
     `prepare` makes requests as it does for the engine; `places` holds a row (kind, at) for each
-    row of the input; `reused`, `asked` and `failed` are raw answers and failures by number.
-    Shards are of `rows_per_shard` rows. `optional`: columns that finish looks for.
+    row of the input, and the digests of its images where it has such; `reused`, `asked` and
+    `failed` are raw answers and failures by number. Shards are of `rows_per_shard` rows.
+    `optional`: columns that finish looks for; `pools`: answers are vectors.
     """
 
     prepare: Prepare
@@ -59,6 +77,7 @@ class LookUp:
     failed: AnswerFiles
     rows_per_shard: int
     optional: tuple[str, ...] = ()
+    pools: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Adds answers, errors and times to a block of input rows."""
@@ -73,17 +92,22 @@ class LookUp:
 
     def _looked_up(self, table: pa.Table) -> pa.Table:
         began = time.time()
+        kinds, at, digests = self._places(table)
         requests = self.prepare.requests(table)
+        if self.prepare.images is not None:
+            requests = self._as_shown(self.prepare.images, table, requests, kinds, digests)
+            table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
         keys = self.keying.keys(requests, table)
         table = timed(table, "prepare", began)
         looked = time.time()
-        kinds, at = self._places(table)
         answers, failures = self._answers(kinds, at)
         held = answers[KEY_COLUMN].to_pylist()
         errors: list[dict[str, str] | None] = []
         for i, (request, key, kind) in enumerate(zip(requests, keys, kinds.tolist(), strict=True)):
             failure = _failure(request, key, kind, held[i], failures.get(i))
             errors.append(failure.to_dict() if failure else None)
+        if self.pools and (vectors := _vectors(answers, errors)) is not None:
+            table = table.append_column(VECTOR, vectors)
         well = pa.array([error is None for error in errors])
         for name, (column, kind) in RAW_COLUMNS.items():
             if name == KEY or (name in OPTIONAL and name not in self.optional):
@@ -99,14 +123,35 @@ class LookUp:
         table = table.append_column(f"{TIMES}_began", pa.array([began] * table.num_rows))
         return timed(table, "engine", looked)
 
-    def _places(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Where each row's answer is: (kind, number)."""
+    def _as_shown(
+        self,
+        images: RowImages,
+        table: pa.Table,
+        requests: list[ChatRequest | Failure],
+        kinds: np.ndarray,
+        digests: list[Digests],
+    ) -> list[ChatRequest | Failure]:
+        """Requests with their images as they were when the run was planned. Of rows that made no
+        request then, they are fetched once more, to tell why."""
+        empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
+        requests = with_images(requests, empty, digests)
+        none = [i for i in np.flatnonzero(kinds == NO_REQUEST) if not isinstance(empty[i], Failure)]
+        if none:
+            rows = table.take(pa.array(none))
+            shown, _ = images.fetched(rows, [empty[i] for i in none], too_many=1.0)
+            for i, found in zip(none, shown, strict=True):
+                requests[i] = found if isinstance(found, Failure) else IMAGE_LATE
+        return requests
+
+    def _places(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
+        """Where each row's answer is: (kind, number, the digests of its images)."""
         shards = table[SHARD].to_numpy().astype(np.int64)
         rows = shards * self.rows_per_shard + table[POSITION].to_numpy()
         there, places = self.places.take(rows)
         if places is None or not there.all():
             raise CorruptRun(f"the plan does not say where the answer to row {rows[~there][0]} is")
-        return places["kind"].to_numpy(), places["at"].to_numpy()
+        digests = places["digests"].to_pylist() if self.prepare.images is not None else []
+        return places["kind"].to_numpy(), places["at"].to_numpy(), digests
 
     def _answers(self, kinds: np.ndarray, at: np.ndarray) -> tuple[pa.Table, dict[int, Failure]]:
         """(the raw answer of each row, null where there is none; why the asks of others failed)."""
@@ -121,7 +166,7 @@ class LookUp:
             there, found = files.take(at[rows])
             if found is not None:
                 index[rows[there]] = held + np.arange(found.num_rows)
-                tables.append(found.cast(RAW))
+                tables.append(found.cast(self._schema))
                 held += found.num_rows
         lacking = np.flatnonzero((index < 0) & (kinds != NO_REQUEST))
         failures: dict[int, Failure] = {}
@@ -130,13 +175,37 @@ class LookUp:
             raise CorruptRun("answers that plan.json names are missing; raybatch verify tells more")
         for i, row in zip(lacking.tolist(), why.to_pylist() if why else (), strict=True):
             failures[i] = Failure(*(str(row[name]) for name in WHY))
-        every = pa.concat_tables([*tables, _no_answer()])
+        every = pa.concat_tables([*tables, _no_answer(self._schema)])
         index[index < 0] = held
         return every.take(pa.array(index)), failures
 
+    @property
+    def _schema(self) -> pa.Schema:
+        return POOLED if self.pools else RAW
 
-def _no_answer() -> pa.Table:
-    return pa.Table.from_arrays([pa.nulls(1, field.type) for field in RAW], schema=RAW)
+
+def _no_answer(schema: pa.Schema) -> pa.Table:
+    return pa.Table.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
+
+
+def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array | None:
+    """The answers' vectors as the engine stage gives them, null for a row that failed; None where
+    all have."""
+    lists = answers[VECTOR_COLUMN].combine_chunks()
+    well = [i for i, error in enumerate(errors) if error is None]
+    if not well:
+        return None
+    size = len(lists[well[0]])
+    values, missing = np.zeros((len(errors), size), np.float32), np.ones(len(errors), bool)
+    for i in well:
+        vector = lists[i].values
+        if len(vector) != size:
+            what = f"the row's answer has {len(vector)} numbers where another's has {size}"
+            errors[i] = Failure("engine", "OddVector", what).to_dict()
+            continue
+        values[i], missing[i] = vector.to_numpy(), False
+    flat = pa.array(values.reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, size, mask=pa.array(missing))
 
 
 def _where(well: pa.Array, values: pa.Array, nothing: pa.Array) -> Any:
@@ -162,4 +231,4 @@ def _failure(
         return NOT_DETERMINISTIC
     if failed is not None:
         return failed
-    return None if key == held else NOT_DETERMINISTIC
+    return None if key == held else otherwise(request)

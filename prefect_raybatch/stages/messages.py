@@ -15,11 +15,14 @@ from prefect_raybatch.stages.calls.apart import NoChild
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Chat messages of one row, the sampling fields it overrides, documents for its template."""
+    """Chat messages of one row, the sampling fields it overrides, documents for its template.
+    `images`: the SHA-256 of each of its images in the order in which they are fetched, None for
+    text alone or where that is not known yet."""
 
     messages: Messages
     sampling: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    images: tuple[str, ...] | None = None
 
     def under(self, system: str) -> ChatRequest:
         """The same with a system message in front, unless it brings its own."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +134,15 @@ class Prepare:
         """The request of each row of a block of input rows, before any template and tokenizer."""
         return self._requests(table)
 
+    def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
+        """As `requests`, with all that their keys are made of: images are fetched for their
+        digests, which are in the second place."""
+        requests = self.requests(table)
+        if self.images is None:
+            return requests, []
+        shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+        return with_images(requests, shown, digests), digests
+
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
@@ -152,11 +162,17 @@ class Prepare:
         """As `prompts`, what the engine gets of each row's images (of `MM_TYPE`), and their
         digests."""
         requests = self._requests(table)
+        shown: list[Messages | Failure] = []
+        digests: list[Digests] = []
+        if self.images is not None:
+            shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+            requests = with_images(requests, shown, digests) if self.keying else requests
         if self.keying is not None:
             requests = self.keying.checked(requests, table, table[KEY].to_pylist())
         if self.images is not None:
-            given = [_messages_for_images(r) for r in requests]
-            return (requests, *self.images.rendered(table, given, self.model))
+            pairs = zip(requests, shown, strict=True)
+            asked = [r if self.keying and isinstance(r, Failure) else s for r, s in pairs]
+            return (requests, *self.images.rendered(asked, self.model), digests)
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
         tokens = tokenize(tokenizer, render(tokenizer, requests, chat), chat)
         return requests, tokens, [None] * table.num_rows, []
@@ -221,6 +237,20 @@ class Prepare:
         fields = template_fields(template)
         fill = Filler(template, self.prompt)
         return [guarded(fill, row) for row in rows_of(table, list(fields))]
+
+
+def with_images(
+    requests: Sequence[ChatRequest | Failure],
+    shown: Sequence[Messages | Failure],
+    digests: Sequence[Digests],
+) -> list[ChatRequest | Failure]:
+    """Requests with the `digests` of their images, failed where what is `shown` of them has."""
+    made: list[ChatRequest | Failure] = []
+    for request, seen, each in zip(requests, shown, digests, strict=True):
+        if isinstance(request, ChatRequest) and not isinstance(seen, Failure):
+            request = replace(request, images=tuple(one["sha256"] for one in each))
+        made.append(seen if isinstance(seen, Failure) else request)
+    return made
 
 
 def _messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:

@@ -31,12 +31,13 @@ from prefect_raybatch.stages.block import (
     STEPS,
     TEXTS,
     TRUNCATED,
+    VECTOR,
 )
 from prefect_raybatch.stages.request_key import KEY, KEY_TYPE
 from prefect_raybatch.storage import Store
 
 NUMBER = "_row"  # of the request among the asks
-KEY_COLUMN, ORIGIN = "key", "origin"
+KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
 # A column of a block, and what it is called in a file of raw answers.
 RAW_COLUMNS = {
     KEY: (KEY_COLUMN, KEY_TYPE),
@@ -51,7 +52,9 @@ RAW_COLUMNS = {
     CHANCES: ("probabilities", PROBABILITIES_TYPE),
     STEPS: ("logprobs", STEPS_TYPE),
 }
+POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
+POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a task that pools
 KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
 
 _kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
@@ -59,13 +62,14 @@ _kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
 
 def raw_columns(table: pa.Table) -> pa.Table:
     """The raw answers in an engine's block, a row each."""
+    pooled = VECTOR in table.column_names
     columns = [
         table[name].combine_chunks().cast(kind)
         if name in table.column_names
         else pa.nulls(table.num_rows, kind)
-        for name, (_, kind) in RAW_COLUMNS.items()
+        for name, (_, kind) in (POOLED_COLUMNS if pooled else RAW_COLUMNS).items()
     ]
-    return pa.Table.from_arrays(columns, schema=RAW)
+    return pa.Table.from_arrays(columns, schema=POOLED if pooled else RAW)
 
 
 @dataclass(frozen=True)

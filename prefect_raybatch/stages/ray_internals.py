@@ -7,10 +7,12 @@ reason.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from ray.data import DataContext, Dataset, Datasource
@@ -223,3 +225,40 @@ def put_back_auth_mode(before: str | None) -> None:
         os.environ[AUTH_MODE_ENV_VAR] = before
     Config.initialize("")  # reads the environment again
     AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
+
+
+# --- how far the engines' starts have come --------------------------------------------------------
+
+STARTS = b"prefect_raybatch.starts"  # namespace in the key-value store of Ray's head
+STARTS_KEPT = 86400.0  # seconds after which what a killed driver left there is removed
+
+
+def tell_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
+    """Notes for the driver of an attempt how far an engine's start has come, in its actor."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    known = _told.setdefault(engine, f"{attempt}/{time.time():.0f}/{engine}")
+    _internal_kv_put(known.encode(), json.dumps(dict(marks)).encode(), True, namespace=STARTS)
+
+
+_told: dict[str, str] = {}  # the key of each engine of this process
+
+
+def told_starts(attempt: str) -> list[dict[str, float]]:
+    """What the engines of an attempt have told."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    keys = _internal_kv_list(f"{attempt}/".encode(), namespace=STARTS)
+    found = (_internal_kv_get(key, namespace=STARTS) for key in keys)
+    return [json.loads(value) for value in found if value]
+
+
+def forget_starts(attempt: str) -> None:
+    """Removes what the engines of an attempt have told, and what others left long ago."""
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
+
+    _internal_kv_del(f"{attempt}/".encode(), del_by_prefix=True, namespace=STARTS)
+    for key in _internal_kv_list(b"", namespace=STARTS):
+        _, at, _ = key.split(b"/")
+        if time.time() - float(at) > STARTS_KEPT:
+            _internal_kv_del(key, namespace=STARTS)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.block import Failure, Messages
+from prefect_raybatch.stages.images.rows import is_image
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.order import is_exact
 
@@ -30,6 +31,20 @@ NOT_DETERMINISTIC = Failure(
     "its own: let prompt.function depend on the row alone (no time, random numbers or outside "
     "state), or run without reuse",
 )
+
+
+IMAGE_CHANGED = Failure(
+    "prepare",
+    "ImageChanged",
+    "an image of the row is not what it was when the run was planned (or prompt.function returned "
+    "something else), so no answer can be told to be its own: retry the row, which takes the image "
+    "as it is now",
+)
+
+
+def otherwise(request: ChatRequest) -> Failure:
+    """Why a request whose key came out otherwise than planned has no answer."""
+    return IMAGE_CHANGED if request.images else NOT_DETERMINISTIC
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class Keying:
     ) -> list[ChatRequest | Failure]:
         """The requests, those failed whose key is not the `planned` one (None: it made none)."""
         return [
-            request if key == wanted or isinstance(request, Failure) else NOT_DETERMINISTIC
+            request if key == wanted or isinstance(request, Failure) else otherwise(request)
             for request, key, wanted in zip(
                 requests, self.keys(requests, table), planned, strict=True
             )
@@ -92,6 +107,8 @@ class Keying:
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
     """The key of one request; `secret` is the hash of its context."""
     parts: dict[str, Any] = {"messages": request.messages}
+    if request.images is not None:  # by what they show, wherever that lies
+        parts = {"messages": _without_places(request.messages), "images": request.images}
     if request.sampling:
         parts["sampling"] = request.sampling
     if request.documents is not None:
@@ -118,3 +135,19 @@ def _other(value: object) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}
+
+
+def _without_places(messages: Messages) -> Messages:
+    """Messages whose images say no more than that they stand there."""
+    return [
+        {**message, "content": list(map(_without_place, message["content"]))}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def _without_place(part: Any) -> Any:
+    if not is_image(part):
+        return part
+    return {**{k: v for k, v in part.items() if k != part["type"]}, "type": "image"}

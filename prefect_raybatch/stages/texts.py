@@ -32,6 +32,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling, Texts
 from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.request_key import KEY
 from prefect_raybatch.stages.tokens import TokenIds
 
 UNBOUNDED = 1 << 30  # a tokenizer that knows no length says an immense one
@@ -55,7 +56,13 @@ class PrepareTexts(Prepare):
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        made = self._encoded(self._given(table), self._limit())
+        given = self._given(table)
+        if self.keying is not None:
+            planned = table[KEY].to_pylist()
+            checked = self.keying.checked(list(map(_as_request, given)), table, planned)
+            pairs = zip(checked, given, strict=True)
+            given = [one if isinstance(one, Failure) else texts for one, texts in pairs]
+        made = self._encoded(given, self._limit())
         if self.prompt.on_too_long != "quarantine":
             cut = [isinstance(m, Encoded) and m.cut for m in made]
             table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
@@ -68,6 +75,10 @@ class PrepareTexts(Prepare):
         errors = [m.to_dict() if isinstance(m, Failure) else None for m in made]
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
+
+    def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
+        """The texts of each row, each as a message."""
+        return list(map(_as_request, self._given(table)))
 
     def prompts(
         self, table: pa.Table
@@ -188,6 +199,12 @@ def _first_one(types: Sequence[int] | None) -> int | None:
     if any(kind != 1 for kind in types[at:]):
         raise ValueError("the tokenizer gives token types other than 0s followed by 1s")
     return at
+
+
+def _as_request(texts: tuple[str, ...] | Failure) -> ChatRequest | Failure:
+    if isinstance(texts, Failure):
+        return texts
+    return ChatRequest([{"role": "text", "content": text} for text in texts])
 
 
 def _text(request: ChatRequest) -> str:

@@ -409,7 +409,8 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     """What if: the engines of a cluster of H200s, and a model that no L4 holds."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(LLAMA_8B))
-    path = write_job(tmp_path, engine={"model": str(tmp_path / "model")})
+    choice = {"max_tokens": 8, "choice": ["Law Firm", "Other"]}
+    path = write_job(tmp_path, engine={"model": str(tmp_path / "model")}, sampling=choice)
     asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
     code, out, err = call(*asked)
     assert code == 1 and err == ""  # 4 shards for 6 engines

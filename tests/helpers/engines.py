@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
@@ -17,6 +18,7 @@ from prefect_raybatch.stages.block import (
     TIMES,
     TOKENS,
     Failure,
+    lost_all,
     passes_by,
 )
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
@@ -160,3 +162,31 @@ class CrashingEngine(FakeEngine):
         if not passes_by(table) and self.AT in table["id"].to_pylist():
             os._exit(1)
         return super().__call__(table)
+
+
+class Fp8Engine(FakeEngine):
+    """Notes, in the file that the environment names, the precision it was made for; in fp8 it
+    answers otherwise to every row that the environment says, and starts only where it says so."""
+
+    FAILS = -1
+    NOTES, EVERY, REFUSES = "FP8_NOTES", "FP8_EVERY", "FP8_REFUSES"
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.fp8 = spec.arguments.get("quantization") == "fp8"
+        self.kv = spec.arguments.get("kv_cache_dtype") == "fp8"
+        with open(spec.env[self.NOTES], "a") as notes:
+            notes.write(f"{'fp8' if self.fp8 else '-'} {'fp8' if self.kv else '-'}\n")
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if passes_by(table):
+            return table
+        env = self.spec.env
+        if self.fp8 and env.get(self.REFUSES):
+            return lost_all(table, Loss("RuntimeError", "no kernel for fp8", fatal=True))
+        every = int(env.get(self.EVERY) or 0) if self.fp8 else 0
+        texts = [
+            f"other {i}" if every and i % every == 0 else f"answer {i}"
+            for i in table["id"].to_pylist()
+        ]
+        return with_answers(table, table[ERROR].to_pylist(), texts)

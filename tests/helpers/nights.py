@@ -4,13 +4,14 @@ Ray, and an engine whose answer follows from the prompt's text alone."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,9 +27,18 @@ from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import ERROR, TOKENS, Failure, load_tokenizer, passes_by
+from prefect_raybatch.stages.block import (
+    ERROR,
+    TOKENS,
+    Failure,
+    Messages,
+    load_tokenizer,
+    passes_by,
+)
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
-from .engines import with_answers
+from .engines import Stepped, with_answers
 from .small import receipts
 
 CPU = Capacity(2.0, 0.0, 1, "local")
@@ -135,7 +145,9 @@ class InThisProcess(pipeline.Pipeline):
         for task in self.read_tasks(units, isolated):
             for table in self.reader.read(task):
                 table = first(table)
-                yield from self.nights.heard(finish(table if spec is None else self.asked(table)))
+                if spec is not None:
+                    table = self.asked(table) if "task" not in spec.sampling else self.pooled(table)
+                yield from self.nights.heard(finish(table))
 
     def engines(self) -> dict[str, int]:
         return {"ALIVE": self.nights.alive} if self.nights.alive else {}
@@ -152,6 +164,54 @@ class InThisProcess(pipeline.Pipeline):
                 if self.nights.refuses(prompt):
                     errors[i] = Failure("engine", "ValueError", "refused").to_dict()
         return with_answers(table, errors, list(map(self.nights.answer, prompts)))
+
+    def pooled(self, table: pa.Table) -> pa.Table:
+        """Vectors of two numbers, the length and the first letter of each text."""
+        assert self.task is not None
+        tokenizer = load_tokenizer(*models.tokenizer_place(self.plan.model))
+
+        def answer(requests: Sequence[Request]) -> list[Completion]:
+            made = []
+            for request in requests:
+                text = tokenizer.decode(list(request.prompt_token_ids))
+                self.nights.asked.append(text)
+                numbers = np.array([len(text), ord(text[0])], np.float32)
+                made.append(Completion([], prompt_tokens=3, vector=numbers))
+            return made
+
+        return _Pooling(Stepped(answer), dict(self.task.fields))(table)
+
+
+class _Pooling(EngineStage):
+    def __init__(self, engine: Stepped, fields: dict[str, Any]) -> None:
+        self.spec, self.engine = EngineSpec({}, fields, {}), engine
+
+    def ready(self) -> Any:
+        return self.engine
+
+
+class ToldApart:
+    """Takes the place of a model's renderer: a prompt's text and the grey of its images."""
+
+    def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
+        self.tokenizer = load_tokenizer(path, revision)
+
+    def rows(
+        self, conversations: Sequence[Messages | Failure]
+    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
+        return list(map(self._tokens, conversations)), [None] * len(conversations)
+
+    def _tokens(self, messages: Messages | Failure) -> list[int] | Failure:
+        if isinstance(messages, Failure):
+            return messages
+        parts = [part for message in messages for part in message["content"]]
+        shown = [part.get("text") or _grey(part["image_pil"]) for part in parts]
+        ids = self.tokenizer(" ".join(shown), add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+
+def _grey(image: Any) -> str:
+    return str(image.getpixel((0, 0))[0])
 
 
 class Killed(Exception):

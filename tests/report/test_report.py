@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.reports import COMMIT, REPORT
 from helpers.reports import timed_commit as commit
@@ -10,9 +12,18 @@ from helpers.small import small_run
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import build, cached_share, duration, failure_table, markdown
+from prefect_raybatch.report.report import (
+    build,
+    cached_share,
+    duration,
+    failure_table,
+    markdown,
+    start_table,
+)
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.starts import STARTS_SHOWN, starts_of
 
 
 def tally(*commits: Commit) -> Tally:
@@ -141,3 +152,23 @@ def test_requests_that_were_not_sent_as_they_stood_are_told(tmp_path):
     page = markdown(told)
     assert "| Rows with the request of another | 3, inferred once a shard |" in page
     assert "| Prompts cut to fit | 1,200 |" in page
+
+
+def test_the_starts_of_attempts_are_a_table_and_survive_the_record():
+    notes = [
+        {"attempt": "a" * 32, "start": {"engines": 2, "seconds": {"weights": 2.5, "cluster": 3}}},
+        {"attempt": "b" * 32, "start": {"engines": 1, "seconds": {"cluster": 1.0}}},
+        {"attempt": "c" * 32},  # of a version that noted none, or of one that committed nothing
+        {"attempt": "d" * 32, "start": {"engines": "many"}},
+        {"attempt": "e" * 32, "start": None},
+    ]
+    made = replace(REPORT, starts=starts_of(notes))
+    assert RunReport.from_bytes(made.to_bytes()) == made
+    first, second = start_table(made)
+    figures = {"engines": "2", "cluster s": "3.0", "weights s": "2.5", "in all s": "5.5"}
+    assert first == {"attempt": "a" * 8, **figures}
+    assert list(first) == ["attempt", *figures]  # in the order in which they come
+    assert (second["weights s"], second["in all s"]) == ("-", "1.0")
+    assert "## Start" in markdown(made) and "<h2>Start</h2>" in html(made)
+    assert "## Start" not in markdown(REPORT) and "starts" not in REPORT.to_dict()
+    assert len(starts_of(notes[:1] * 30)) == STARTS_SHOWN

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,13 @@ import pytest
 from helpers.nights import Killed, Nights, words
 from helpers.small import make_job
 
+from prefect_raybatch.cluster import side_by_side
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat, Counts
 from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.plan import row_keys
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
@@ -389,17 +394,87 @@ def test_a_job_that_reuses_nothing_writes_what_it_always_wrote(nights: Nights) -
     assert not names & {"asks", "reused", "answers.json"}
 
 
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ({"engine": {"task": "embed"}}, "engine.task embed"),
-        ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
-        ({"prompt": {"template": "x {a}", "images": {"columns": ["i"]}}}, "images"),
-    ],
-)
-def test_what_cannot_be_reused_yet_is_refused(groups: dict[str, Any], said: str) -> None:
+def test_an_engine_that_tells_too_little_is_refused() -> None:
+    groups: dict[str, Any] = {"engine": {"stage": "ray.data.llm"}}
     make_job(**groups)
-    with pytest.raises(ConfigError, match=f"reuse.*{said}"):
+    with pytest.raises(ConfigError, match=r"reuse: ray\.data\.llm"):
         make_job(**groups, reuse="latest")
-    with pytest.raises(ConfigError, match=f"keep_answers.*{said}"):
+    with pytest.raises(ConfigError, match=r"keep_answers: ray\.data\.llm"):
         make_job(**groups, output={"uri": "out", "keep_answers": 9})
+
+
+def test_vectors_are_taken_over(nights: Nights) -> None:
+    """As raw answers: another vector_type asks nothing, another normalize all."""
+    engine = {"task": "embed", "max_model_len": 128}
+
+    def job(**output: Any) -> Any:
+        out = {"uri": str(nights.folder / "out"), "columns": ["text"], "column": "vector"}
+        return nights.job(prompt={"template": "{text}"}, engine=engine, output={**out, **output})
+
+    def vectors(key: str) -> list[tuple[str, list[float]]]:
+        return [(row["text"], row["vector"]) for row in nights.result(key)]
+
+    def right(*texts: str) -> list[tuple[str, list[float]]]:
+        return [(text, [float(len(text)), float(ord(text[0]))]) for text in texts]
+
+    first = ["apple", "bee", "coat", "dot", "apple", "egg"]
+    nights.write(*first)
+    report = nights.night("n1", job())
+    assert vectors("n1") == right(*first) and report.reuse["merged"] == 1
+    assert sorted(nights.asked) == sorted(set(first))
+    nights.asked.clear()
+    second = ["egg", "apples", "bee", None, "apple", "apple"]
+    nights.write(*second)
+    told = dry_run(job(), "n2")
+    assert told.reuse is not None and told.reuse.counts.asked == 1
+    report = nights.night("n2", job(vector_type="float16"))
+    assert vectors("n2") == right(*[text for text in second if text])
+    assert nights.asked == ["apples"] and report.failed == 1 and report.reuse["reused"] == 4
+    assert report.reuse["saved_tokens"] == 4 * 3
+    told = dry_run(job(normalize=False))
+    assert told.reuse is not None and told.reuse.counts.reused == 0
+    assert "use_activation" in told.reuse.differs[0]
+    nights.night("n3", job())  # what was taken over is taken over again
+    assert nights.asked == ["apples"] and len(vectors("n3")) == 5
+    assert verify(open_store(run_dir(nights, "n3"))).ok
+
+
+def test_scores_of_pairs_are_taken_over(nights: Nights) -> None:
+    job = nights.job(
+        prompt={"template": "{text}", "second": "{other}"},
+        engine={"task": "score", "max_model_len": 128},
+    )
+    nights.write("a", "a", other=["b", "c"])
+    nights.night("n1", job)
+    first = [row["response"] for row in nights.result("n1")]
+    nights.asked.clear()
+    nights.write("c", "a", "a", other=["a", "c", "b"])
+    report = nights.night("n2", job)
+    assert [row["response"] for row in nights.result("n2")][1:] == first[::-1]
+    assert sorted(nights.asked) == ["a", "c"] and report.reuse["reused"] == 2
+
+
+def test_keys_are_made_side_by_side_where_there_are_many_rows(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order they come, and a worker's error comes out as it is."""
+    monkeypatch.setattr(row_keys, "ROWS_A_TASK", 3)
+    given: list[tuple[int, str]] = []
+
+    @contextmanager
+    def workers(job: Any, size: int, made: str = "result") -> Iterator[int]:
+        given.append((size, made))
+        yield 0 if made == "result" else 2
+
+    def backwards(work: Any, items: Iterator[int], at_once: int) -> Iterator[Any]:
+        assert at_once == 4
+        yield from map(pickle.loads(pickle.dumps(work)), reversed(list(items)))
+
+    monkeypatch.setattr(side_by_side, "workers_for", workers)
+    monkeypatch.setattr(side_by_side, "side_by_side", backwards)
+    texts = ["a", "b", None, "d", "b", "f", "g", "a"]
+    nights.write(*texts)
+    report = nights.night("n1")
+    assert given[0] == (8 * 512, "plan of what is reused")
+    assert answers(nights, "n1") == right(*[text for text in texts if text])
+    assert asked(nights) == list("abdfg") and report.reuse["merged"] == 2

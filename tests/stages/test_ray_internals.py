@@ -54,6 +54,15 @@ CONTRACT = {
     "data/context.py": {"DataContext": ["set_config(key, value)", "get_config(key, default)"]},
     f"{EXECUTION}/streaming_executor.py": {"StreamingExecutor": ["shutdown(force)"]},
     "data/_internal/progress/__init__.py": {"": ["logger"]},
+    # How far the engines' starts have come.
+    "experimental/internal_kv.py": {
+        "": [
+            "_internal_kv_put(key, value, overwrite, namespace)",
+            "_internal_kv_get(key, namespace)",
+            "_internal_kv_list(prefix, namespace)",
+            "_internal_kv_del(key, del_by_prefix, namespace)",
+        ],
+    },
     # The cluster.
     "_private/worker.py": {"": ["get_dashboard_url"]},
     "_private/state.py": {"": ["actors(job_id)"]},

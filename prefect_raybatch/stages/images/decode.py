@@ -62,6 +62,12 @@ def decode_image(data: bytes, policy: Policy) -> Image:
     return _sized(_rgb(_upright(image)), policy)
 
 
+def check_image(data: bytes, policy: Policy) -> None:
+    """Raises `BadImage` for what shows before any pixel is decoded."""
+    check_size(len(data), policy)
+    _opened(data, policy)
+
+
 def size_of(data: Any) -> tuple[int, int] | None:
     """Width and height, as the header says; None for what is no image's bytes."""
     import PIL.Image
@@ -94,8 +100,8 @@ def looks_like(start: bytes) -> str | None:
     return None
 
 
-def _loaded(data: bytes, policy: Policy) -> Image:
-    """The image with all its pixels decoded."""
+def _opened(data: bytes, policy: Policy) -> Image:
+    """The image as its header describes it."""
     import PIL.Image
 
     try:
@@ -113,6 +119,13 @@ def _loaded(data: bytes, policy: Policy) -> Image:
             f"the image has {width} x {height} = {width * height} pixels, more than "
             f"prompt.images.max_pixels {policy.max_pixels}"
         )
+    return image
+
+
+def _loaded(data: bytes, policy: Policy) -> Image:
+    """The image with all its pixels decoded."""
+    image = _opened(data, policy)
+    width, height = image.size
     try:
         image.load()
     except MemoryError:

@@ -14,7 +14,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import DIGESTS_COLUMN, Images
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import Failure, Messages, rows_of
-from prefect_raybatch.stages.images.decode import BadImage, Policy, decode_image
+from prefect_raybatch.stages.images.decode import BadImage, Policy, check_image, decode_image
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, renderer
@@ -32,13 +32,15 @@ class TooManyAway(Exception):
 class RowImages:
     """What a job says of images, with where they may come from. `arguments` are the engine's, by
     which its model is given them. `empty`: a null is no image, and no failure. `digests`: those of
-    the images as they were fetched are wanted."""
+    the images as they were fetched are wanted. Unless `decode`, images are looked at for these
+    alone: their headers are checked."""
 
     images: Images
     places: ImagePlaces
     empty: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     digests: bool = False
+    decode: bool = True
 
     @property
     def policy(self) -> Policy:
@@ -47,16 +49,12 @@ class RowImages:
         return Policy(resize, self.images.max_pixels, self.images.max_bytes)
 
     def rendered(
-        self,
-        table: pa.Table,
-        conversations: Sequence[Messages | Failure],
-        model: dict[str, Any],
-    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None], list[Digests]]:
-        """Prompt tokens of each row, with room for its images, these as `MM_TYPE`, and their
-        digests, where they are wanted."""
-        shown, digests = self._fetched(table, conversations)
+        self, shown: Sequence[Messages | Failure], model: dict[str, Any]
+    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
+        """Prompt tokens of each row, with room for its images, and these as `MM_TYPE`; of what
+        `fetched` gave."""
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
-        return (*made.rows(shown), digests)
+        return made.rows(shown)
 
     def put(
         self, table: pa.Table, conversations: Sequence[Messages | Failure]
@@ -65,15 +63,20 @@ class RowImages:
 
         Raises `TooManyAway` where the images of too many rows could not be fetched for now.
         """
-        return self._fetched(table, conversations)[0]
+        return self.fetched(table, conversations)[0]
 
-    def _fetched(
-        self, table: pa.Table, conversations: Sequence[Messages | Failure]
+    def fetched(
+        self,
+        table: pa.Table,
+        conversations: Sequence[Messages | Failure],
+        too_many: float = TOO_MANY_AWAY,
     ) -> tuple[list[Messages | Failure], list[Digests]]:
+        """As `put`, and the digests of the rows' images, where they are wanted; `too_many` is the
+        part of the rows from which on they are too many."""
         rows = rows_of(table, self.images.columns)
         digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
-        most = TOO_MANY_AWAY * len(rows)
+        most = too_many * len(rows)
 
         def one(row: Any, messages: Messages | Failure, seen: Digests) -> Messages | Failure:
             if len(away) > most:
@@ -135,6 +138,9 @@ class RowImages:
             data = self.places.fetch(value)
             if self.digests:
                 seen.append({"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+            if not self.decode:
+                check_image(data, self.policy)
+                return {"type": "image"}
             image = decode_image(data, self.policy)
         except (BadImage, ImageUnavailable) as error:
             raise type(error)(f"{where}: {error}") from None
@@ -142,10 +148,13 @@ class RowImages:
 
 
 def row_images(
-    job: BatchJob, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
+    job: BatchJob,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    digests_alone: bool = False,
 ) -> RowImages | None:
     """What a job says of images; None where it has none. `arguments` are its engines'; `options`
-    are the input store's."""
+    are the input store's; with `digests_alone` they are looked at for these."""
     images = job.prompt.images
     if not images.used:
         return None
@@ -157,8 +166,9 @@ def row_images(
         images.allow_private,
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
-    wanted = DIGESTS_COLUMN in job.output.extras
-    return RowImages(images, places, job.prompt.on_null == "empty", kept, wanted)
+    wanted = digests_alone or DIGESTS_COLUMN in job.output.extras
+    empty = job.prompt.on_null == "empty"
+    return RowImages(images, places, empty, kept, wanted, not digests_alone)
 
 
 def is_image(part: object) -> bool:

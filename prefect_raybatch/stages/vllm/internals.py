@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
+# What vLLM logs (INFO) when a phase of an engine's start begins, and the phase. "compile" is its
+# run with the most rows, in which it compiles unless it is eager; "graphs" all that follows.
+PHASE_LINES = {
+    "Starting to load model": "weights",
+    "Model loading took": "compile",  # where the model is on a GPU
+    "Warming up model for the compilation": "compile",  # where it is on a CPU
+    "GPU KV cache size": "graphs",  # said of a CPU's as well
+}
 
 
 class Params(Protocol):

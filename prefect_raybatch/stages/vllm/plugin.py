@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
-from prefect_raybatch.stages.vllm import last_words
+from prefect_raybatch.stages.vllm import last_words, phases
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ def register() -> None:
     """What vLLM calls, perhaps several times in a process."""
     ask_for_amx()
     last_words.listen()
+    phases.listen_for_phases()
 
 
 def ask_for_amx() -> None:

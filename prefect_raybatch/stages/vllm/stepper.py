@@ -165,6 +165,7 @@ class SteppedEngine:
             ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
         )
         self._busy_s = self._feed_s = 0.0
+        self._stepped_at = 0.0  # when the first step was over, in seconds since 1970
         self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
         self._hang = HangWatch(hang_seconds)
         self._engine: LLMEngine | None = None
@@ -237,7 +238,8 @@ class SteppedEngine:
         rows, refused: requests answered, of these refused or given up; prompt_tokens,
         cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds with requests in
         flight; feed_s: of these spent handing requests over; in_flight, waiting: requests inside
-        vLLM and not yet there; died: None or the cause.
+        vLLM and not yet there; died: None or the cause; stepped_at: when the first step was over,
+        in seconds since 1970, 0 before.
         """
         with self._wake:
             waiting = sum(len(call.prompts) - call.cursor for call in self._waiting)
@@ -248,6 +250,7 @@ class SteppedEngine:
                 "in_flight": len(self._in_flight),
                 "waiting": waiting,
                 "died": self._died,
+                "stepped_at": self._stepped_at,
             }
 
     def load(self) -> dict[str, float]:
@@ -407,6 +410,7 @@ class SteppedEngine:
                     if output.finished:
                         self._take(output, finished)
                 self._stats["steps"] += 1
+                self._stepped_at = self._stepped_at or time.time()
                 self._feed_s += fed - start
                 self._busy_s += time.perf_counter() - start
             for call in finished:

@@ -1,0 +1,59 @@
+"""A trial on a worker of the cluster: an actor that gives its GPUs back at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prefect_raybatch.errors import EngineFailure, RayBatchError
+from prefect_raybatch.stages.trial import Row, RowOutcome, TrialEngine, TrialStages
+
+log = logging.getLogger(__name__)
+
+HALT_LOOK = 1.0  # seconds between looks whether the run is stopped
+CLOSING = 30.0  # seconds that an engine may take to end by itself
+
+AskSample = Callable[[bool], dict[Row, RowOutcome]]
+
+
+@contextmanager
+def trial_on_worker(
+    engine: type,
+    stages: TrialStages,
+    resources: Mapping[str, Any],
+    halted: Callable[[], RayBatchError | None] = lambda: None,
+) -> Iterator[AskSample]:
+    """`ask(again)` gives the outcomes of an engine (`TrialEngine`) with these `resources` of Ray's,
+    which is there for the block. Raises as `TrialEngine` does, `EngineFailure` when the worker
+    dies, and what `halted` gives once the run is stopped."""
+    import ray
+
+    options = {name: value for name, value in resources.items() if name != "max_task_retries"}
+    made: Any = ray.remote(TrialEngine)
+    actor = made.options(**{**options, "max_restarts": 0}).remote(engine, stages)
+    try:
+        yield lambda again: _waited(actor.outcomes.remote(again), halted)
+    finally:
+        try:
+            ray.get(actor.close.remote(), timeout=CLOSING)
+        except Exception as error:  # dead already, or hung: it is killed either way
+            log.info("the trial's engine was not closed: %s", error)
+        ray.kill(actor)
+
+
+def _waited(reference: Any, halted: Callable[[], RayBatchError | None]) -> Any:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    while not ray.wait([reference], timeout=HALT_LOOK)[0]:
+        if (stopped := halted()) is not None:
+            raise stopped
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, RayBatchError) else EngineFailure(str(cause))) from None
+    except RayActorError as error:
+        raise EngineFailure(f"the trial's worker died: {error}") from None

@@ -1,0 +1,109 @@
+"""What a run does until its first shard is committed: the phases of its start, with seconds.
+
+The driver knows when it waits for the cluster and for Ray's workers; what an engine does from then
+on its marks say (`stages/vllm/phases.py`). Of several engines the one that is least far is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from prefect_raybatch.stages.vllm.phases import (
+    ENGINE_PHASES,
+    FIRST_STEP,
+    ON_CLUSTER,
+    ON_ROWS,
+    ON_WORKERS,
+    STEPPED,
+    Marks,
+)
+
+
+class Starting:
+    """The start of a pass. Safe to be asked from several threads; times of `clock` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._phase, self._since = ON_CLUSTER, clock()
+        self._seconds: dict[str, float] = {}
+        self._engines: tuple[Marks, ...] = ()
+        self._end: float | None = None
+
+    def enter(self, phase: str) -> None:
+        """What is done from now on; a phase that comes again goes on counting."""
+        with self._lock:
+            self._close(self.clock())
+            self._phase = phase
+
+    def again(self) -> None:
+        """A pass begins: with new engines, in a cluster that is there."""
+        with self._lock:
+            self._close(self.clock())
+            if self._phase == ON_WORKERS:  # the second pass, or a later one
+                self._seconds.clear()
+            self._phase, self._engines = ON_WORKERS, ()
+
+    def heard(self, engines: Sequence[Marks]) -> None:
+        """What the pass's engines have told so far."""
+        with self._lock:
+            self._engines = tuple(engines)
+
+    def end(self) -> None:
+        """The first shard of the pass is committed."""
+        with self._lock:
+            self._end = self._end or self.clock()
+
+    @property
+    def ended(self) -> float | None:
+        """When, by `clock`."""
+        return self._end
+
+    @property
+    def engines(self) -> int:
+        return len(self._engines)
+
+    def _close(self, now: float) -> None:
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._since = now
+
+    def seconds(self) -> dict[str, float]:
+        """{phase: seconds so far}, in order; the last one goes on. Phases of which nothing was told
+        are left out."""
+        with self._lock:
+            now = self._end or self.clock()
+            found = dict(self._seconds)
+            found[self._phase] = found.get(self._phase, 0.0) + now - self._since
+            if self._phase != ON_WORKERS or not self._engines:
+                return _rounded(found)
+            marks = max(self._engines, key=_how_far_behind)
+            began = sorted((at, name) for name, at in marks.items() if at <= now)
+            if not began:
+                return _rounded(found)
+            before = found.pop(ON_WORKERS)
+            found[ON_WORKERS] = max(0.0, before - max(0.0, now - began[0][0]))
+            for (at, name), (until, _) in zip(began, [*began[1:], (now, "")], strict=True):
+                found[ON_ROWS if name == STEPPED else name] = max(0.0, until - at)
+            return _rounded(found)
+
+    def text(self) -> str:
+        """`cluster 3 s, workers 2 s, imports 9 s, weights 12 s`, and how many engines are ready."""
+        text = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds().items())
+        known = self._engines
+        if len(known) > 1:
+            ready = sum(FIRST_STEP in marks for marks in known)
+            text += f" ({ready} of {len(known)} engines ready)"
+        return text
+
+
+def _how_far_behind(marks: Marks) -> tuple[int, float]:
+    """More for an engine that is less far, and for one that was slower."""
+    order = (*ENGINE_PHASES, STEPPED)
+    phase = max(order.index(name) for name in marks)
+    return -phase, marks[order[phase]]
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in seconds.items()}

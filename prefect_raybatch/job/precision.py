@@ -1,0 +1,65 @@
+"""Fewer bits where a sample of the rows proves them harmless: what a job has tried, and the job as
+it is once that is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.job import tasks
+from prefect_raybatch.job.engine import Engine
+
+if TYPE_CHECKING:
+    from prefect_raybatch.job.batch_job import BatchJob
+
+TRY_FP8 = "try-fp8"
+PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weights, KV cache
+
+
+def precision_tries(engine: Engine) -> list[dict[str, str]]:
+    """The settings that are tried, one after the other until one holds: all that the job asks for
+    together, then each alone. [] where nothing is to be tried."""
+    extra = engine.model_extra or {}
+    asked = [name for name in PRECISION_FIELDS if extra.get(name) == TRY_FP8]
+    if not asked:
+        return []
+    together = dict.fromkeys(asked, "fp8")
+    return [together, *({name: "fp8"} for name in asked if len(asked) > 1)]
+
+
+def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
+    """The job with what it has tried replaced by what was decided; {}: as the model is stored."""
+    if not precision_tries(job.engine):
+        return job
+    engine = job.engine.model_copy()
+    extra = engine.model_extra
+    for name in PRECISION_FIELDS:
+        if extra is not None and extra.get(name) == TRY_FP8:
+            del extra[name]
+    if extra is not None:
+        extra.update(decided)
+    return job.model_copy(update={"engine": engine})
+
+
+def check_precision(job: BatchJob) -> None:
+    """Raises ValueError for a job whose answers cannot be compared row by row, or that a trial
+    cannot be made for."""
+    tries = precision_tries(job.engine)
+    if not tries:
+        return
+    field = f"engine.{next(iter(tries[0]))}: {TRY_FP8}"
+    if tasks.pools(job.engine.task):
+        raise ValueError(
+            f"{field} compares answers, and engine.task {job.engine.task} gives vectors or "
+            "numbers; write fp8 or leave it out"
+        )
+    if job.keeps_answers:
+        raise ValueError(
+            f"{field} does not go with reuse or output.keep_answers yet: kept answers are known "
+            "by the precision that they were made in; write fp8 or leave it out"
+        )
+    if job.engine.spans_nodes:
+        raise ValueError(
+            f"{field} takes an engine on one node; leave distributed_executor_backend: ray out, "
+            "or write fp8"
+        )

@@ -1,0 +1,68 @@
+"""Differences of a job from its run's that a person has taken on: what, from what to what, who and
+when. The rows of a run are then not all made in one way, and whoever uses them is to know it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+
+if TYPE_CHECKING:
+    from prefect_raybatch.ledger.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A field of the fingerprint that differs, as text cut to 120 characters; `by` is user@host,
+    `at` seconds since 1970."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    field: str
+    old: str
+    new: str
+    by: str
+    at: Number
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.old} -> {self.new}, accepted by {self.by}"
+
+
+_RECORDS = TypeAdapter(tuple[Accepted, ...])
+
+
+def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
+    """What an attempt's note says of them; nothing where there are none."""
+    found = [asdict(one) for one in accepted]
+    return {"accepted": found} if found else {}
+
+
+def accepted_in(note: Mapping[str, Any], what: str) -> tuple[Accepted, ...]:
+    """Those of an attempt's note. Raises `CorruptRun` for what `accepted_note` does not write."""
+    return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
+
+
+def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
+    """Those of all attempts of a run, each difference once, in the order of time. A note that is
+    damaged is left out with a warning."""
+    found: dict[tuple[str, str, str], Accepted] = {}
+    for name in ledger.attempts():
+        try:
+            noted = accepted_in(ledger.read_attempt(name), f"attempt {name}")
+        except (CorruptRun, FileNotFoundError) as fault:
+            log.warning("what attempt %s accepted is not known: %s", name, fault)
+            continue
+        for one in noted:
+            key = one.field, one.old, one.new
+            if key not in found or one.at < found[key].at:
+                found[key] = one
+    return tuple(sorted(found.values(), key=lambda one: (one.at, one.field)))

@@ -1,0 +1,89 @@
+"""Which differences of a job from its run's a person may take on, and which nobody may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.ledger.accepted import Accepted
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.same_job import check_same, differing, same_job
+from prefect_raybatch.plan.fingerprint import FINGERPRINTED
+
+_ROWS = "it decides which rows the run has, which its plan has fixed"
+_COLUMNS = "it decides the columns of the result, which is one table"
+_KEPT = "the run goes on with what its plan holds, whatever the job says"
+# By the beginning of a field's name; the first that fits.
+ACCEPTABLE_OUTPUT = ("output.postprocess", "output.normalize", "output.on_cut_off")
+NEVER_ACCEPTED = {
+    "name": "it is whose run this is",
+    "source.": _ROWS,
+    "retry": _ROWS,
+    "output.": _COLUMNS,
+    "engine.task": _COLUMNS,
+    "sampling.n": _COLUMNS,
+    "sampling.logprobs": _COLUMNS,
+    "prompt.chat_template": _KEPT,
+    "engine.max_model_len_percentile": _KEPT,
+}
+OF_MODELS = ("engine.model", "engine.revision", "model.identity", "engine.adapters")
+
+
+def check_acceptable(
+    plan: Plan,
+    found: str,
+    parts: Mapping[str, Any],
+    where: str,
+    fields: Sequence[str],
+    by: str,
+) -> tuple[Accepted, ...]:
+    """As `check_same`, but for the differences in `fields`, names as its message has them: those
+    that there are, as taken on by `by`.
+
+    Raises `ConfigError` for a name that no field has, and for a difference that nobody may take on;
+    `PlanMismatch` for the differences that are left.
+    """
+    differences = differing(plan.parts, parts)
+    known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, parts)}
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"accept: no field is called {name!r}{nearest(name, known)}")
+        if name in differences:
+            _check_field(plan, name, differences[name])
+    if not fields or same_job(plan, found, parts):
+        check_same(plan, found, parts, where)
+        return ()
+    check_same(plan, found, parts, where, left_out=fields)
+    now = round(time.time(), 3)
+    wanted = [name for name in dict.fromkeys(fields) if name in differences]
+    return tuple(Accepted(name, *differences[name], by, now) for name in wanted)
+
+
+def _check_field(plan: Plan, name: str, values: tuple[str, str]) -> None:
+    if plan.increment is not None:
+        raise ConfigError(
+            f"accept: {name} cannot be accepted in a run that reuses or keeps answers: later runs "
+            "would take over answers that were made in another way. Run under another --run-key"
+        )
+    reason = None
+    if not name.startswith(ACCEPTABLE_OUTPUT):
+        reason = next((why for start, why in NEVER_ACCEPTED.items() if _begins(name, start)), None)
+    if name == "engine.max_model_len" and "'auto'" in values:
+        reason = _KEPT
+    if reason is not None:
+        raise ConfigError(
+            f"accept: {name} ({' -> '.join(values)}) cannot be accepted: {reason}. Put it back as "
+            "it was, or run under another --run-key"
+        )
+
+
+def _begins(name: str, start: str) -> bool:
+    return name.startswith(start) if start.endswith(".") else f"{name}.".startswith(f"{start}.")
+
+
+def of_model(accepted: Sequence[Accepted]) -> bool:
+    """Whether another model, or other adapters, are among what was accepted."""
+    return any(_begins(one.field, start) for one in accepted for start in OF_MODELS)

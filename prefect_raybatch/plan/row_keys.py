@@ -1,0 +1,187 @@
+"""The keys of all rows of an input: here, or side by side on the workers of the job's cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan.joining import PACKED_KEY, Join
+from prefect_raybatch.source import Inventory
+from prefect_raybatch.stages.block import (
+    DIGESTS_TYPE,
+    Failure,
+    input_columns,
+    is_lost,
+    losses,
+)
+from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
+from prefect_raybatch.stages.pooling import Pooling
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.request_key import KEY, KEY_BYTES, KEY_TYPE, Keying
+from prefect_raybatch.stages.texts import prepare_of
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.read import ShardReader
+
+log = logging.getLogger(__name__)
+ROWS_A_TASK = 1 << 16  # rows whose keys a task makes
+ROWS_A_TASK_IMAGES = 1 << 12  # ... where it fetches their images
+KEYED_AT_ONCE = 8192  # rows that are in memory together, fewer where they are wide
+BYTES_AT_ONCE = 64 << 20
+KEY_TASKS_A_CPU = 2  # the next one is there when one is done
+# Bytes of a result whose writing takes what a row's key does, to tell whether a cluster pays.
+KEYED_ROW, FETCHED_IMAGE = 512, 16 << 10
+NO_KEY = bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Of the rows from `start` on: `keys` (`PACKED_KEY`), which are `well` and make one, which
+    `exact` ones have one answer if equal, and the digests of their images."""
+
+    start: int
+    keys: np.ndarray
+    well: np.ndarray
+    exact: np.ndarray
+    digests: list[pa.Array]
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The rows of the input, read as far as requests are made of them. Made on the driver; called
+    on any worker with the number of a row, it makes the keys of the `rows_a_task` from there on."""
+
+    job: BatchJob
+    reader: ShardReader
+    prepare: Prepare
+    keying: Keying
+    chunk: int
+    rows_a_task: int
+
+    @classmethod
+    def of(
+        cls,
+        job: BatchJob,
+        model: dict[str, Any],
+        found: Inventory,
+        store: Store | None,
+        keying: Keying,
+    ) -> RowKeys:
+        """`model` is the pinned one; `store` holds the files where they are a snapshot."""
+        from prefect_raybatch.stages.read import ShardReader
+
+        schema, images = found.schema, job.prompt.images
+        if not job.prompt.function:  # no other columns are needed
+            wanted = {*job.prompt.columns, *images.columns} or {schema.names[0]}
+            schema = pa.schema([field for field in schema if field.name in wanted])
+        limits = job.limits
+        # Apart: a function that ends its process would end the driver, here and at each new try.
+        calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+        told = models.with_tokenizer(model, job.engine)
+        prepare = prepare_of(
+            Pooling.of(job, told),
+            job.prompt,
+            told,
+            job.engine.context,
+            calls=calls,
+            sampling=job.asked(),
+            fixed_form=job.fixed_form,
+            images=row_images(job, {}, job.source.options, digests_alone=True),
+        )
+        reader = ShardReader(found.files, schema, store, job.source.options)
+        chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
+        rows = ROWS_A_TASK_IMAGES if images.used else ROWS_A_TASK
+        return cls(job, reader, prepare, keying, chunk, rows)
+
+    @property
+    def rows(self) -> int:
+        return self.reader.rows
+
+    def add_to(self, join: Join) -> None:
+        """Makes all keys, on the workers of the job's cluster where there are enough rows.
+
+        Raises `SourceError` for rows that cannot be read, `ConfigError` for a function that cannot
+        be called, `StoreUnavailable` while many images cannot be had.
+        """
+        from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
+
+        starts = range(0, self.rows, self.rows_a_task)
+        effort = KEYED_ROW + (FETCHED_IMAGE if self.job.prompt.images.used else 0)
+        with workers_for(self.job, self.rows * effort, "plan of what is reused") as workers:
+            if workers > 1 and len(starts) > 1:
+                log.info("keys of rows are made on %s", counted(workers, "CPU"))
+                made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)
+            else:
+                made = map(self, starts)
+            for keyed in made:
+                join.add_rows(keyed.start, keyed.keys, keyed.well, keyed.exact)
+                if keyed.digests:
+                    join.keep_digests(keyed.start, pa.concat_arrays(keyed.digests))
+
+    def __call__(self, start: int) -> Keyed:
+        stop = min(self.rows, start + self.rows_a_task)
+        keys: list[bytes | None] = []
+        exact: list[bool] = []
+        digests: list[pa.Array] = []
+        for at, table in self._tables(_chunks(start, stop, self.chunk)):
+            requests, seen = self._requests(at, table)
+            keys += self.keying.keys(requests, table)
+            exact += [not isinstance(r, Failure) and self.keying.exact(r) for r in requests]
+            digests += [pa.array(seen, DIGESTS_TYPE)] if self.prepare.images is not None else []
+        packed = np.frombuffer(b"".join(key or NO_KEY for key in keys), PACKED_KEY)
+        well = np.array([key is not None for key in keys], bool)
+        return Keyed(start, packed, well, np.array(exact, bool), digests)
+
+    def asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
+        """(what they are, rows) that are asked about, with the keys of their requests."""
+        spans = [
+            span
+            for span in _chunks(0, self.rows, self.chunk)
+            if join.leaders(span[0], span[1]).any()
+        ]
+        for start, table in self._tables(spans):
+            mask = join.leaders(start, start + table.num_rows)
+            keys = join.keys[start : start + table.num_rows][mask]
+            rows = table.select(input_columns(table)).filter(pa.array(mask))
+            column = pa.Array.from_buffers(
+                KEY_TYPE, len(keys), [None, pa.py_buffer(keys.tobytes())]
+            )
+            yield "the requests", rows.append_column(KEY, column)
+
+    def _requests(self, start: int, table: pa.Table) -> tuple[list[Any], list[Digests]]:
+        try:
+            return self.prepare.keyed_requests(table)
+        except NoChild as error:
+            raise ConfigError(f"no requests of the rows: {error}") from None
+        except TooManyAway as error:
+            raise StoreUnavailable(
+                f"images of many of the rows {start} to {start + table.num_rows} cannot be had for "
+                f"now: {error}"
+            ) from None
+
+    def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:
+        """(first row, rows) of each span."""
+        units = [(Unit(i, 0, stop - start), start) for i, (start, stop) in enumerate(spans)]
+        for task in self.reader.tasks(units, max(1, len(units))):
+            for unit, table in zip(task.units, self.reader.read(task), strict=True):
+                if is_lost(table):
+                    raise SourceError(losses(table)[0].message)
+                yield spans[unit.shard][0], table
+
+
+def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return list(pairwise([*range(start, stop, size), stop]))

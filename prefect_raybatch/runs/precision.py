@@ -1,0 +1,283 @@
+"""Decides, before the first shard is asked, whether a run asks in fewer bits (`try-fp8`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    EngineStartError,
+    InsufficientResources,
+    RayBatchError,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
+from prefect_raybatch.ledger.precision import (
+    Disagreement,
+    PrecisionNote,
+    PrecisionTry,
+    note_precision,
+    read_precision,
+)
+from prefect_raybatch.ledger.records import Plan, Unit
+from prefect_raybatch.report.report import settings_text
+from prefect_raybatch.sizing.agreement import confidence_of_each, lower_bound, trial_rows
+from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.trial_actor import AskSample
+    from prefect_raybatch.sizing.sizes import Capacity
+    from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
+
+log = logging.getLogger(__name__)
+
+SHARDS_SAMPLED = 64  # that the sampled rows are drawn from: each is read whole
+KEPT_ROWS, KEPT_TEXT = 20, 500  # rows that disagree which are kept, and characters of an answer
+
+
+def decided_job(
+    job: BatchJob,
+    plan: Plan,
+    shards: Shards,
+    ledger: Ledger,
+    have: Capacity,
+    user: User,
+    attempt: str,
+    engine: type | None = None,
+) -> BatchJob:
+    """The job in the precision that its run has decided on; decides where that is still open.
+
+    A run that retries rows of another takes over its decision. Raises `CorruptRun` where shards are
+    committed and no decision is there, `ConfigError` where the rows cannot show what is asked
+    for, `EngineStartError` and `EngineFailure` where the model as it is stored does not work.
+    """
+    if not precision_tries(job.engine):
+        return job
+    note = read_precision(ledger.store)
+    if note is None:
+        if ledger.committed(plan).any():
+            raise CorruptRun(
+                f"{ledger.store.uri}: shards are committed, and the decision in which precision "
+                "they were asked (precision.json) is missing; put it back, or run the job under a "
+                "new run key"
+            )
+        note = _of_parent(job, plan)
+        if note is None:
+            note = _Bench(job, plan, shards, ledger, have, user, attempt, engine).decide()
+        note = note_precision(ledger.store, note)
+    log.info("precision: %s", said(note))
+    return with_precision(job, note.decided)
+
+
+def said(note: PrecisionNote) -> str:
+    """The decision in a line."""
+    if not note.tries:
+        return f"{settings_text(note.decided)}, as run {note.by} decided"
+    told = []
+    for one in note.tries:
+        name = settings_text(one.tried)
+        if one.error:
+            told.append(f"{name} did not work: {one.error}")
+        else:
+            rows = counted(one.rows, "row")
+            told.append(f"{name} agreed in {one.agreed:,} of {rows}, at least {one.bound:.2%}")
+    least = f"limits.min_agreement {note.min_agreement:g}"
+    return f"{settings_text(note.decided)}; {'; '.join(told)} ({least})"
+
+
+def _of_parent(job: BatchJob, plan: Plan) -> PrecisionNote | None:
+    """The decision of the run whose failed rows this one retries."""
+    if plan.parent is None:
+        return None
+    root = open_store(job.output.uri, job.output.options or None)
+    found = read_precision(root.sub(plan.parent))
+    return None if found is None else replace(found, by=plan.parent, tries=(), itself=None)
+
+
+class _Bench:
+    """Asks a sample of a run's rows as the model is stored and as it is tried."""
+
+    def __init__(
+        self,
+        job: BatchJob,
+        plan: Plan,
+        shards: Shards,
+        ledger: Ledger,
+        have: Capacity,
+        user: User,
+        attempt: str,
+        engine: type | None,
+    ):
+        self.job, self.plan, self.shards, self.ledger = job, plan, shards, ledger
+        self.have, self.user, self.attempt, self.engine = have, user, attempt, engine
+        self.sample = drawn_rows(shards, plan.rows, trial_rows(job, plan.rows), plan.hash)
+
+    def decide(self) -> PrecisionNote:
+        """Tries one after the other until one holds."""
+        began = time.monotonic()
+        tries = precision_tries(self.job.engine)
+        rows = sum(map(len, self.sample.values()))
+        log.info("precision: %s are asked both ways before the run begins", counted(rows, "row"))
+        with self._asking({}) as ask:
+            stored, again = ask(False), ask(True)
+        both, same, _ = _compared(stored, again)
+        confidence = confidence_of_each(len(tries))
+        made: list[PrecisionTry] = []
+        decided: Mapping[str, str] = {}
+        for tried in tries:
+            made.append(self._tried(tried, stored, confidence))
+            if made[-1].bound >= self.job.limits.min_agreement:
+                decided = tried
+                break
+        return PrecisionNote(
+            decided=dict(decided),
+            min_agreement=self.job.limits.min_agreement,
+            tries=tuple(made),
+            by=self.attempt,
+            itself=round(same / both, 6) if both else None,
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+    def _tried(
+        self, tried: Mapping[str, str], stored: Mapping[Row, RowOutcome], confidence: float
+    ) -> PrecisionTry:
+        began = time.monotonic()
+        try:
+            with self._asking(tried) as ask:
+                found = ask(False)
+        except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
+            log.warning("precision: %s does not work here: %s", settings_text(tried), error)
+            text = f"{type(error).__name__}: {error}"[:KEPT_TEXT]
+            seconds = round(time.monotonic() - began, 1)
+            return PrecisionTry(dict(tried), 0, 0, 0.0, confidence, (), text, seconds)
+        rows, agreed, differ = _compared(stored, found)
+        return PrecisionTry(
+            tried=dict(tried),
+            rows=rows,
+            agreed=agreed,
+            bound=round(lower_bound(agreed, rows, confidence), 6),
+            confidence=round(confidence, 6),
+            disagreeing=tuple(
+                Disagreement(self._number(row), _text(stored[row]), _text(found[row]))
+                for row in differ[:KEPT_ROWS]
+            ),
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+    def _number(self, row: Row) -> int:
+        """The row's number in the input of the run."""
+        return self.shards[row[0]].start + row[1]
+
+    @contextmanager
+    def _asking(self, arguments: Mapping[str, str]) -> Iterator[AskSample]:
+        """An engine with these arguments, alone on its GPUs."""
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.trial_actor import trial_on_worker
+
+        job = one_engine(with_precision(self.job, arguments))
+        size = sized.for_attempt(job, self.plan, self.ledger, self.have)
+        cluster.check_fit(job, self.have, size.pool)
+        stages, resources, engine = self._stages(job, size)
+        with ExitStack() as stack:
+            stack.enter_context(cluster.admitted(job, self.have, size.pool, self.user))
+            yield stack.enter_context(trial_on_worker(engine, stages, resources, self.user.halted))
+
+    def _stages(self, job: BatchJob, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
+        from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.read import ShardReader
+        from prefect_raybatch.stages.trial import TrialStages
+
+        store, options = self.ledger.store, dict(job.source.options)
+        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
+        pipeline = Pipeline(job, self.plan, self.shards, store, self.attempt, size, options, **more)
+        prepare, spec, finish = pipeline.stages(False)
+        if spec is None:
+            raise RayBatchError("a run that asks nothing tries no precision")
+        reader = ShardReader(
+            self.ledger.files(self.plan),
+            decode_schema(self.plan.input_schema),
+            store if self.plan.snapshot else None,
+            options,
+        )
+        read = []
+        for shard, positions in self.sample.items():
+            held = self.shards[shard]
+            (task,) = reader.tasks([(Unit(shard, 0, held.rows), held.start)])
+            read.append((reader.bind(task), positions))
+        output = finish.output.model_copy(
+            update={"postprocess": None, "output_schema": None, "columns": [], "extras": []}
+        )
+        output = output.model_copy(update={"probabilities": False})
+        stages = TrialStages(
+            read=read,
+            prepare=prepare,
+            spec=replace(spec, done=None),
+            finish=replace(finish, output=output, logprobs=None),
+            # Thinking goes many ways to one answer.
+            ignored=(output.reasoning_column,),
+        )
+        return stages, pipeline.engine_resources(), pipeline.engine
+
+
+def one_engine(job: BatchJob) -> BatchJob:
+    """The job with one engine, which draws its answers greedily, one a row."""
+    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
+    sampling = job.sampling.model_copy(update={"temperature": 0.0})
+    if sampling.model_extra is not None:
+        sampling.model_extra.pop("n", None)
+    return job.model_copy(update={"engine": engine, "sampling": sampling})
+
+
+def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
+    """{shard: positions, ascending}: `sample` rows of all, drawn at random from shards drawn at
+    random, of which there are as few as have twice as many rows, and 64 at least."""
+    draw = random.Random(seed)
+    order = draw.sample(range(len(shards)), len(shards))
+    sizes = np.diff(shards.starts)
+    chosen: list[int] = []
+    held = 0
+    for shard in order:
+        if len(chosen) >= SHARDS_SAMPLED and held >= 2 * sample:
+            break
+        chosen.append(shard)
+        held += int(sizes[shard])
+    places = [(shard, at) for shard in sorted(chosen) for at in range(int(sizes[shard]))]
+    found: dict[int, list[int]] = {}
+    for shard, at in sorted(draw.sample(places, min(sample, len(places)))):
+        found.setdefault(shard, []).append(at)
+    return found
+
+
+def _compared(
+    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
+) -> tuple[int, int, Sequence[Row]]:
+    from prefect_raybatch.stages.trial import compared
+
+    return compared(one, other)
+
+
+def _text(outcome: RowOutcome) -> str:
+    """An outcome for people."""
+    kind, value = outcome
+    if kind == "failed":
+        return str(value)[:KEPT_TEXT]
+    if len(value) == 1:
+        (value,) = value.values()
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text[:KEPT_TEXT]

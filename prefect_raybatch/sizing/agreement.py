@@ -1,0 +1,82 @@
+"""How many rows show that two ways of asking agree, and what they show. Pure.
+
+The bound is the exact one-sided lower limit for the share of a binomial (C. J. Clopper and E. S.
+Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
+Biometrika 26, 1934): the share for which so many agreements, or more, have the probability
+1 - confidence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.precision import TRY_FP8, precision_tries
+from prefect_raybatch.words import counted
+
+CONFIDENCE = 0.95  # over all that is tried together: what is tried more often must show more
+LEAST_SAMPLE = 200  # rows
+MOST_SAMPLE = 4000  # unless fewer cannot show it
+
+
+def lower_bound(agreed: int, rows: int, confidence: float) -> float:
+    """The share that agrees at least, with that confidence, where `agreed` of `rows` rows, drawn at
+    random, do (0 to 1)."""
+    if not 0 < agreed <= rows:
+        return 0.0
+    differ = np.arange(rows - agreed + 1)
+    ways = np.array(
+        [math.lgamma(rows + 1) - math.lgamma(j + 1) - math.lgamma(rows - j + 1) for j in differ]
+    )
+    low, high = 0.0, 1.0
+    for _ in range(50):  # the chance of so few disagreements grows with the share
+        share = (low + high) / 2
+        logs = ways + differ * math.log1p(-share) + (rows - differ) * math.log(share)
+        if np.exp(logs).sum() < 1 - confidence:
+            low = share
+        else:
+            high = share
+    return low
+
+
+def confidence_of_each(tries: int) -> float:
+    """Of one of so many tries (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / max(1, tries)
+
+
+def least_sample(least: float, confidence: float) -> int:
+    """The fewest rows that can show it: all of them agree."""
+    return math.ceil(math.log(1 - confidence) / math.log(least) - 1e-9)
+
+
+def sample_size(least: float, confidence: float) -> int:
+    """Rows that show an agreement of `least` also where half as many disagree as may."""
+    must = least_sample(least, confidence)
+    for differ in range(1, 100):
+        rows = math.ceil(2 * differ / (1 - least))
+        if lower_bound(rows - differ, rows, confidence) >= least:
+            break
+    return max(min(rows, MOST_SAMPLE), must, LEAST_SAMPLE)
+
+
+def trial_rows(job: BatchJob, rows: int) -> int:
+    """Rows of a run of `rows` that are asked both ways; 0 where the job tries nothing. Raises
+    `ConfigError` where not even all rows could show what is asked for."""
+    tries = len(precision_tries(job.engine))
+    if not tries:
+        return 0
+    least, confidence = job.limits.min_agreement, confidence_of_each(tries)
+    need = least_sample(least, confidence)
+    if rows < need:
+        shown = lower_bound(rows, rows, confidence)
+        field = next(iter(precision_tries(job.engine)[0]))
+        raise ConfigError(
+            f"limits.min_agreement: {least} cannot be shown by {counted(rows, 'row')}: if all "
+            f"answers were alike, that would show {shown:.4f}, and {least} takes {need:,} rows. "
+            f"Lower limits.min_agreement, or write engine.{field}: fp8 in place of {TRY_FP8}, or "
+            "leave it out"
+        )
+    return min(rows, sample_size(least, confidence))

@@ -1,0 +1,158 @@
+"""Sampled rows of a run through its stages on one engine, and what came of each: for comparing two
+ways of asking. Writes nothing but to a folder that is removed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
+from prefect_raybatch.ledger.layout import POSITION, piece_path
+from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.stages.block import ERROR, PARAMS, is_lost, losses
+from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.storage import Store, open_store
+
+READING = 8  # shards read at once
+BLOCKS_ASKED = 64  # blocks in an engine at once
+
+Row = tuple[int, int]  # shard and position
+RowOutcome = tuple[str, Any]  # "good" and the columns, "failed" and the error's class
+Read = Callable[[], Iterator[pa.Table]]
+
+
+@dataclass(frozen=True)
+class TrialStages:
+    """What sampled rows go through: `read` gives their shards, of which `positions` are taken;
+    `ignored` columns of a result are not compared."""
+
+    read: Sequence[tuple[Read, Sequence[int]]]
+    prepare: Callable[[pa.Table], pa.Table]
+    spec: EngineSpec
+    finish: Finish
+    ignored: tuple[str, ...] = ()
+
+
+class TrialEngine:
+    """One engine, on the worker that runs this; `engine` makes the engine stage of a spec.
+
+    Raises `EngineStartError` when it does not start.
+    """
+
+    def __init__(self, engine: type, stages: TrialStages):
+        self.stages = stages
+        self.engine = engine(stages.spec)
+
+    def outcomes(self, again: bool = False) -> dict[Row, RowOutcome]:
+        """What came of each row that was asked, whether it got through or failed; rows that make no
+        prompt, and such as their engine died with, are left out. `again`: in another order.
+
+        Raises `SourceError` for rows that cannot be read, `EngineStartError` where the engine does
+        not start, `EngineFailure` where it died with every row.
+        """
+        blocks = self._prepared()
+        if again:
+            blocks = [block.take(pa.array(range(len(block))[::-1])) for block in blocks[::-1]]
+        answered = self._answered([block for block in blocks if block.num_rows])
+        with tempfile.TemporaryDirectory(prefix="raybatch-trial-") as folder:
+            store = open_store(folder)
+            finish = replace(self.stages.finish, store=store)
+            found: dict[Row, RowOutcome] = {}
+            for block in answered:
+                for text in finish(block)[RECEIPT].to_pylist():
+                    found |= self._of_receipt(store, Receipt.from_json(text))
+        return found
+
+    def close(self) -> None:
+        """Ends the engine, so that its GPU is free."""
+        inner = getattr(self.engine, "engine", None)
+        if inner is not None and hasattr(inner, "close"):
+            inner.close()
+
+    def _prepared(self) -> list[pa.Table]:
+        with ThreadPoolExecutor(READING) as pool:
+            tables = list(pool.map(_taken, self.stages.read))
+        made = [self.stages.prepare(table) for table in tables if table.num_rows]
+        return [_greedy(table.filter(table[ERROR].is_null())) for table in made]
+
+    def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
+        """The blocks with their answers. What an engine died with is asked again, one by one."""
+        with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
+            first = list(pool.map(self.engine, blocks))
+        made, why = [], ""
+        for block, answered in zip(blocks, first, strict=True):
+            if is_lost(answered):
+                answered = self.engine(block)
+            if is_lost(answered):
+                loss = losses(answered)[0]
+                if loss.fatal:
+                    raise EngineStartError(loss.message)
+                why = str(loss)
+                continue
+            made.append(answered)
+        if blocks and not made:
+            raise EngineFailure(f"the engine died with every sampled row: {why}")
+        return made
+
+    def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, RowOutcome]:
+        import pyarrow.parquet as pq
+
+        if receipt.lost is not None:
+            raise EngineFailure(receipt.lost.message)
+        found: dict[Row, RowOutcome] = {}
+        for piece in receipt.pieces:
+            data = store.read(piece_path(piece.path), piece.bytes)
+            table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
+            for row in table.to_pylist():
+                place = (receipt.shard, row.pop(POSITION))
+                if piece.kind == "data":
+                    kept = {n: v for n, v in row.items() if n not in self.stages.ignored}
+                    found[place] = ("good", kept)
+                else:
+                    found[place] = ("failed", f"{row['error']}: {row['message']}")
+        return found
+
+
+def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
+    read, positions = shard
+    tables = list(read())
+    for table in tables:
+        if is_lost(table):
+            raise SourceError(losses(table)[0].message)
+    return pa.concat_tables(tables).take(pa.array(positions))
+
+
+def _greedy(table: pa.Table) -> pa.Table:
+    """The block with rows that set a temperature or a number of answers of their own asked
+    greedily, once."""
+    own = [
+        text and json.dumps({**json.loads(text), "temperature": 0.0, "n": 1})
+        for text in table[PARAMS].to_pylist()
+    ]
+    at = table.column_names.index(PARAMS)
+    return table.set_column(at, PARAMS, pa.array(own, pa.string()))
+
+
+def compared(
+    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
+) -> tuple[int, int, list[Row]]:
+    """(rows that both have, those that agree, those that do not). Good rows agree in the values of
+    all columns, failed ones in the class of the error."""
+    both = sorted(one.keys() & other.keys())
+    differ = [row for row in both if not _agree(one[row], other[row])]
+    return len(both), len(both) - len(differ), differ
+
+
+def _agree(one: RowOutcome, other: RowOutcome) -> bool:
+    if one[0] != other[0]:
+        return False
+    if one[0] == "failed":
+        return str(one[1]).partition(":")[0] == str(other[1]).partition(":")[0]
+    return bool(one[1] == other[1])

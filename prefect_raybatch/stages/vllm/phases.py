@@ -1,0 +1,138 @@
+"""How far an engine's start has come: when each of its phases began, told while it starts.
+
+vLLM says in its log what it does next, in the process of the engine's core or of a worker below
+it. Our plugin listens there and writes the time of each phase to a file of the process that starts
+the engine; a thread in that one passes on what is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO
+
+from prefect_raybatch.stages.vllm.internals import PHASE_LINES
+
+log = logging.getLogger(__name__)
+
+PHASES_PLACE = "RAYBATCH_START_PHASES"  # environment of an engine's processes: the file
+ENGINE_IMPORTS, FIRST_STEP, STEPPED = "imports", "first step", "stepped"
+ENGINE_PHASES = (ENGINE_IMPORTS, "weights", "compile", "graphs", FIRST_STEP)  # in order
+ON_CLUSTER = "cluster"  # the run joins it, or starts one
+ON_TURN = "turn"  # it waits for what other runs of the process hold
+ON_WORKERS = "workers"  # until an engine's actor works: Ray places it and starts its process
+ON_ROWS = "rows"  # from an engine's first step to the first commit
+START_PHASES = (ON_CLUSTER, ON_TURN, ON_WORKERS, *ENGINE_PHASES, ON_ROWS)
+TELL_EVERY = 0.5  # seconds between two looks at a start
+MOST_READ = 1 << 16  # bytes of the file
+
+Marks = Mapping[str, float]
+"""{phase: when it began, in seconds since 1970}; `stepped`: when the first step was over."""
+TellStart = Callable[[str, Marks], None]
+"""Takes an engine's id and its marks so far; it may be slow, and it may raise."""
+
+
+class _Phases(logging.Handler):
+    """Writes when vLLM logs that a phase begins."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.INFO)
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        phase = next((p for line, p in PHASE_LINES.items() if str(record.msg).startswith(line)), "")
+        if phase:
+            with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{phase} {record.created:.3f}\n")
+
+
+def listen_for_phases() -> None:
+    """Listens in this process and those forked from it, where a starting engine wants it."""
+    heard = logging.getLogger("vllm")
+    for old in [handler for handler in heard.handlers if isinstance(handler, _Phases)]:
+        heard.removeHandler(old)
+    if place := os.environ.get(PHASES_PLACE):
+        heard.addHandler(_Phases(place))
+
+
+class StartMarks:
+    """The marks of one engine's start: start it inside `heard()`, and say `stepped` after."""
+
+    def __init__(self) -> None:
+        self._marks = {ENGINE_IMPORTS: time.time()}
+        self._file: IO[bytes] | None = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Processes that are started meanwhile write their phases here; one engine at a time."""
+        # Has no name, so nothing is left after a kill -9.
+        with tempfile.TemporaryFile() as self._file:
+            os.environ[PHASES_PLACE] = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+            try:
+                yield
+                self._marks[FIRST_STEP] = time.time()
+            finally:
+                os.environ.pop(PHASES_PLACE, None)
+                self._marks, self._file = self.read(), None
+
+    def stepped(self, at: float) -> None:
+        self._marks[STEPPED] = at
+
+    def read(self) -> dict[str, float]:
+        """What is known now. Of several workers the one that begins a phase first counts."""
+        marks, file = dict(self._marks), self._file
+        lines: list[bytes] = []
+        with contextlib.suppress(ValueError, OSError):  # closed meanwhile, by the other thread
+            lines = os.pread(file.fileno(), MOST_READ, 0).splitlines() if file is not None else []
+        for line in lines:
+            phase, _, at = line.decode(errors="replace").rpartition(" ")
+            with contextlib.suppress(ValueError):
+                if phase in ENGINE_PHASES:
+                    marks.setdefault(phase, float(at))
+        return marks
+
+
+class StartTeller:
+    """Tells of an engine's start from a thread of its own, until the first step or the end."""
+
+    def __init__(
+        self, tell: TellStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
+    ):
+        """`stepped()` says when the first step was over, 0 before; `id` is the engine's."""
+        self.tell, self.marks, self.stepped, self.id = tell, marks, stepped, id
+        self._wake, self._over = threading.Event(), False
+
+    def start(self) -> StartTeller:
+        if self.tell is not None:
+            threading.Thread(target=self._main, name="raybatch-start", daemon=True).start()
+        return self
+
+    def end(self) -> None:
+        """There will be no first step."""
+        self._over = True
+        self._wake.set()
+
+    def answered(self) -> None:
+        """The first step is over: that is told at once."""
+        self._wake.set()
+
+    def _main(self) -> None:
+        said: Marks = {}
+        while True:
+            if at := self.stepped():
+                self.marks.stepped(at)
+            marks = self.marks.read()
+            if marks != said and self.tell is not None:
+                try:
+                    self.tell(self.id, marks)
+                except Exception as error:  # for people alone: the engine works without
+                    log.info("the start is not told: %s: %s", type(error).__name__, error)
+                said = marks
+            if STEPPED in marks or self._over:
+                return
+            self._wake.wait(TELL_EVERY)

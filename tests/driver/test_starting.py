@@ -1,0 +1,143 @@
+"""What a run says of its start: phases with seconds, until its first commit."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.heard import counts
+from helpers.small import Passes, small_run
+
+from prefect_raybatch.driver import monitor
+from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.driver.heartbeat import INFERRING, STARTING, Beat
+from prefect_raybatch.driver.monitor import Monitor
+from prefect_raybatch.driver.starting import Starting
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.stages.vllm.phases import ON_TURN
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_the_phases_follow_each_other_and_the_last_one_goes_on(clock: Clock) -> None:
+    start = Starting(clock)
+    clock.now += 3
+    assert start.text() == "cluster 3 s"
+    start.again()
+    clock.now += 2
+    assert start.text() == "cluster 3 s, workers 2 s"
+    engine = {"imports": 1004.0}
+    start.heard([engine])
+    clock.now = 1012.0
+    assert start.seconds() == {"cluster": 3.0, "workers": 1.0, "imports": 8.0}
+    start.heard([{**engine, "weights": 1010.0, "compile": 1011.0, "graphs": 1015.5}])
+    clock.now = 1016.0
+    told = "cluster 3 s, workers 1 s, imports 6 s, weights 1 s, compile 4 s, graphs 0 s"
+    assert start.text() == told
+
+
+def test_at_the_first_commit_the_start_is_over(clock: Clock) -> None:
+    start = Starting(clock)
+    start.again()
+    clock.now += 9
+    start.end()
+    clock.now += 100
+    start.heard([{"imports": 1002.0, "first step": 1005.0, "stepped": 1008.0}])
+    seconds = {"cluster": 0.0, "workers": 2.0, "imports": 3.0, "first step": 3.0, "rows": 1.0}
+    assert start.seconds() == seconds and sum(seconds.values()) == 9
+
+
+def test_waiting_for_a_turn_counts_for_itself(clock: Clock) -> None:
+    start = Starting(clock)
+    for phase in (ON_TURN, "cluster"):
+        clock.now += 4
+        start.enter(phase)
+    clock.now += 1
+    start.again()
+    clock.now += 2
+    assert start.seconds() == {"cluster": 5.0, "turn": 4.0, "workers": 2.0}
+
+
+def test_of_several_engines_the_one_least_far_is_told(clock: Clock) -> None:
+    start = Starting(clock)
+    start.again()
+    ready = {"imports": 1001.0, "weights": 1002.0, "first step": 1003.0, "stepped": 1004.0}
+    start.heard([ready, {"imports": 1001.0, "weights": 1005.0}])
+    clock.now += 10
+    told = "cluster 0 s, workers 1 s, imports 4 s, weights 5 s (1 of 2 engines ready)"
+    assert start.text() == told
+
+
+def test_a_later_pass_starts_engines_anew_and_no_cluster(clock: Clock) -> None:
+    start = Starting(clock)
+    clock.now += 3
+    start.again()
+    start.heard([{"imports": 1004.0}])
+    clock.now += 30
+    start.again()
+    clock.now += 2
+    assert start.text() == "workers 2 s"
+
+
+def test_clocks_that_differ_give_no_negative_seconds(clock: Clock) -> None:
+    start = Starting(clock)
+    start.again()
+    clock.now += 5
+    start.heard([{"imports": 1100.0}])  # of a node that is ahead
+    assert start.text() == "cluster 0 s, workers 5 s"
+    start.heard([{"imports": 900.0, "weights": 950.0}])  # of one that is behind
+    assert min(start.seconds().values()) == 0.0
+
+
+def test_a_monitor_tells_the_start_while_it_lasts_and_notes_it_once(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "NOTE_AFTER", 0.0)
+    run, told = small_run(tmp_path), []
+    watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
+    watch.starts = lambda: [{"imports": watch.starting.clock() - 0.5}]
+    watch.on_started = lambda start: told.append((start.engines, list(start.seconds())))
+    assert watch.beat().phase == STARTING and watch.beat().about == "cluster 0 s"
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
+    driver.resume()
+    watch.pass_began()
+    watch.look()
+    assert watch.beat().about.endswith(", imports 0 s")
+    driver.run(Passes(run), Passes(run).quarantine)
+    for _ in range(3):
+        watch.look()
+    watch.note_start()
+    assert (watch.beat().phase, watch.beat().about) == (INFERRING, "")
+    assert told == [(1, ["cluster", "workers", "imports"])]
+
+
+def test_a_cluster_that_cannot_be_asked_costs_only_the_note(tmp_path) -> None:
+    run = small_run(tmp_path)
+    watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
+
+    def gone() -> list[dict[str, float]]:
+        raise ConnectionError("the head is gone")
+
+    watch.starts = gone
+    watch.pass_began()
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
+    driver.resume()
+    driver.run(Passes(run), Passes(run).quarantine)
+    watch.note_start()
+
+
+def test_pages_and_terminals_show_it() -> None:
+    from prefect_raybatch.flow.page import live_rows, progress_line
+
+    none = counts(commits=0, window_rows=0, done=0, committed=0)
+    beat = Beat.of(none, 100.0, phase=STARTING, about="cluster 3 s, imports 9 s")
+    assert "starting engines: cluster 3 s, imports 9 s, 2 failed" in progress_line(beat)
+    assert live_rows(beat)[0]["now"] == "starting engines: cluster 3 s, imports 9 s"

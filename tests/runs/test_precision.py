@@ -1,0 +1,293 @@
+"""try-fp8: what is decided by a sample of the rows, who takes the decision, and what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import Fp8Engine
+from helpers.small import input_rows, job_dict, make_job
+
+from prefect_raybatch.cluster import connect, trial_actor
+from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.ledger.layout import PRECISION
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.precision import note_precision, read_precision
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.report.html import html
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import markdown
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.precision import decided_job, drawn_rows, said
+from prefect_raybatch.runs.run import load_run
+from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.stages.trial import TrialEngine, compared
+from prefect_raybatch.storage import Store, open_store
+
+CPUS = Capacity(cpus=4, gpus=0, nodes=1, address="here")
+ROWS = 400
+
+
+@dataclass
+class Small:
+    """A planned run of 400 rows whose engines are told what to do by the environment."""
+
+    folder: Path
+    job: BatchJob
+    plan: Plan
+    shards: Shards
+    ledger: Ledger
+
+    @property
+    def store(self) -> Store:
+        return self.ledger.store
+
+    def decide(self, **env: str) -> BatchJob:
+        engine = self.job.engine.model_copy(update={"env": {**self.job.engine.env, **env}})
+        job = self.job.model_copy(update={"engine": engine})
+        user = User("trial")
+        return decided_job(
+            job, self.plan, self.shards, self.ledger, CPUS, user, "attempt", Fp8Engine
+        )
+
+    @property
+    def engines(self) -> list[str]:
+        notes = self.folder / "notes"
+        return notes.read_text().split("\n")[:-1] if notes.exists() else []
+
+
+def job_of(folder: Path, engine: dict[str, Any], **groups: Any) -> BatchJob:
+    return make_job(
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 50},
+        prompt={"template": "What is {Company}?"},
+        output={"uri": str(folder / "out")},
+        engine={"device": "cpu", "env": {Fp8Engine.NOTES: str(folder / "notes")}, **engine},
+        **groups,
+    )
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Small]:
+    """A run whose trials are made in this process."""
+
+    @contextmanager
+    def here(engine: type, stages: Any, *_: Any) -> Iterator[Any]:
+        trial = TrialEngine(engine, stages)
+        yield trial.outcomes
+        trial.close()
+
+    monkeypatch.setattr(trial_actor, "trial_on_worker", here)
+    monkeypatch.setattr(connect, "admitted", lambda *_: nullcontext())
+
+    def make(rows: int = ROWS, **groups: Any) -> Small:
+        engine = groups.pop("engine", {"quantization": "try-fp8"})
+        pq.write_table(input_rows(0, rows), tmp_path / "in.parquet")
+        job = job_of(tmp_path, engine, **groups)
+        run = plan_run(job, "k")
+        ledger = Ledger(open_store(run.uri))
+        return Small(tmp_path, job, *load_run(ledger, run), ledger)
+
+    return make
+
+
+def test_answers_that_agree_are_asked_in_fp8(planned):
+    run = planned()
+    job = run.decide()
+    assert job.engine.model_extra == {"quantization": "fp8"}
+    assert run.engines == ["- -", "fp8 -"]
+    note = read_precision(run.store)
+    assert note is not None and note.decided == {"quantization": "fp8"}
+    (one,) = note.tries
+    assert (one.rows, one.agreed, one.agreement, note.itself) == (ROWS, ROWS, 1.0, 1.0)
+    assert 0.99 < one.bound < 0.993 and one.disagreeing == ()
+    assert "quantization: fp8; quantization: fp8 agreed in 400 of 400 rows" in said(note)
+
+
+def test_answers_that_differ_are_asked_as_the_model_is_stored(planned):
+    run = planned()
+    job = run.decide(**{Fp8Engine.EVERY: "50"})
+    assert job.engine.model_extra == {}
+    note = read_precision(run.store)
+    assert note is not None and note.decided == {}
+    (one,) = note.tries
+    assert (one.rows, one.agreed) == (ROWS, ROWS - 8) and one.bound < 0.98
+    assert [(d.row, d.stored, d.tried) for d in one.disagreeing][:2] == [
+        (0, "answer 0", "other 0"),
+        (50, "answer 50", "other 50"),
+    ]
+
+
+def test_less_may_be_asked_for(planned):
+    run = planned(limits={"min_agreement": 0.95})
+    assert run.decide(**{Fp8Engine.EVERY: "50"}).engine.model_extra == {"quantization": "fp8"}
+
+
+def test_what_does_not_start_is_not_taken_and_told(planned):
+    run = planned()
+    assert run.decide(**{Fp8Engine.REFUSES: "1"}).engine.model_extra == {}
+    note = read_precision(run.store)
+    assert note is not None and "no kernel for fp8" in note.tries[0].error
+    assert "did not work: EngineStartError: no kernel for fp8" in said(note)
+
+
+def test_what_fails_together_is_tried_apart(planned):
+    run = planned(
+        engine={"quantization": "try-fp8", "kv_cache_dtype": "try-fp8"},
+        limits={"min_agreement": 0.98},
+    )
+    job = run.decide(**{Fp8Engine.EVERY: "20"})  # the weights are to blame
+    assert job.engine.model_extra == {"kv_cache_dtype": "fp8"}
+    assert run.engines == ["- -", "fp8 fp8", "fp8 -", "- fp8"]
+    note = read_precision(run.store)
+    assert note is not None and {one.confidence for one in note.tries} == {0.983333}
+
+
+def test_a_decision_is_made_once_and_taken_by_all_who_come_later(planned):
+    run = planned()
+    run.decide()
+    made = run.engines
+    # fp8 would not agree any more, and no engine is asked
+    assert run.decide(**{Fp8Engine.EVERY: "2"}).engine.model_extra == {"quantization": "fp8"}
+    assert run.engines == made
+    first = read_precision(run.store)
+    assert first is not None
+    assert note_precision(run.store, replace(first, decided={}, by="late")) == first
+
+
+def test_commits_without_a_decision_are_a_fault(planned):
+    run = planned()
+    run.store.put("_raybatch/commits/00000000.json", b"{}")
+    with pytest.raises(CorruptRun, match=r"precision\.json\) is missing"):
+        run.decide()
+    run.store.put(PRECISION, b'{"decided":{"quantization":3}}')
+    with pytest.raises(CorruptRun, match=r"precision\.json"):
+        run.decide()
+
+
+def test_a_retry_takes_its_parents_decision(planned):
+    run = planned()
+    run.decide()
+    made = run.engines
+    child = Ledger(open_store(str(run.folder / "out")).sub("k.r1"))
+    plan = replace(run.plan, run_key="k.r1", parent="k", rows=2, numbers_table="n.parquet")
+    retry = replace(run, plan=plan, ledger=child)
+    assert retry.decide(**{Fp8Engine.EVERY: "2"}).engine.model_extra == {"quantization": "fp8"}
+    note = read_precision(child.store)
+    assert run.engines == made and note is not None and note.by == "k"
+    assert said(note) == "quantization: fp8, as run k decided"
+
+
+def test_a_run_is_not_resumed_in_another_precision(planned):
+    run = planned()
+    for other in ({"quantization": "fp8"}, {}):
+        with pytest.raises(PlanMismatch, match=r"engine\.quantization: 'try-fp8' ->"):
+            plan_run(job_of(run.folder, other), "k")
+    same = job_of(run.folder, {"quantization": "try-fp8"}, limits={"min_agreement": 0.9})
+    assert fingerprint(same)[0] == fingerprint(run.job)[0]
+
+
+def test_too_few_rows_fail_the_plan_and_the_dry_run(planned, tmp_path):
+    with pytest.raises(ConfigError, match=r"0\.99 cannot be shown by 20 rows"):
+        planned(rows=20)
+    (problem,) = dry_run(job_of(tmp_path, {"quantization": "try-fp8"})).problems
+    assert "cannot be shown" in problem
+
+
+def test_the_plan_says_what_will_be_tried(planned):
+    run = planned()
+    found = {figure.name: figure for figure in dry_run(run.job).figures}
+    assert found["precision"].value == "fp8 quantization, or as stored"
+    assert "1,200 sampled rows" in found["precision"].why
+
+
+def test_rows_that_set_their_own_sampling_are_asked_greedily(planned):
+    run = planned(sampling={"temperature": 0.8, "n": 3, "max_tokens": 8})
+    asked: list[Any] = []
+
+    class Noting(Fp8Engine):
+        def __init__(self, spec: Any):
+            super().__init__(spec)
+            asked.append(spec.sampling)
+
+    decided_job(run.job, run.plan, run.shards, run.ledger, CPUS, User("t"), "a", Noting)
+    assert asked[0] == {"temperature": 0.0, "max_tokens": 8} == asked[1]
+    assert run.job.sampling.temperature == 0.8  # and the run draws as it says
+
+
+def test_rows_are_drawn_from_all_over_the_input_and_the_same_each_time():
+    import numpy as np
+
+    shards = Shards(np.arange(0, 100_001, 100))
+    found = drawn_rows(shards, 100_000, 500, "seed")
+    assert found == drawn_rows(shards, 100_000, 500, "seed") != drawn_rows(shards, 100_000, 500, "")
+    assert sum(map(len, found.values())) == 500 and len(found) <= 64
+    assert min(found) < 200 and max(found) > 800
+    assert all(at == sorted(set(at)) for at in found.values())
+
+
+def test_failed_rows_agree_where_they_fail_alike():
+    good, other = ("good", {"a": 1, "b": [1.0]}), ("good", {"a": 1.0, "b": [1]})
+    failed, again = ("failed", "AnswerCutOff: 5"), ("failed", "AnswerCutOff: 6")
+    one = {(0, 0): good, (0, 1): failed, (0, 2): good, (0, 3): good}
+    two = {(0, 0): other, (0, 1): again, (0, 2): failed, (0, 4): good}
+    assert compared(one, two) == (3, 2, [(0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"engine": {"quantization": "try-fp8", "task": "embed"}}, "engine.task embed"),
+        ({"output": {"uri": "o", "keep_answers": "30d"}}, "keep_answers"),
+        (
+            {
+                "engine": {
+                    "quantization": "try-fp8",
+                    "tensor_parallel_size": 2,
+                    "distributed_executor_backend": "ray",
+                }
+            },
+            "one node",
+        ),
+    ],
+)
+def test_jobs_that_cannot_be_compared_are_refused(change, told):
+    with pytest.raises(ConfigError, match=told):
+        BatchJob.from_dict({**job_dict(engine={"quantization": "try-fp8"}), **change})
+
+
+def test_a_job_without_it_is_as_before():
+    job = make_job(engine={"quantization": "fp8"})
+    assert precision_tries(job.engine) == [] and with_precision(job, {}) is job
+
+
+def test_with_ray_the_run_is_asked_as_was_decided(local_ray, tmp_path):
+    from prefect_raybatch.runs.finalize_run import finalize_run
+    from prefect_raybatch.runs.infer_run import infer_run
+
+    pq.write_table(input_rows(0, ROWS), tmp_path / "in.parquet")
+    env = {Fp8Engine.NOTES: str(tmp_path / "notes"), Fp8Engine.EVERY: "4"}
+    asked = {"quantization": "try-fp8", "replicas": 1, "env": env}
+    job = job_of(tmp_path, asked, limits={"min_agreement": 0.5})
+    run = plan_run(job, "k")
+    report = finalize_run(job, run, infer_run(job, run, engine=Fp8Engine))
+    assert (tmp_path / "notes").read_text().split("\n")[:-1] == ["- -", "fp8 -", "fp8 -"]
+    answers = report.to_pandas()["response"]
+    assert answers.str.startswith("other").sum() == ROWS / 4  # all of them from fp8
+    assert RunReport.from_bytes(report.to_bytes()) == report and report.precision is not None
+    (one,) = report.precision.tries
+    assert one.rows == 200 and 100 < one.agreed < 200
+    for page in (markdown(report), html(report)):
+        assert "Asked with quantization: fp8; limits.min_agreement is 0.5" in page
+        assert f"{one.agreed:,} ({one.agreement:.2%})" in page
+        assert one.disagreeing[0].tried in page

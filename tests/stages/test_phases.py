@@ -1,0 +1,125 @@
+"""The phases of an engine's start: heard in vLLM's log, also of its processes, and told."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.engine_stage import SPEC, block
+from helpers.engines import Factory, Stepped, completion
+from helpers.heard import wait_for
+
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.stages import engine as stage
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.vllm import phases, plugin, stepper
+from prefect_raybatch.stages.vllm.phases import Marks, StartMarks
+
+LOADS, COMPILES = "Starting to load model %s...", "Model loading took %s GiB memory"
+READY = "GPU KV cache size: %s tokens"
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[logging.Logger]:
+    log = logging.getLogger("vllm")
+    before, handlers = log.level, list(log.handlers)
+    log.setLevel(logging.INFO)
+    yield log
+    log.setLevel(before)
+    log.handlers[:] = handlers
+
+
+def says(*lines: str) -> None:
+    """What a process of vLLM does: loads our plugin, then logs."""
+    plugin.register()
+    for line in lines:
+        logging.getLogger("vllm.v1.worker").info(line, "x")
+
+
+def test_phases_of_this_process_and_of_one_below_it_are_heard(vllm_log: logging.Logger) -> None:
+    marks, began = StartMarks(), time.time()
+    with marks.heard():
+        says("Initializing a V1 LLM engine %s", LOADS)
+        assert set(marks.read()) == {"imports", "weights"}
+        below = multiprocessing.get_context("fork").Process(target=says, args=(COMPILES, READY))
+        below.start()
+        below.join(30)
+        told = marks.read()
+        assert set(told) == {"imports", "weights", "compile", "graphs"}
+    says(LOADS)  # later, when nobody listens any more
+    marks.stepped(time.time())
+    told = marks.read()
+    assert set(told) == {*phases.ENGINE_PHASES, "stepped"}
+    assert began - 1 < told["imports"] <= told["weights"] <= told["stepped"] <= time.time()
+
+
+class Told:
+    def __init__(self) -> None:
+        self.all: list[tuple[str, Marks]] = []
+
+    def __call__(self, engine: str, marks: Marks) -> None:
+        self.all.append((engine, marks))
+
+
+class Stepping(Stepped):
+    """Says when its first step was over, as a `SteppedEngine` does."""
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "stepped_at": time.time() if self.rows else 0.0}
+
+
+class Starts(Factory):
+    """Engines whose start logs what vLLM logs."""
+
+    def __call__(self, *arguments: Any) -> Stepped:
+        says(LOADS, COMPILES, READY)
+        made = super().__call__(*arguments)
+        return Stepping(made.answer)
+
+
+def test_an_engine_stage_tells_how_far_it_has_come(
+    vllm_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    monkeypatch.setattr(phases, "TELL_EVERY", 0.01)
+    monkeypatch.setattr(
+        stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
+    )
+    spec = EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told)
+    made = EngineStage(spec)
+    wait_for(lambda: told.all and "first step" in told.all[-1][1])
+    assert "stepped" not in told.all[-1][1]
+    made(block(Unit(0, 0, 2)))
+    wait_for(lambda: "stepped" in told.all[-1][1])
+    assert {engine for engine, _ in told.all} == {told.all[0][0]}
+    assert set(told.all[-1][1]) == {*phases.ENGINE_PHASES, "stepped"}
+
+
+def test_an_engine_that_does_not_start_ends_the_telling(
+    vllm_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    told = Told()
+    monkeypatch.setattr(stage, "PAUSE", 0)
+    monkeypatch.setattr(stepper, "SteppedEngine", Factory(ValueError("wrong")))
+    EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told))
+    wait_for(lambda: "raybatch-start" not in {thread.name for thread in threading.enumerate()})
+    assert all(set(marks) == {"imports"} for _, marks in told.all)
+
+
+def test_who_cannot_be_told_costs_nothing(
+    vllm_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(engine: str, marks: Marks) -> None:
+        raise ConnectionError("the head is gone")
+
+    monkeypatch.setattr(
+        stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
+    )
+    made = EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=away))
+    assert made(block(Unit(0, 0, 2))).num_rows == 2
