@@ -9,7 +9,7 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.report.nights import Night, nights_markdown
+from prefect_raybatch.report.nights import NightLine, nights_markdown
 from prefect_raybatch.report.plots import data_uri, of_nights
 from prefect_raybatch.runs.nights import nights_of
 
@@ -21,6 +21,8 @@ def show_nights(loaded: BatchJob, run_key: str, tell: bool = False) -> None:
     an event is emitted. It is never worth a run: what goes wrong is a line in the log."""
     try:
         (page,) = nights_of(loaded.output.uri, loaded.output.options or None, loaded.name)
+        if not page.nights:  # the run has not come to a plan
+            return
         key = artifact_key(loaded.name)
         text = MarkdownArtifact(markdown=nights_markdown(page), description="Nights.")
         put(text, f"{key}-nights", run_key)
@@ -37,7 +39,7 @@ def show_nights(loaded: BatchJob, run_key: str, tell: bool = False) -> None:
         _tell_drift(night, loaded.name)
 
 
-def _tell_drift(night: Night, job: str) -> None:
+def _tell_drift(night: NightLine, job: str) -> None:
     """One event for all that shifted: a night pages a person once."""
     if not night.shifts:
         return

@@ -16,7 +16,7 @@ LABELS_SHOWN = 8  # of the commonest, in the table of answers
 
 
 @dataclass(frozen=True)
-class Night:
+class NightLine:
     """A run of a job as the page shows it; `began` in seconds since 1970. What is not known, as of
     a run that is not completed, is None. `shifts`: how its answers differ from the completed run
     before it. `trouble` says what is wrong with a run that cannot be read."""
@@ -43,11 +43,11 @@ class NightsPage:
     job, and cannot be read: {run key: why}."""
 
     job: str
-    nights: tuple[Night, ...]
+    nights: tuple[NightLine, ...]
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def latest(self) -> Night | None:
+    def latest(self) -> NightLine | None:
         return self.nights[0] if self.nights else None
 
 
@@ -56,7 +56,7 @@ def nights_table(page: NightsPage) -> list[dict[str, str]]:
     return [_row(night, any(n.cost is not None for n in page.nights)) for night in page.nights]
 
 
-def _row(night: Night, with_cost: bool) -> dict[str, str]:
+def _row(night: NightLine, with_cost: bool) -> dict[str, str]:
     began = DASH
     if night.began is not None:
         began = datetime.fromtimestamp(night.began, UTC).strftime("%Y-%m-%d %H:%M")
@@ -66,19 +66,18 @@ def _row(night: Night, with_cost: bool) -> dict[str, str]:
     cost = {"cost": DASH if night.cost is None else money(night.cost)} if with_cost else {}
     return {
         "begun (UTC)": began,
-        "run": night.run_key,
         "state": state,
         "rows": number(night.rows, 0),
-        "answered": number(night.good, 0),
         "in quarantine": number(night.quarantined, 0),
         "rows/s": number(night.rate, 0),
         "time": duration(night.seconds) if night.seconds is not None else DASH,
         **cost,
         "answers": _answers_said(night),
+        "run": night.run_key,
     }
 
 
-def _answers_said(night: Night) -> str:
+def _answers_said(night: NightLine) -> str:
     """`as before` only where there was something to hold them against."""
     if night.shifts:
         return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in night.shifts)
@@ -101,7 +100,7 @@ def answers_table(page: NightsPage) -> list[dict[str, str]]:
     return rows
 
 
-def shown_names(nights: Sequence[Night], kind: str) -> list[str]:
+def shown_names(nights: Sequence[NightLine], kind: str) -> list[str]:
     """The commonest names over all of the nights; lengths in their order."""
     sums: dict[str, float] = {}
     for night in nights:

@@ -13,7 +13,7 @@ from prefect_raybatch.report.records import Charts, RunReport, WorkerStats
 
 if TYPE_CHECKING:
     from prefect_raybatch.report.drawing import Plot
-    from prefect_raybatch.report.nights import Night
+    from prefect_raybatch.report.nights import NightLine
 
 NAMES_DRAWN = 7  # kinds of answers that have a colour of their own
 NAMES = {
@@ -56,7 +56,7 @@ def image_lines(report: RunReport) -> list[str]:
     return lines[:-1]
 
 
-def of_nights(nights: Sequence[Night]) -> str | None:
+def of_nights(nights: Sequence[NightLine]) -> str | None:
     """Rows and answers of the nights, the newest first, as one SVG; None where none is known."""
     told = [night for night in reversed(nights) if night.good is not None]
     if not told:

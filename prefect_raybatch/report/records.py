@@ -155,6 +155,7 @@ class RunReport(FinishedRows):
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
     # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
+    code: Mapping[str, int] = field(default_factory=dict)  # rows by the package's code on workers
     # {labels, lengths, ends: {name: answers}}, as far as they are counted
     answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
@@ -185,6 +186,7 @@ class RunReport(FinishedRows):
             "published",
             "reuse",
             "cost",
+            "code",
             "answers",
             "roofline",
             "precision",

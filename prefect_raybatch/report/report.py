@@ -73,6 +73,7 @@ def build(
         dashboard=dashboard,
         losses=dict(losses or {}),
         answers=answer_counts(totals.others),
+        code=dict(tally.codes.most_common()),
         roofline=tally.roofline(),
     )
 
@@ -136,10 +137,19 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
     ]
+    if report.code:
+        rows.append(("Code of the workers", code_said(report.code)))
     rows += [(f"Published: {one.target}", published_text(one)) for one in report.published]
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def code_said(code: Mapping[str, int]) -> str:
+    """`0.1.0+3f2a91c07be4`, or each with the rows that it did."""
+    if len(code) == 1:
+        return next(iter(code))
+    return ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in code.items())
 
 
 def published_text(one: Published) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_raybatch.errors import RayBatchError, StoreError
 from prefect_raybatch.report.answers import shifts
-from prefect_raybatch.report.nights import Night, NightsPage
+from prefect_raybatch.report.nights import NightLine, NightsPage
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs
 from prefect_raybatch.storage import open_store
@@ -41,10 +41,10 @@ def nights_of(
     ]
 
 
-def _compared(nights: list[Night]) -> tuple[Night, ...]:
+def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
     """Each with how its answers differ from those of the completed night before it."""
     made = []
-    before: Night | None = None
+    before: NightLine | None = None
     for night in reversed(nights):
         if before is not None:
             night = replace(night, shifts=shifts(night.answers, before.answers, before.run_key))
@@ -54,9 +54,9 @@ def _compared(nights: list[Night]) -> tuple[Night, ...]:
     return tuple(reversed(made))
 
 
-def _night(line: RunLine, options: Mapping[str, Any] | None) -> Night:
+def _night(line: RunLine, options: Mapping[str, Any] | None) -> NightLine:
     share = line.committed / line.shards if line.shards else None
-    night = Night(line.run_key, line.run, line.state, line.created, line.rows, share)
+    night = NightLine(line.run_key, line.run, line.state, line.created, line.rows, share)
     if line.state != COMPLETED:
         return night
     try:

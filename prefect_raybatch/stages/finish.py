@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
@@ -160,7 +161,12 @@ class Finish:
             pieces=tuple(pieces),
             stats=_reused(table, self._stats(load, table, began, outcome)),
             failures=dict(Counter(map(_key, failures))),
-            where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
+            where={
+                "node": socket.gethostname(),
+                "pid": str(os.getpid()),
+                "code": code_version(),
+                **engine,
+            },
         )
 
     def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:

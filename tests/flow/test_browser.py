@@ -25,7 +25,7 @@ from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
-from prefect_raybatch.report.nights import Night, NightsPage, nights_markdown
+from prefect_raybatch.report.nights import NightLine, NightsPage, nights_markdown
 from prefect_raybatch.report.plots import data_uri, of_nights
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -173,7 +173,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     form = page.locator("form").first
     where = form_field(form, "Job", "Source", "Where")
     expect(where).to_contain_text("A folder is read recursively.")
-    expect(where.locator("textarea")).to_have_value("deployments/customers.csv")
+    expect(where.locator("textarea")).to_have_value("customers.csv")
     # Titles and not the names of fields; a choice is a list to choose from.
     labels = form.locator(".schema-form-property__label").all_inner_texts()
     assert len(labels) > 60, labels
@@ -247,7 +247,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
 
 def test_the_morning_page_shows_a_table_and_plots(
-    deployed: Prefect, page: Page, tmp_path: Path
+    prefect_process: Prefect, page: Page, tmp_path: Path
 ) -> None:
     nights = made_up_nights()
     for key, kind, data in (
@@ -255,15 +255,17 @@ def test_the_morning_page_shows_a_table_and_plots(
         ("nights-plots", "image", data_uri(of_nights(nights.nights) or "")),
     ):
         name = f"raybatch-{nights.job}-{key}"
-        deployed.ask("artifacts/", {"key": name, "type": kind, "data": data, "description": "x"})
-    open_artifact(page, deployed, f"raybatch-{nights.job}-nights")
+        prefect_process.ask(
+            "artifacts/", {"key": name, "type": kind, "data": data, "description": "x"}
+        )
+    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights")
     expect(page.get_by_role("heading", name=f"{nights.job}: the last 14 nights")).to_be_visible()
     expect(page.get_by_text("the labels differ from").first).to_be_visible()
     drawn = page.get_by_role("img", name="Nights")
     expect(drawn).to_be_visible()
     assert drawn.evaluate("image => image.naturalWidth") > 500
     picture(page, "nights", tmp_path, 1500)
-    open_artifact(page, deployed, f"raybatch-{nights.job}-nights-plots")
+    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights-plots")
     expect(page.locator("img[src^='data:image/svg']").first).to_be_visible()
 
 
@@ -283,7 +285,7 @@ def made_up_nights() -> NightsPage:
         changed = shifts(counts, days[-1].answers, days[-1].run_key) if day == 13 else ()
         done = rows - 120 * day
         days.append(
-            Night(key, "/r", "completed", began, rows, 1.0, done, 120 * day, 310.0 + day,
+            NightLine(key, "/r", "completed", began, rows, 1.0, done, 120 * day, 310.0 + day,
                   rows / 310, 21.5 + day / 4, counts, changed)
         )  # fmt: skip
     return NightsPage("industries", tuple(reversed(days)))

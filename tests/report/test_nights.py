@@ -27,7 +27,7 @@ from prefect_raybatch.report.answers import (
     tokens_range,
 )
 from prefect_raybatch.report.html import nights_html
-from prefect_raybatch.report.nights import Night, NightsPage, nights_markdown, nights_table
+from prefect_raybatch.report.nights import NightLine, NightsPage, nights_markdown, nights_table
 from prefect_raybatch.report.plots import of_nights
 from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.plan_run import plan_run
@@ -207,7 +207,7 @@ def test_the_command_writes_text_html_and_json(week, tmp_path, capsys):
 def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path):
     odd = '<img src=x onerror="1">|`'
     counts = {"labels": {f"{odd}{i}": 300.0 for i in range(200)}}
-    night = Night("n", "/r", "completed", 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts)
+    night = NightLine("n", "/r", "completed", 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts)
     broken = {"b": odd}  # names of runs are checked, what is said of them is anybody's
     page = NightsPage(odd, tuple(replace(night, run_key=f"n{i}") for i in range(14)), broken)
     text, html = nights_markdown(page), nights_html([page])
