@@ -380,6 +380,8 @@ class _StoreWarnings(logging.Handler):
 
 def show_status(found: Status) -> None:
     out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({escape(found.run)})")
+    if found.superseded_by is not None:
+        out.print(f"was repaired: {found.superseded_by} goes on in its place", markup=False)
     table = _grid()
     table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
     table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")

@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.source.cuts import Everywhere
+from prefect_raybatch.source.side_copies import in_threads
 from prefect_raybatch.storage.ahead import Item, Value
+from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
 
 WORTH_A_START = 1 << 30  # bytes of work for which a cluster is joined, or one started here
 WORTH_A_TASK = 256 << 20  # ... for which one is used that the process is in already
+TASKS_A_CPU = 2  # of such that are under way: one is worked on, one waits for it
 TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself raises is not retried
+
+
+@contextmanager
+def copying_for(job: BatchJob, size: int, reachable: bool) -> Iterator[Everywhere]:
+    """Where `size` bytes of input are copied: on the cluster that the job names, if there is enough
+    to copy and all of it is `reachable` from there, else in threads of this process, which a
+    cluster started here could not better."""
+    workers = 0
+    with ExitStack() as stack:
+        if reachable and address_of(job.cluster) is not None:
+            workers = stack.enter_context(workers_for(job, size, "snapshot"))
+        if workers > 1:
+            log.info("the input is copied on %s", counted(workers, "CPU"))
+            yield partial(_everywhere, TASKS_A_CPU * workers)
+        else:
+            yield in_threads(len(os.sched_getaffinity(0)), reachable)
+
+
+def _everywhere(
+    at_once: int, work: Callable[[Any], Any], items: Iterable[Any], size: int
+) -> Generator[tuple[int, Any], None, None]:
+    yield from side_by_side(partial(_numbered, work), enumerate(items), at_once)
+
+
+def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, Any]:
+    return item[0], work(item[1])
 
 
 @contextmanager

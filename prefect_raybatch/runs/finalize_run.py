@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DAY = 86_400.0  # seconds
-TASKS_A_CPU = 2  # files under way: one is written, one waits for it
 
 
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -127,7 +126,7 @@ def write_parts(
     job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
     """On the workers of the job's cluster where there is enough to write, else here."""
-    from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
+    from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
     with workers_for(job, size) as workers:

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +198,7 @@ def length_of_job(
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     from prefect_raybatch import source
+    from prefect_raybatch.cluster.side_by_side import copying_for
 
     job, attempt = resolved.job, uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
@@ -205,7 +207,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
             dataset, ledger.store, attempt, job.source.limit, job.source.columns
         )
     elif copied:
-        found = source.snapshot(job.source, ledger.store, attempt)
+        found = source.snapshot(job.source, ledger.store, attempt, partial(copying_for, job))
     else:
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)

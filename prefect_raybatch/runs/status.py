@@ -14,6 +14,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.failures import alike, failure_texts
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -53,7 +54,7 @@ class Status:
     error budget; `asks` is the state of what a run that reuses asks first; `partials` are the
     partial results that were written of it, newest first: they change nothing of its state. `cost`
     is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
-    known."""
+    known. `superseded_by` is the run that goes on in the place of this one, which was repaired."""
 
     run: str
     run_key: str
@@ -79,6 +80,7 @@ class Status:
     gpu_hours: float = 0.0
     cost: float | None = None
     cost_end: float | None = None
+    superseded_by: str | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -93,6 +95,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
     state = state_name(finished, bool(tally.shards))
+    later = follow_forks(ledger, plan)[0]
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
     cost = spent.at(plain_price(BatchJob.from_dict(plan.job, "plan.json").cluster))
@@ -117,6 +120,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
+        superseded_by=None if later.store is store else later.store.uri,
         partials=tuple(all_partials(store, plan)),
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
         cost=None if cost is None else round(cost, 6),

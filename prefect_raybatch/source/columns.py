@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -42,6 +42,65 @@ def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str
     return chosen
 
 
+def types_in(
+    table: pa.Table,
+    before: Mapping[str, pa.DataType],
+    text: bool,
+    typed: Collection[str],
+) -> dict[str, pa.DataType]:
+    """The types of a block's columns; of CSV text none narrower than those `before`."""
+    if not text:
+        return {field.name: plain_type(field.type) for field in table.schema}
+    columns = zip(table.column_names, table.columns, strict=True)
+    return {
+        name: column.type if name in typed else text_type(column, before.get(name))
+        for name, column in columns
+    }
+
+
+class TypesSeen:
+    """Types of some files' columns, noted block by block. What does not go together is told by
+    `clash`, and by a `Shape` in which file: there are others before these."""
+
+    def __init__(
+        self,
+        text: bool,
+        union: bool,
+        typed: Collection[str],
+        columns: dict[str, pa.DataType],
+        of_files: Mapping[str, dict[str, pa.DataType]],
+    ) -> None:
+        self.clash = False
+        self.changes: list[tuple[str, dict[str, pa.DataType]]] = []
+        self._text, self._union, self._typed = text, union, typed
+        self._columns, self._files = columns, dict(of_files)
+        self._noted: set[str] = set()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(list(self._columns.items()))
+
+    def see(self, where: str, table: pa.Table) -> None:
+        """Take a block of `where` into account."""
+        before = self._files.get(where, {})
+        found = types_in(table, before, self._text, self._typed)
+        mine = dict(before)
+        for name, kind in found.items():
+            known = mine.get(name, pa.null())
+            wider = kind if self._text else common_type(known, kind, self._union)
+            self.clash = self.clash or wider is None
+            mine[name] = kind if wider is None else wider
+        if mine == before and where in self._noted and not self.clash:
+            return
+        self._noted.add(where)
+        self.changes.append((where, found))
+        self._files[where] = mine
+        for name, kind in mine.items():
+            both = common_type(self._columns.get(name, pa.null()), kind, self._union)
+            self.clash = self.clash or both is None
+            self._columns[name] = kind if both is None else both
+
+
 class Shape:
     """Column names and types, merged over files; the first file gives the order.
 
@@ -59,11 +118,17 @@ class Shape:
         typed: Collection[str] = (),
     ) -> None:
         self._typed = frozenset(typed)
-        self._strict, self._text, self._union, self._order = strict, text, union, order
+        self._strict, self._union, self._order = strict, union, order
+        self.text = text
         self._files: dict[str, dict[str, pa.DataType]] = {}
         self._kept: dict[tuple[tuple[str, pa.DataType], ...], dict[str, pa.DataType]] = {}
         self._columns: dict[str, pa.DataType] = {}
         self._first: str | None = None
+
+    @property
+    def columns(self) -> dict[str, pa.DataType]:
+        """The types of all columns, in the order of `schema`."""
+        return {field.name: field.type for field in self.schema}
 
     @property
     def schema(self) -> pa.Schema:
@@ -72,16 +137,12 @@ class Shape:
 
     def see(self, where: str, table: pa.Table) -> None:
         """Take a block of `where` into account. Raises as `see_types`."""
-        if self._text:
-            mine = self._files.get(where, {})
-            columns = zip(table.column_names, table.columns, strict=True)
-            found = {
-                name: column.type if name in self._typed else text_type(column, mine.get(name))
-                for name, column in columns
-            }
-        else:
-            found = {field.name: plain_type(field.type) for field in table.schema}
-        self.see_types(where, found)
+        before = self._files.get(where, {})
+        self.see_types(where, types_in(table, before, self.text, self._typed))
+
+    def types_of(self, where: str) -> dict[str, pa.DataType] | None:
+        """Of a file; None while nothing of it was seen."""
+        return self._files.get(where)
 
     def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
         """Take types found in `where` into account.
@@ -96,7 +157,7 @@ class Shape:
         for name, kind in found.items():
             known = mine.get(name, pa.null())
             # Text of one file may widen to anything; typed values must go together.
-            wider = kind if self._text else common_type(known, kind, self._union)
+            wider = kind if self.text else common_type(known, kind, self._union)
             if wider is None:
                 raise SourceError(
                     f"{where}: column {name!r} changes from {known} to {kind}; write one type"

@@ -65,6 +65,11 @@ def csv_tables(
         raise SourceError(_explain_csv(file, written, error)) from None
 
 
+def delimiter_of(file: File, options: Csv) -> str:
+    """What stands between the values of this file."""
+    return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
+
+
 @dataclass(frozen=True)
 class _Written:
     """How one file is written: the options, with the delimiter that its name tells."""
@@ -75,8 +80,7 @@ class _Written:
 
     @classmethod
     def of(cls, file: File, options: Csv) -> _Written:
-        usual = "\t" if ".tsv" in file.info.path.lower() else ","
-        return cls(options, options.delimiter or usual, options.delimiter is None)
+        return cls(options, delimiter_of(file, options), options.delimiter is None)
 
     def read_options(self) -> Any:
         import pyarrow.csv as pc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -44,6 +44,7 @@ ENDINGS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
+DATABASES = (".db", ".sqlite", ".sqlite3", ".duckdb")
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,20 @@ class Inventory:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Whole rows out of a file, read in its place: `content`, which begins at byte `at`. A reader
+    of blocks takes `lead` bytes before it counts, to have the blocks of the whole file."""
+
+    at: int
+    content: bytes = field(repr=False)
+    lead: int = 0
+
+
+@dataclass(frozen=True)
 class File:
     """A file found; `given` is the entry of source.uri, `named` when that is the file itself.
 
-    `values` are the columns that its path tells.
+    `values` are the columns that its path tells; `cut` the part of it that is read, None for all.
     """
 
     store: Store
@@ -79,6 +90,7 @@ class File:
     given: str
     named: bool
     values: Values = ()
+    cut: Cut | None = None
 
     @property
     def uri(self) -> str:
@@ -338,6 +350,11 @@ def _unreadable(file: File) -> str:
         return (
             "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
             "brotli, or leave such files out with a glob"
+        )
+    if file.info.path.lower().endswith(DATABASES):
+        return (
+            "a database is not read as a file; write source.uri: sqlite:////FOLDER/FILE (or "
+            "duckdb:///...) and the SELECT to read as source.query"
         )
     return (
         "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "

@@ -28,7 +28,7 @@ def json_tables(
     types: dict[str, pa.DataType] = {}
     try:
         check_encoding(file)
-        array = is_array(file)
+        array = file.cut is None and is_array(file)
         unit = "item" if array else "line"
         for line, block in array_blocks(file) if array else _line_blocks(file):
             if not block.strip():
@@ -62,15 +62,18 @@ def json_tables(
 def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
     """(number of the first line, whole lines) of about streams.BLOCK_BYTES."""
     line, carry = 1, b""
+    first = file.cut is None or not file.cut.at
     with open_bytes(file) as stream:
+        if file.cut is not None:
+            carry = stream.read(file.cut.lead)
         while True:
             data = stream.read(streams.BLOCK_BYTES)
             cut = data.rfind(b"\n") + 1 if data else 0
             block, carry = (carry + data[:cut], data[cut:]) if cut else (b"", carry + data)
             if not data:
                 block, carry = carry, b""
-            if line == 1 and block:
-                block = block.removeprefix(b"\xef\xbb\xbf")
+            if first and block:
+                block, first = block.removeprefix(b"\xef\xbb\xbf"), False
             if block:
                 yield line, block
                 line += block.count(b"\n")

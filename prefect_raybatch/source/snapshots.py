@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.source import streams
+from prefect_raybatch.source import cuts, side_copies, streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
-from prefect_raybatch.source.csv_text import csv_tables
+from prefect_raybatch.source.csv_text import csv_tables, delimiter_of
+from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
@@ -24,17 +28,35 @@ from prefect_raybatch.source.hive import add_columns, path_types
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
+from prefect_raybatch.source.side_copies import (
+    NotSideBySide,
+    ShareCopier,
+    copy_shares,
+    in_threads,
+    shares_of,
+)
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables import copying
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import FileInfo, Store, is_remote, read_ahead
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import ray.data
 
+log = logging.getLogger(__name__)
 
-def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
+STATS = 16  # files asked about at once
+GUESS_FILES = 8  # of which the first block is looked at before they are copied
+
+
+def snapshot(
+    source: Source, run_store: Store, attempt: str, everywhere: Everywheres | None = None
+) -> Inventory:
     """Copy a table, or files that are no Parquet, to it, under `_raybatch/input/ATTEMPT-UUID/`.
+
+    Files are copied side by side, by default in threads of this process; `everywhere(bytes, whether
+    all of the input can be reached from elsewhere)` says where instead. Rows, their order and types
+    are those of one file after the other, as it is done with `limit` and for files by http(s).
 
     The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
     are int64, float64, bool or string, whichever is the narrowest that gives each value back as
@@ -55,13 +77,20 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
     reads, chosen = _reads(source)
     pushed = None if chosen is None else chosen.filter
 
+    reader = partial(_tables, kind, source=reads, hive=hive, pushed=pushed)
+    made = None
+    if source.limit is None and not any(is_web(file.uri) for file in files):
+        copier = ShareCopier(reader, run_store, attempt, chosen, *_typing(kind, hive))
+        made = _side_by_side(kind, files, reads, hive, copier, known, everywhere or _in_threads)
+
     def blocks() -> Blocks:
         for file in files:
-            for table in _tables(kind, file, reads, known, hive, pushed):
+            for table in reader(file, known=known):
                 yield file.uri, table
 
-    shape = _shape(kind, reads.columns, hive)
-    made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
+    if made is None:
+        shape = _shape(kind, reads.columns, hive)
+        made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
     elif source.filter:
@@ -71,6 +100,65 @@ def snapshot(source: Source, run_store: Store, attempt: str) -> Inventory:
         raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
     _check_unchanged(files)
     return replace(made, table=_by_web(kind, files))
+
+
+Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
+
+
+@contextmanager
+def _in_threads(size: int, remote: bool) -> Iterator[Everywhere]:
+    yield in_threads(len(os.sched_getaffinity(0)), remote)
+
+
+def _side_by_side(
+    kind: str,
+    files: Sequence[File],
+    reads: Source,
+    hive: Mapping[str, pa.DataType],
+    copier: ShareCopier,
+    known: dict[str, None],
+    everywhere: Everywheres,
+) -> Inventory | None:
+    """The files as shares that are copied side by side; None where that is not worth it, or where
+    only one file after the other can tell what is wrong. Raises as `snapshot`."""
+    size = sum(file.info.size for file in files)
+    if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
+        return None
+    remote = all(is_remote(file.store.uri) for file in files)
+    with everywhere(size, remote) as apart:
+
+        def stretches(file: File) -> Sequence[Stretch]:
+            if kind == "csv":
+                return cut_csv(file, reads.csv, delimiter_of(file, reads.csv), apart)
+            return cut_lines(file) if kind == "jsonl" else [Stretch(file)]
+
+        shares = list(shares_of(files, stretches))
+        if len(shares) < 2:
+            return None
+        guess = _guess(kind, files, reads, hive)
+        shape = _shape(kind, reads.columns, hive)
+        try:
+            return copy_shares(shares, copier, shape, guess, apart, known, kind)
+        except NotSideBySide as error:
+            for _ in copier.reader(error.file, known={}):
+                pass  # says what is wrong, and in which row
+            log.info("%s is not read in parts: they do not go together", error.file.uri)
+            return None
+
+
+def _guess(
+    kind: str, files: Sequence[File], reads: Source, hive: Mapping[str, pa.DataType]
+) -> dict[str, pa.DataType]:
+    """Types of columns by the first blocks of some files; what does not go together ends it."""
+    shape = _shape(kind, reads.columns, hive)
+    with suppress(RayBatchError):
+        for number in sorted({i * (len(files) - 1) // GUESS_FILES for i in range(GUESS_FILES + 1)}):
+            file = files[number]
+            head = cuts.beginning(file) if kind in ("csv", "jsonl") else file
+            table = next(_tables(kind, head, reads, {}, hive), None)
+            if table is not None:
+                shape.see(file.uri, table)
+    return shape.columns
 
 
 def peek(source: Source) -> Inventory:
@@ -215,9 +303,14 @@ def _tables(
         raise
 
 
+def _typing(kind: str, hive: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
+    """`text`, `union` and `typed` of a `Shape` of such files."""
+    return kind == "csv", kind in ("csv", "jsonl"), frozenset(hive)
+
+
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
-    csv, json = kind == "csv", kind == "jsonl"
-    return Shape(strict=not json, text=csv, union=csv or json, order=columns or (), typed=hive)
+    text, union, typed = _typing(kind, hive)
+    return Shape(kind != "jsonl", text, union, columns or (), typed)
 
 
 def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
@@ -231,11 +324,13 @@ def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
 
 
 def _check_unchanged(files: Sequence[File]) -> None:
-    for file in files:
+    def look(file: File) -> FileInfo:
         try:
-            now = file.store.stat(file.info.path)
+            return file.store.stat(file.info.path)
         except FileNotFoundError:
             raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+
+    for file, now in zip(files, read_ahead(look, files, STATS, STATS), strict=True):
         # The change time cannot be set back. A new link or mode changes it too, but what was read
         # cannot be compared any more, and to begin the copy anew costs little.
         if now != file.info or now.ctime_ns != file.info.ctime_ns:

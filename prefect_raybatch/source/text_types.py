@@ -37,3 +37,13 @@ def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataTyp
         if all(pc.all(looks(part)).as_py() is not False for part in (column[:64], column)):
             return kind
     return pa.string()
+
+
+def common_text_type(one: pa.DataType | None, other: pa.DataType) -> pa.DataType:
+    """A type for the values of two parts of a text column; the values may yet show that it takes a
+    wider one: an int64 of 17 digits is no float64."""
+    if one is None or pa.types.is_null(one) or one == other:
+        return other
+    if pa.types.is_null(other):
+        return one
+    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()

@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.small import SmallRun, make_job, small_run
 
 from prefect_raybatch.cluster import side_by_side as module
-from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
-from prefect_raybatch.errors import ClusterUnavailable, CorruptRun
+from prefect_raybatch.cluster.side_by_side import copying_for, side_by_side, workers_for
+from prefect_raybatch.errors import ClusterUnavailable, CorruptRun, SourceError
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.layout import PART_NOTES
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Part
@@ -25,6 +29,7 @@ from prefect_raybatch.result.parts import PartTask, write_part
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.source import side_copies, snapshot
 from prefect_raybatch.storage import open_store
 
 FAILED = {(1, 1), (4, 3)}
@@ -111,6 +116,33 @@ def on_ray(
     write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterable[Part]:
     return side_by_side(write, tasks, 4)
+
+
+def test_an_input_copied_on_a_cluster_is_the_one_copied_here(local_ray, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+
+    def rows_of(number: int) -> str:
+        rows = (f"{n},{n / 4 if number == 9 else n}\n" for n in range(number, 30))
+        return "a,b\n" + "".join(rows)
+
+    for number in range(12):
+        (tmp_path / "in" / f"{number:02d}.csv").write_text(rows_of(number))
+    monkeypatch.setattr(module, "WORTH_A_TASK", 0)
+    monkeypatch.setattr(side_copies, "SHARE_FILES", 2)
+    job = make_job(cluster={"address": "auto"})
+    found = []
+    for name, reachable in (("away", True), ("here", False)):
+        place, given = open_store(str(tmp_path / name)), Source(uri=str(tmp_path / "in"))
+        used = partial(lambda reached, size, remote: copying_for(job, size, reached), reachable)
+        made = snapshot(given, place, "attempt", used)
+        assert len(made.files) == 6
+        found.append(pa.concat_tables(pq.read_table(f"{place.uri}/{f.uri}") for f in made.files))
+        (tmp_path / "in" / "07.csv").write_text("a,b\n1,2\n1,2,3\n" + "1,2\n" * 29)
+        with pytest.raises(SourceError, match=r"in/07.csv, line 3: 3 columns where"):
+            snapshot(given, place, "attempt", used)
+        (tmp_path / "in" / "07.csv").write_text(rows_of(7))
+    assert found[0].schema.types == [pa.int64(), pa.float64()]
+    assert found[0].equals(found[1])
 
 
 def test_a_task_that_wakes_after_the_end_writes_nothing(tmp_path):

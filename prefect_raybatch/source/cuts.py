@@ -1,0 +1,207 @@
+"""Where a large text file may be cut, so that its parts are read side by side.
+
+JSON Lines may be cut after any line, and are cut where one reader's blocks end. A line break of a
+CSV file may stand in quotes: which do is told by how many quotes stand before it, if each of them
+stands where a quote must. Where one does not, it is for the reader to say what it is, and the file
+is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.source.encodings import UTF8_MARK
+from prefect_raybatch.source.find import Cut, File, ending
+from prefect_raybatch.source.json_arrays import is_array
+
+CUT_BYTES = 32 << 20  # of a file a part, in whole blocks: a multiple of streams.BLOCK_BYTES
+SCAN_BYTES = 4 << 20  # looked at for quotes at a time
+NEWLINE = 10
+LINE_WINDOW = 1 << 16  # looked through for a line's end
+HEADER_BYTES = 1 << 20  # a longer header line is no reason to cut behind it
+
+Everywhere = Callable[
+    [Callable[[Any], Any], Iterable[Any], int], Generator[tuple[int, Any], None, None]
+]
+"""Does a function for each item, somewhere and in any order, and gives (number of the item, what
+came of it); the last number is the bytes of all."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Whole rows of a file: its bytes [start, stop), or all where `stop` is None. `head` is the
+    header line that goes before them, `lead` as in `Cut`."""
+
+    file: File
+    start: int = 0
+    stop: int | None = None
+    lead: int = 0
+    head: bytes = b""
+
+    def opened(self) -> File:
+        """As a file of its own. Raises SourceError when the file is shorter by now."""
+        if self.stop is None:
+            return self.file
+        data = _bytes_of(self.file, self.start, self.stop)
+        if len(data) < self.stop - self.start:
+            raise SourceError(f"{self.file.uri}: became shorter while it was being copied")
+        cut = Cut(self.start, self.head + data, self.lead)
+        return replace(self.file, cut=cut)
+
+
+def cut_lines(file: File) -> list[Stretch]:
+    """A JSON Lines file in stretches of about CUT_BYTES; as one where it cannot be cut."""
+    size = file.info.size
+    if size <= CUT_BYTES or ending(file.info.path)[1] or is_array(file):
+        return [Stretch(file)]
+    starts = {0: 0}  # where a stretch starts: the place by which it was found
+    for at in range(CUT_BYTES, size, CUT_BYTES):
+        starts.setdefault(_line_before(file, at), at)
+    ends = pairwise([*starts, size])
+    return [Stretch(file, a, b, lead=starts[a] - a) for a, b in ends if a < b]
+
+
+def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) -> list[Stretch]:
+    """A CSV file likewise."""
+    size, quote = file.info.size, options.quote.encode()
+    plain = options.encoding == "utf-8" and not options.escape and not options.skip_rows
+    if size <= CUT_BYTES or ending(file.info.path)[1] or not plain or len(quote) > 1:
+        return [Stretch(file)]
+    scan = _Scan(file, quote, delimiter.encode())
+    places = range(0, size, CUT_BYTES)
+    found = dict(everywhere(scan, places, size))
+    edges, odd = [0], 0
+    for number in range(len(places)):
+        seen = found[number][odd]
+        if number and seen.line_end is not None:
+            edges.append(seen.line_end)
+        if not seen.clear:
+            return [Stretch(file)]
+        odd = seen.quotes % 2
+    head = _header(file, quote) if options.header else b""
+    if odd or head is None or len(edges) == 1:
+        return [Stretch(file)]
+    ends = pairwise([*edges, size])
+    return [Stretch(file, a, b, head=head if a else b"") for a, b in ends if a < b]
+
+
+class _Seen:
+    """What a part of a CSV file shows, if it begins outside of quotes (`inside` 0) or inside (1):
+    whether each quote stands where it must, how many there are, and where its first row ends, if
+    its first window shows it."""
+
+    def __init__(self, inside: int) -> None:
+        self.quotes, self.clear = inside, True
+        self.line_end: int | None = None
+        self._first = True
+
+    def look(
+        self, data: bytes, places: np.ndarray, opens: np.ndarray, closes: np.ndarray, at: int
+    ) -> None:
+        """Takes the bytes of `data` but the first and the last into account, which begins at byte
+        `at` of the file; `opens` and `closes`: whether those quotes can."""
+        opening = (np.arange(len(places)) + self.quotes) % 2 == 0
+        self.clear = self.clear and bool(np.where(opening, opens, closes).all())
+        if self._first:
+            self._first = False
+            lines = np.flatnonzero(np.frombuffer(data, np.uint8)[1:-1] == NEWLINE) + 1
+            outside = lines[(np.searchsorted(places, lines) + self.quotes) % 2 == 0]
+            self.line_end = at + int(outside[0]) + 1 if len(outside) else None
+        self.quotes += len(places)
+
+
+@dataclass(frozen=True)
+class _Scan:
+    file: File
+    quote: bytes
+    delimiter: bytes
+
+    def __call__(self, start: int) -> tuple[_Seen, _Seen]:
+        """For the part at `start`: outside of quotes, inside."""
+        seen = _Seen(0), _Seen(1)
+        edges = np.frombuffer(self.delimiter + b"\r\n" + self.quote, np.uint8)
+        none: Any = np.zeros(0, np.int64)
+        for at, data in self._windows(start):
+            places, opens, closes = none, none, none
+            if self.quote and self.quote in data:
+                values = np.frombuffer(data, np.uint8)
+                places = np.flatnonzero(values[1:-1] == self.quote[0]) + 1
+                opens, closes = (np.isin(values[places + step], edges) for step in (-1, 1))
+            for one in seen:
+                one.look(data, places, opens, closes, at)
+        return seen
+
+    def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """(where it begins, bytes) over the part, each with a byte before it and one after it: at
+        the ends of the file a line break."""
+        size = self.file.info.size
+        stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
+        tail = b"" if start else b"\n"
+        begins = start - 1
+        with opened_again(self.file) as handle:
+            handle.seek(at)
+            while at <= stop:
+                data = handle.read(min(SCAN_BYTES, stop + 1 - at)) or b"\n"
+                at += len(data)
+                data = tail + data
+                yield begins, data
+                begins, tail = begins + len(data) - 2, data[-2:]
+
+
+def beginning(file: File) -> File:
+    """The first lines of a text file as a file, for a guess: what stands in quotes may be cut. The
+    whole file where that is compressed or an array."""
+    if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
+        return file
+    data = _bytes_of(file, 0, HEADER_BYTES)
+    return replace(file, cut=Cut(0, data[: data.rfind(b"\n") + 1]))
+
+
+def _header(file: File, quote: bytes) -> bytes | None:
+    """The first row that is not empty, with what stands before it; None where it is too long."""
+    data = _bytes_of(file, 0, HEADER_BYTES)
+    at = data.find(b"\n")
+    while at >= 0:
+        head = data[: at + 1]
+        if head.removeprefix(UTF8_MARK).strip() and not (quote and head.count(quote) % 2):
+            return head
+        at = data.find(b"\n", at + 1)
+    return None
+
+
+def _line_before(file: File, at: int) -> int:
+    """Where the line begins that the byte before `at` belongs to, or `at` where that ends one."""
+    window = LINE_WINDOW
+    while True:
+        start = max(0, at - window)
+        found = _bytes_of(file, start, at).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        if not start:
+            return 0
+        window *= 8
+
+
+def _bytes_of(file: File, start: int, stop: int) -> bytes:
+    """Bytes [start, stop), fewer at the end. Raises as the store, SourceError for a file that is
+    gone."""
+    with opened_again(file) as handle:
+        handle.seek(start)
+        return handle.read(stop - start)
+
+
+@contextmanager
+def opened_again(file: File) -> Iterator[BinaryIO]:
+    try:
+        with file.store.open(file.info.path) as handle:
+            yield handle
+    except FileNotFoundError:
+        raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
