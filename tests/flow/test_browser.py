@@ -276,7 +276,7 @@ def made_up_nights() -> NightsPage:
         key, began = f"industries-202603{day + 1:02}T010000Z", 1772326800.0 + 86400 * day
         rows = 1_000_000 + 7_000 * day
         if day == 9:
-            days.append(Night(key, "/r", "unfinished", began, rows, 0.4))
+            days.append(NightLine(key, "/r", "unfinished", began, rows, 0.4))
             continue
         shares = {"Retail": 0.5, "Finance": 0.3, "Law Firm": 0.2}
         if day == 13:
