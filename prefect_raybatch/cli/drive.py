@@ -118,6 +118,12 @@ def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **mo
         return getattr(flow, name)(*arguments, **more)
 
 
+def quiet_engine() -> None:
+    """An engine started in this process is silent, but for its errors."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 @contextmanager
 def _progress(quiet: bool) -> Iterator[TerminalProgress]:
     """Progress in the terminal while a run is driven."""

@@ -34,7 +34,7 @@ from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat
+from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, WAITING, Beat
 from prefect_raybatch.errors import (
     CostExceeded,
     EngineStartError,
@@ -134,6 +134,33 @@ def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, tol
     with pytest.raises(type(error)), RunEvents("k", "j").failures(3):
         raise error
     assert [event["event"] for event in emitted] == told
+
+
+def test_the_closing_line_is_said_once_whatever_the_driver_does_after_it(
+    tmp_path, emitted, monkeypatch
+):
+    """Of a run that is followed, the driver's last beat comes after its last commit."""
+    now, lines = [0.0], list[str]()
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 20, 4, False), clock=lambda: now[0])
+    shown.log = type("Log", (), {"info": lambda self, text: lines.append(text)})()
+    monkeypatch.setattr(Page, "show", lambda self, artifact, kind: None)
+    monkeypatch.setattr(Page, "image", lambda self, beat: None)
+    for done, phase in (
+        (0, STARTING),
+        (10, INFERRING),
+        (20, INFERRING),
+        (20, UNHEARD),
+        (20, ENDED),
+    ):
+        now[0] += 20.0
+        shown.counts = counts(rows=20, shards=4, done=done, committed=done // 5)
+        shown.hear(Beat(0.0, phase=phase))
+        shown.tick()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "0 of 20 rows",
+        "10 of 20 rows",
+        "20 of 20 rows",
+    ]
 
 
 def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, monkeypatch):
