@@ -115,7 +115,7 @@ def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **mo
 
     check_api()
     with tasks.observed_by(show):
-        return getattr(flow, name)(*arguments, **more)
+        return flow.called(getattr(flow, name), *arguments, **more)
 
 
 def quiet_engine() -> None:

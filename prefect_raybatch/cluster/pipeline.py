@@ -24,6 +24,7 @@ from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
+from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -90,7 +91,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
-        self._done = partial(_is_committed, self.store)
+        self._done = partial(_is_unwanted, self.store, Draining(self.store, self.attempt))
         self._running: Dataset | None = None
         self._spanning: SpanningGroups | None = None
         self.reader = ShardReader(
@@ -327,8 +328,9 @@ def _threshold(size: Sizing, isolated: bool) -> float:
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
 
-def _is_committed(store: Store, shard: int) -> bool:
-    return Ledger(store).is_committed(shard)
+def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
+    """Whether a shard is not to be begun: another driver has committed it, or the attempt ends."""
+    return draining() or Ledger(store).is_committed(shard)
 
 
 def _receipts(dataset: Dataset) -> Iterator[Receipt]:
