@@ -51,7 +51,7 @@ class NightsPage:
         return self.nights[0] if self.nights else None
 
 
-def nights_table(page: NightsPage) -> list[dict[str, str]]:
+def night_rows(page: NightsPage) -> list[dict[str, str]]:
     """One row a night."""
     return [_row(night, any(n.cost is not None for n in page.nights)) for night in page.nights]
 
@@ -122,7 +122,7 @@ def nights_markdown(page: NightsPage, plots: bool = True) -> str:
     lines = [f"# {_harmless(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
     lines += [f"- **{_harmless(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
-    lines += table_lines(nights_table(page))
+    lines += table_lines(night_rows(page))
     picture = of_nights(page.nights) if plots else None
     if picture is not None:
         lines += ["", f"![Nights]({data_uri(picture)})"]

@@ -27,7 +27,7 @@ from prefect_raybatch.report.answers import (
     tokens_range,
 )
 from prefect_raybatch.report.html import nights_html
-from prefect_raybatch.report.nights import NightLine, NightsPage, nights_markdown, nights_table
+from prefect_raybatch.report.nights import NightLine, NightsPage, night_rows, nights_markdown
 from prefect_raybatch.report.plots import of_nights
 from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.plan_run import plan_run
@@ -213,7 +213,7 @@ def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path)
     text, html = nights_markdown(page), nights_html([page])
     assert "<img" not in text and "<img" not in html
     assert len(text) < 100_000 and len(html) < 150_000
-    assert nights_table(page)[0]["cost"] == "1.50"
+    assert night_rows(page)[0]["cost"] == "1.50"
     assert LEAST_MOVED < 1 and LEAST_ANSWERS > 1
 
 
