@@ -278,11 +278,12 @@ class Pipeline:
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
-        # The first driver goes in order; a later one, which may meet a live one, does not.
+        # The first driver goes in order, the longest shards first, so that no engine ends the run
+        # with one of these; a later one, which may meet a live one, does not.
         starts, seed = self._starts(units), self.shuffle
         if isolated:  # a task of its own for each unit, so that no stage holds two
             return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
-        return self.reader.tasks(starts, shuffle_seed=seed)
+        return self.reader.tasks(starts, shuffle_seed=seed, work=self.shards.work)
 
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
