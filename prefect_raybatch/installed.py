@@ -3,13 +3,16 @@ of builds differ, by an import in another process."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -31,6 +34,21 @@ for name in sys.argv[1:]:
         broken.append(name)
 print(json.dumps(broken))
 """
+
+
+@cache
+def code_version() -> str:
+    """The version of this package and what its code is: `0.1.0+3f2a91c07be4`. Two processes that
+    say the same run the same code, wherever they found it."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        version = metadata.version(OUR_PACKAGE)
+    except metadata.PackageNotFoundError:  # from a folder on PYTHONPATH
+        version = "unknown"
+    return f"{version}+{digest.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,17 @@ def test_the_dev_job_is_the_demo_over_the_file_beside_it(tmp_path: Path) -> None
     assert (job.prompt.system, job.prompt.template) == (SYSTEM, TEMPLATE)
     assert job.sampling.choice == list(LABELS) and job.engine.model == "demo"
     write_customers(tmp_path / "again.csv", 300, 7)
-    assert (tmp_path / "again.csv").read_bytes() == (ROOT / job.source.uris[0]).read_bytes()
+    assert (tmp_path / "again.csv").read_bytes() == (FOLDER / job.source.uris[0]).read_bytes()
+
+
+def test_dev_works_in_a_folder_without_the_package() -> None:
+    """Ray's workers look into the driver's folder first, so that the clone's code would run there
+    in place of the installed package."""
+    (step,) = DEPLOYMENTS["dev"]["pull"][0].values()
+    folder = ROOT / step["directory"].replace("{{ $PWD }}/", "")
+    assert folder == FOLDER and not (folder / "prefect_raybatch").exists()
+    output = Path(DEPLOYMENTS["dev"]["parameters"]["job"]["output"]["uri"])
+    assert (folder / output).resolve() == ROOT / "out/dev"
 
 
 def test_the_parameter_form() -> None:

@@ -163,6 +163,37 @@ def runs(
             out.print(f"{line.run_key}: {line.trouble}", markup=False)
 
 
+@outputs.command()
+def nights(
+    output: OutputFolder,
+    job: OfJob = None,
+    last: Annotated[int, typer.Option(min=1, max=400, help="So many nights.")] = 14,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page with plots.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The last nights of each job: state, rows, rate, cost, answers, and what shifted in them."""
+    from prefect_raybatch.report.nights import nights_markdown
+    from prefect_raybatch.runs.nights import nights_of
+
+    pages = nights_of(output, job=job, most=last)
+    if as_json:
+        print_json({"output": output, "jobs": [asdict(page) for page in pages]})
+        return
+    if html is not None:
+        from prefect_raybatch.report.html import nights_html
+
+        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        html.write_text(nights_html(pages, made), encoding="utf-8")
+        err.print(f"wrote {html}", markup=False)
+        return
+    for page in pages:
+        out.print(nights_markdown(page, plots=False), markup=False)
+    if not pages:
+        out.print(f"no runs in {output}", markup=False)
+
+
 def _shown(line: RunLine, now: float) -> dict[str, str]:
     share = line.committed / line.shards if line.shards else 0.0
     age = now - line.created if line.created else None

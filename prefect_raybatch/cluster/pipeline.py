@@ -120,6 +120,7 @@ class Pipeline:
             int((sampling.model_extra or {}).get("n") or 1),
             parsing=Parsing.of(self.job),
             logprobs=most_told(sampling),
+            choices=tuple(sampling.choice or ()),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

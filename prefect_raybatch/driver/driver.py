@@ -28,6 +28,7 @@ from prefect_raybatch.errors import (
     SourceError,
     StoreError,
 )
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures, alike
@@ -167,6 +168,7 @@ class Driver:
         self._last = time.time()
         self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
         self._warned: set[int] = set()
+        self._codes: set[str] = set()  # of workers, that were told of
 
     def resume(self) -> Progress:
         """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
@@ -258,9 +260,23 @@ class Driver:
     def _accept(self, receipt: Receipt) -> None:
         if self.done[receipt.shard]:
             return
+        self._look_at_code(receipt)
         whole = self.coverage.add(receipt)
         if whole is not None:
             self._commit(receipt.shard, whole)
+
+    def _look_at_code(self, receipt: Receipt) -> None:
+        """Warns once of workers whose code is another than this driver's."""
+        theirs, own = receipt.where.get("code"), code_version()
+        if theirs is None or theirs == own or theirs in self._codes:
+            return
+        self._codes.add(theirs)
+        log.warning(
+            "workers run other code than this driver: prefect_raybatch %s on %s, and %s here. "
+            "Install the same on all nodes, and start nothing in a folder that holds a "
+            "prefect_raybatch of its own: Ray's workers look there first",
+            *(theirs, receipt.where.get("node"), own),
+        )
 
     def _commit(self, shard: int, receipts: list[Receipt]) -> None:
         self._check_budget(receipts)

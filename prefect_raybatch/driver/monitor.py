@@ -176,8 +176,8 @@ class Monitor:
             self._asked = now
             self._states = self.engines()
         counts, latest = self._now(), self.counts
+        self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
-        self._look_at_cost(now, counts)
         if self._held:
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:

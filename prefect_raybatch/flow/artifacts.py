@@ -20,6 +20,7 @@ from prefect.runtime import flow_run
 
 ARTIFACT_KINDS = (  # what a run shows
     "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
+    "nights-plots",
 )  # fmt: skip
 MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for each of its runs
 

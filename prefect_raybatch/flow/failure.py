@@ -108,7 +108,7 @@ def explained(
     try:
         yield
     except Exception as error:
-        if _was_told(error) or not (flow_run.get_id() or task_run.get_id()):
+        if was_told(error) or not (flow_run.get_id() or task_run.get_id()):
             raise  # told within, or called as a plain function, of which no page knows
         if not RunEvents(run_key, name).failed(error, retries):
             raise
@@ -124,7 +124,8 @@ def explained(
         raise
 
 
-def _was_told(error: object) -> bool:
+def was_told(error: object) -> bool:
+    """Whether the page says already why this error was raised."""
     return getattr(error, TOLD, None) is not None
 
 
@@ -237,7 +238,7 @@ class _Short(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if _was_told(error) and (
+        if was_told(error) and (
             isinstance(error, RayBatchError) or type(error).__module__.startswith("ray.")
         ):
             said = str(record.msg).partition(": ")[0]

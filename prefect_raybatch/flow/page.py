@@ -122,7 +122,9 @@ class Page(Listener):
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
-        told = (beat.done, beat.phase, beat.held_back, starting(beat))
+        # Once all is committed, what the driver does after it is no news.
+        doing = (beat.phase, starting(beat)) if beat.done < beat.rows else ()
+        told = (beat.done, beat.held_back, doing)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
             ("line", LOG_EVERY, told, lambda: self.log.info(progress_line(beat, self._unit))),
             ("progress", PROGRESS_EVERY, (share, starting(beat)), lambda: self._show_share(beat)),

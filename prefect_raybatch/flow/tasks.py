@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,13 +17,14 @@ from prefect.tasks import exponential_backoff
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
-from prefect_raybatch.errors import RayBatchError, is_transient
+from prefect_raybatch.errors import RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.failure import ROWS_SHOWN, explained
+from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, was_told
+from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -152,6 +153,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         loaded = with_blocks(with_run_words(job, run.run_key))
         report = finalize(loaded, run, progress)
         _show_report(job, report)
+        show_nights(loaded, run.run_key, tell=not run.finished)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -209,14 +211,22 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         return tune.settings(found)
 
 
-def _told(task_name: str, job: BatchJob, run: Run) -> AbstractContextManager[None]:
-    """`explained` of a run that is planned, whose failed rows can be shown."""
+@contextmanager
+def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
+    """`explained` of a run that is planned, whose failed rows can be shown; the page of nights then
+    has the night that failed."""
 
     def sample() -> Sequence[Sample]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
         return failed_sample(run.uri, options or None, ROWS_SHOWN)
 
-    return explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample)
+    try:
+        with explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample):
+            yield
+    except Exception as error:
+        if was_told(error) and not isinstance(error, StoreError):
+            show_nights(with_blocks(with_run_words(job, run.run_key)), run.run_key)
+        raise
 
 
 def _job_of(run_dir: str) -> str:

@@ -31,6 +31,7 @@ CHECKPOINTS = f"{RECORDS}/checkpoints"
 OUTPUT_SCHEMA = f"{RECORDS}/output_schema.arrow"
 ATTEMPTS = f"{RECORDS}/attempts"
 HEARTBEATS = f"{RECORDS}/heartbeats"
+PLANNED_BY = f"{RECORDS}/planned_by.json"  # whose code made the plan; for people
 JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
 MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result, in runs of format 1
 LAYOUT = f"{RECORDS}/layout.json"  # which shards are in which file of the result

@@ -12,6 +12,10 @@ from pydantic_core import CoreSchema, core_schema
 
 from prefect_raybatch.ledger.strict import Number
 
+# How the names of figures begin that count answers: by their label, by the number of bits of their
+# length in tokens, and by why they ended. They are among the `others`, and summed as these are.
+ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", "answers.end."
+
 SUM, FIRST, LAST = "sum", "first", "last"
 MEAN, PEAK = "mean", "peak"  # a mean is weighted by the `samples` behind it
 

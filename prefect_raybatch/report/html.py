@@ -14,8 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from prefect_raybatch.report import plots
+from prefect_raybatch.report import nights, plots
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.nights import NightsPage
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.words import are, clean, counted, money
 
@@ -46,8 +47,22 @@ def html(report: RunReport, made: str = "") -> str:
     )
 
 
+def nights_html(pages: Sequence[NightsPage], made: str = "") -> str:
+    """The nights of some jobs as one page."""
+    drawn = [plots.of_nights(page.nights) for page in pages]
+    return _template("nights.html.j2").render(
+        pages=pages,
+        made=made,
+        headlines=[nights.headlines(page) for page in pages],
+        nights=[nights.night_rows(page) for page in pages],
+        answers=[nights.answers_table(page) for page in pages],
+        plots=[Markup(picture) if picture else "" for picture in drawn],
+        notes=[nights.unread(page) for page in pages],
+    )
+
+
 @cache
-def _template() -> Template:
+def _template(name: str = "report.html.j2") -> Template:
     environment = Environment(
         loader=PackageLoader("prefect_raybatch", "report"),
         autoescape=True,
@@ -58,7 +73,7 @@ def _template() -> Template:
     )
     environment.tests["url"] = lambda value: URL.match(str(value)) is not None
     environment.filters["figures"] = _figures
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _text(value: Any) -> Any:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.report.records import Charts, RunReport, WorkerStats
 
 if TYPE_CHECKING:
     from prefect_raybatch.report.drawing import Plot
+    from prefect_raybatch.report.nights import NightLine
 
+NAMES_DRAWN = 7  # kinds of answers that have a colour of their own
 NAMES = {
     "throughput": "Throughput over time",
     "durations": "Task times",
@@ -52,6 +54,48 @@ def image_lines(report: RunReport) -> list[str]:
     for name, picture in of_report(report).items():
         lines += [f"![{NAMES[name]}]({data_uri(picture)})", ""]
     return lines[:-1]
+
+
+def of_nights(nights: Sequence[NightLine]) -> str | None:
+    """Rows and answers of the nights, the newest first, as one SVG; None where none is known."""
+    told = [night for night in reversed(nights) if night.good is not None]
+    if not told:
+        return None
+    from prefect_raybatch.report import drawing
+
+    names = [night.run_key for night in told]
+    rows = {
+        "answered": [float(night.good or 0) for night in told],
+        "in quarantine": [float(night.quarantined or 0) for night in told],
+    }
+    made = [drawing.night_bars("Rows a night", names, rows, share=False)]
+    kind = "labels" if any("labels" in night.answers for night in told) else "lengths"
+    counted = [night for night in told if night.answers.get(kind)]
+    if counted:
+        titles = {"labels": "Answers by label", "lengths": "Answers by length in tokens"}
+        shares = _shares([night.answers[kind] for night in counted])
+        keys = [night.run_key for night in counted]
+        made.append(drawing.night_bars(titles[kind], keys, shares, share=True))
+    return drawing.svg("Nights", made)
+
+
+def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """{name: its share of each night}, the commonest ones; the rest together."""
+    sums: dict[str, float] = {}
+    for one in counts:
+        for name, number in one.items():
+            sums[name] = sums.get(name, 0.0) + number
+    common = sorted(sums, key=lambda name: -sums[name])
+    shown = common[:NAMES_DRAWN]
+    totals = [sum(one.values()) or 1.0 for one in counts]
+    made = {
+        name: [one.get(name, 0.0) / total for one, total in zip(counts, totals, strict=True)]
+        for name in shown
+    }
+    if len(common) > len(shown):
+        rest = [1.0 - sum(values) for values in zip(*made.values(), strict=True)]
+        made["others"] = [max(0.0, value) for value in rest]
+    return made
 
 
 def data_uri(picture: str) -> str:

@@ -155,6 +155,9 @@ class RunReport(FinishedRows):
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
     # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
+    code: Mapping[str, int] = field(default_factory=dict)  # rows by the package's code on workers
+    # {labels, lengths, ends: {name: answers}}, as far as they are counted
+    answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of what the GPUs could do, where they are known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
     # of a run that tried fewer bits: what it decided, and by what
@@ -179,7 +182,17 @@ class RunReport(FinishedRows):
     def to_dict(self) -> dict[str, Any]:
         """As report.json has it; what only some runs have is left out of the others'."""
         value = asdict(self)
-        some = ("published", "reuse", "cost", "roofline", "precision", "accepted", "starts")
+        some = (
+            "published",
+            "reuse",
+            "cost",
+            "code",
+            "answers",
+            "roofline",
+            "precision",
+            "accepted",
+            "starts",
+        )
         for name in some:
             if not value[name]:
                 del value[name]

@@ -8,6 +8,7 @@ from typing import Any
 from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
+from prefect_raybatch.report.answers import answer_counts
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
@@ -71,6 +72,8 @@ def build(
         charts=charts(tally, plan.shards),
         dashboard=dashboard,
         losses=dict(losses or {}),
+        answers=answer_counts(totals.others),
+        code=dict(tally.codes.most_common()),
         roofline=tally.roofline(),
     )
 
@@ -134,10 +137,19 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
     ]
+    if report.code:
+        rows.append(("Code of the workers", code_said(report.code)))
     rows += [(f"Published: {one.target}", published_text(one)) for one in report.published]
     if report.dashboard:
         rows.append(("Ray dashboard", report.dashboard))
     return rows
+
+
+def code_said(code: Mapping[str, int]) -> str:
+    """`0.1.0+3f2a91c07be4`, or each with the rows that it did."""
+    if len(code) == 1:
+        return next(iter(code))
+    return ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in code.items())
 
 
 def published_text(one: Published) -> str:

@@ -16,6 +16,7 @@ from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
 STAGE_SECONDS = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 WORKERS_SHOWN = 64  # engines and nodes that a report names; the rest are one line
+CODES = 16  # versions of the package's code that are told apart
 KNOWN = 4096  # names kept apart at most: records are untrusted
 OTHERS = "others"
 LARGEST_COUNT = 2**53  # a larger count is nobody's, and does not fit into a float
@@ -88,6 +89,7 @@ class Tally:
         self.by_engine: dict[Place, Share] = {}
         self.by_node: dict[str, Share] = {}
         self.finished_on: dict[Place, int] = {}  # rows by the node that finish ran on
+        self.codes: Counter[str] = Counter()  # rows by the package's code on the workers
 
     def add(self, commit: Commit) -> None:
         good, failed, skipped = map(len, (commit.good, commit.failed, commit.skipped))
@@ -97,6 +99,9 @@ class Tally:
         self.skipped += skipped
         self.series.add(commit, good + failed + skipped, failed)
         self._place(commit, good + failed + skipped)
+        code = commit.where.get("code")
+        if isinstance(code, str) and (code in self.codes or len(self.codes) < CODES):
+            self.codes[code] += good + failed + skipped
         self.fold.add(commit.stats)
         for name, key in STAGE_SECONDS:
             seconds = getattr(commit.stats, key)

@@ -17,6 +17,7 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
@@ -26,6 +27,7 @@ from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.runs.planned_by import compare_code
 from prefect_raybatch.runs.precision import decided_job
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
@@ -130,6 +132,7 @@ def _attempt(
     from prefect_raybatch.cluster.sharing import User
 
     whoami.note()
+    compare_code(store)
     user, capacity = held or (User(job.name), None)
     user.waits = monitor.held
     with ExitStack() as stack:
@@ -241,4 +244,5 @@ def _whoami(plan: Plan) -> dict[str, Any]:
         "user": user,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "plan": plan.hash,
+        "code": code_version(),
     }

@@ -30,6 +30,7 @@ from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
@@ -237,7 +238,9 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         weights=found.weights,
     )
     _warn_of_cost(job, plan)
-    return ledger.create_plan(plan, tables)
+    made = ledger.create_plan(plan, tables)
+    note_planner(ledger.store)
+    return made
 
 
 def _warn_of_cost(job: BatchJob, plan: Plan) -> None:

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.trust import check_types
@@ -34,6 +35,11 @@ from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.answer_counts import (
+    MOST_COUNTED_LABELS,
+    label_counts,
+    length_counts,
+)
 from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
 from prefect_raybatch.stages.block import (
     ANSWERS,
@@ -81,8 +87,8 @@ class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
     `skip_special_tokens` and `logprobs` are the sampling fields of these names; `answers` how many
-    a row has (n);
-    `calls`: how the user's function is called; `parsing`: which parsers take the answers apart.
+    a row has (n); `choices` are the labels that sampling.choice allows; `calls`: how the user's
+    function is called; `parsing`: which parsers take the answers apart.
     """
 
     output: Output
@@ -94,6 +100,7 @@ class Finish:
     calls: Calls = HERE
     parsing: Parsing | None = None
     logprobs: int | None = None
+    choices: tuple[str, ...] = ()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -152,9 +159,14 @@ class Finish:
             failed=Positions.of(positions[failed]),
             skipped=Positions.of(positions[skipped]),
             pieces=tuple(pieces),
-            stats=_reused(table, self._stats(load, table, began)),
+            stats=_reused(table, self._stats(load, table, began, outcome)),
             failures=dict(Counter(map(_key, failures))),
-            where={"node": socket.gethostname(), "pid": str(os.getpid()), **engine},
+            where={
+                "node": socket.gethostname(),
+                "pid": str(os.getpid()),
+                "code": code_version(),
+                **engine,
+            },
         )
 
     def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:
@@ -357,7 +369,24 @@ class Finish:
         put_proved(self.store, piece_path(name), data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
-    def _stats(self, load: ShardStats, table: pa.Table, began: float) -> ShardStats:
+    def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
+        """What is counted of the answers of rows that did not fail."""
+        well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
+        if 0 < len(self.choices) <= MOST_COUNTED_LABELS and self.output.answer_form is None:
+            column = self.output.column
+            if self.output.postprocess is None:
+                given = [outcome[i][column] for i in well]
+            else:  # labels are short, so that making their texts again costs little
+                texts = self._texts(table)
+                given = [texts[i] for i in well]
+            flat = [text for one in given for text in (one if self.answers > 1 else [one])]
+            return label_counts(flat, self.choices)
+        answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
+        return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
+
+    def _stats(
+        self, load: ShardStats, table: pa.Table, began: float, outcome: Sequence[Any]
+    ) -> ShardStats:
         """What is known of the engine's `load`, with what is counted of the rows."""
         answers = table[ANSWERS].to_pylist()
         ends = table[FINISH].to_pylist()
@@ -374,6 +403,7 @@ class Finish:
             read = _spent(table, "read")
         return replace(
             load,
+            others={**load.others, **self._counts(table, outcome)},
             rows=table.num_rows,
             prompt_tokens=sum(
                 n or 0

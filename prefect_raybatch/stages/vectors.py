@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.job.tasks import probabilities
+from prefect_raybatch.stages.answer_counts import MOST_COUNTED_LABELS, label_counts
 from prefect_raybatch.stages.block import ERROR, POSITION, VECTOR, Failure, input_columns, rows_of
 from prefect_raybatch.stages.finish import Finish, postprocessed
 from prefect_raybatch.stages.pooling import Pooling
@@ -41,6 +43,15 @@ class FinishVectors(Finish):
                     plain = {name: _plain(value) for name, value in answer.items()}
                     made[i] = postprocessed(function, rows[i], plain, taken)
         return made
+
+    def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
+        if self.task != "classify" or not 0 < len(self.labels) <= MOST_COUNTED_LABELS:
+            return {}
+        well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
+        if not well:
+            return {}
+        best = vectors_of(table)[well].argmax(axis=1)
+        return label_counts([self.labels[int(at)] for at in best], self.labels)
 
     def _answer(self, vector: np.ndarray) -> dict[str, Any] | Failure:
         """The columns of a row, by its vector."""

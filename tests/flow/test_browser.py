@@ -27,6 +27,9 @@ from playwright.sync_api import Page
 from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.report.answers import shifts
+from prefect_raybatch.report.nights import NightLine, NightsPage, nights_markdown
+from prefect_raybatch.report.plots import data_uri, of_nights
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
@@ -173,7 +176,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     form = page.locator("form").first
     where = form_field(form, "Job", "Source", "Where")
     expect(where).to_contain_text("A folder is read recursively.")
-    expect(where.locator("textarea")).to_have_value("deployments/customers.csv")
+    expect(where.locator("textarea")).to_have_value("customers.csv")
     # Titles and not the names of fields; a choice is a list to choose from.
     labels = form.locator(".schema-form-property__label").all_inner_texts()
     assert len(labels) > 60, labels
@@ -228,6 +231,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
         expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
     tab(page, "Artifacts")
     expect(page.get_by_text("raybatch-dev-report", exact=True)).to_be_visible()
+    expect(page.get_by_text("raybatch-dev-nights", exact=True)).to_be_visible()
 
     page.goto(site(prefect, "/artifacts"))
     for kind in ("progress", "live", "stages", "report"):
@@ -243,6 +247,51 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
         expect(page.locator("tr", has_text=stage)).to_contain_text(f"{ROWS:,}")
     open_artifact(page, prefect, "raybatch-dev-progress")
     expect(page.get_by_text("Progress: 100%")).to_be_visible()
+
+
+def test_the_morning_page_shows_a_table_and_plots(
+    prefect_process: Prefect, page: Page, tmp_path: Path
+) -> None:
+    nights = made_up_nights()
+    for key, kind, data in (
+        ("nights", "markdown", nights_markdown(nights)),
+        ("nights-plots", "image", data_uri(of_nights(nights.nights) or "")),
+    ):
+        name = f"raybatch-{nights.job}-{key}"
+        prefect_process.ask(
+            "artifacts/", {"key": name, "type": kind, "data": data, "description": "x"}
+        )
+    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights")
+    expect(page.get_by_role("heading", name=f"{nights.job}: the last 14 nights")).to_be_visible()
+    expect(page.get_by_text("the labels differ from").first).to_be_visible()
+    drawn = page.get_by_role("img", name="Nights")
+    expect(drawn).to_be_visible()
+    assert drawn.evaluate("image => image.naturalWidth") > 500
+    picture(page, "nights", tmp_path, 1500)
+    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights-plots")
+    expect(page.locator("img[src^='data:image/svg']").first).to_be_visible()
+
+
+def made_up_nights() -> NightsPage:
+    """Two weeks of a job: one night was not finished, and in the last one labels shifted."""
+    days = []
+    for day in range(14):
+        key, began = f"industries-202603{day + 1:02}T010000Z", 1772326800.0 + 86400 * day
+        rows = 1_000_000 + 7_000 * day
+        if day == 9:
+            days.append(NightLine(key, "/r", "unfinished", began, rows, 0.4))
+            continue
+        shares = {"Retail": 0.5, "Finance": 0.3, "Law Firm": 0.2}
+        if day == 13:
+            shares = {"Retail": 0.3, "Finance": 0.3, "Law Firm": 0.4}
+        counts = {"labels": {name: share * rows for name, share in shares.items()}}
+        changed = shifts(counts, days[-1].answers, days[-1].run_key) if day == 13 else ()
+        done = rows - 120 * day
+        days.append(
+            NightLine(key, "/r", "completed", began, rows, 1.0, done, 120 * day, 310.0 + day,
+                  rows / 310, 21.5 + day / 4, counts, changed)
+        )  # fmt: skip
+    return NightsPage("industries", tuple(reversed(days)))
 
 
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(

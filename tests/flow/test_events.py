@@ -14,6 +14,7 @@ from uuid import UUID
 import httpx
 import pytest
 from helpers.heard import counts, wait_for
+from helpers.nights import Nights
 from helpers.pager import automations_script, pager
 from helpers.prefect_server import artifacts_of
 from helpers.reports import COMMIT, full, report
@@ -27,8 +28,13 @@ from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import INFERRING, WAITING, Beat
-from prefect_raybatch.errors import EngineStartError, ErrorBudgetExceeded, StoreUnavailable
+from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, WAITING, Beat
+from prefect_raybatch.errors import (
+    CostExceeded,
+    EngineStartError,
+    ErrorBudgetExceeded,
+    StoreUnavailable,
+)
 from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
@@ -37,6 +43,7 @@ from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +117,7 @@ def test_a_deadline_at_risk_is_told_once(emitted):
     ("error", "tries", "told"),
     [
         (ErrorBudgetExceeded("too many"), 1, ["raybatch.budget.exceeded", "raybatch.run.failed"]),
+        (CostExceeded("too dear"), 1, ["raybatch.cost.exceeded", "raybatch.run.failed"]),
         (EngineStartError("no"), 1, ["raybatch.run.failed"]),
         (StoreUnavailable("away"), 1, []),
         (StoreUnavailable("away"), 4, ["raybatch.run.failed"]),
@@ -120,6 +128,33 @@ def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, tol
     with pytest.raises(type(error)), RunEvents("k", "j").failures(3):
         raise error
     assert [event["event"] for event in emitted] == told
+
+
+def test_the_closing_line_is_said_once_whatever_the_driver_does_after_it(
+    tmp_path, emitted, monkeypatch
+):
+    """Of a run that is followed, the driver's last beat comes after its last commit."""
+    now, lines = [0.0], list[str]()
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 20, 4, False), clock=lambda: now[0])
+    shown.log = type("Log", (), {"info": lambda self, text: lines.append(text)})()
+    monkeypatch.setattr(Page, "show", lambda self, artifact, kind: None)
+    monkeypatch.setattr(Page, "image", lambda self, beat: None)
+    for done, phase in (
+        (0, STARTING),
+        (10, INFERRING),
+        (20, INFERRING),
+        (20, UNHEARD),
+        (20, ENDED),
+    ):
+        now[0] += 20.0
+        shown.counts = counts(rows=20, shards=4, done=done, committed=done // 5)
+        shown.hear(Beat(0.0, phase=phase))
+        shown.tick()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "0 of 20 rows",
+        "10 of 20 rows",
+        "20 of 20 rows",
+    ]
 
 
 def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, monkeypatch):
@@ -399,6 +434,44 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
     assert by_key["raybatch-night-9-plots"].description == "Plots. Run `night-9`."
 
 
+def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
+    prefect_api, tmp_path, monkeypatch, emitted
+):
+    """Also of a night that failed; what goes wrong with it is never worth a run."""
+    nights = Nights(tmp_path)
+    nights.write(*(f"t{i}" for i in range(300)))
+    source = {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 100}
+    choice = {"choice": ["yes", "no"]}
+    job = nights.job(name="morning", source=source, sampling=choice, reuse=None)
+    monkeypatch.setattr(nights, "answer", lambda prompt: "yes")
+    nights.night("m1", job)
+    monkeypatch.setattr(nights, "answer", lambda prompt: "no")
+    run = plan_run(job, "m2")
+    progress = nights.infer(job, run)
+
+    @flow
+    def night(run: Run, progress: Any = None) -> None:
+        tasks.finalize_run(job, run, progress)
+
+    assert night(run, progress, return_state=True).is_completed()
+    (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
+    assert drift["resource"]["prefect.resource.name"] == "m2"
+    assert drift["payload"]["before"] == "m1" and drift["payload"]["moved"] == {"labels": 1.0}
+    made = {a.key: a for a in artifacts_of("raybatch-morning-nights")}
+    assert set(made) == {"raybatch-morning-nights", "raybatch-morning-nights-plots"}
+    assert (
+        "m2: the labels differ from m1 in 100.0% of answers" in made["raybatch-morning-nights"].data
+    )
+    assert ">Rows a night" in picture(made["raybatch-morning-nights-plots"].data)
+    # Collected again it is no news; a night that fails is on the page as well.
+    assert night(plan_run(job, "m2"), return_state=True).is_completed()
+    assert len([e for e in emitted if e["event"] == "raybatch.answers.drifted"]) == 1
+    failed = night(plan_run(job, "m3"), return_state=True)
+    assert failed.is_failed()
+    pages = [a.data for a in artifacts_of("raybatch-morning-nights") if a.type == "markdown"]
+    assert any("m3 is planned" in page for page in pages)
+
+
 # --- keys of artifacts --------------------------------------------------------------------------
 
 
@@ -541,7 +614,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 8
+        assert len(known) == 9
         try:
             gone = in_state("gone-night", Running())
             live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
@@ -559,7 +632,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = False
-                if len({p["subject"] for p in pages}) >= 7:
+                live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
+                if len({p["subject"] for p in pages}) >= 8:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -571,6 +645,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1 stalls",
         "industries-1: many rows fail",
         "industries-1 will be late",
+        "industries-1: other answers than before",
         "failed-night failed",
         "gone-night crashed",
         "late-night is late",
@@ -578,6 +653,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     }
     assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
+    assert "the labels differ" in said["industries-1: other answers than before"]
     assert "What to do: look" in said["failed-night failed"]
     assert "limits.deadline allows 1 min 00 s" in said["industries-1 will be late"]
     assert state.is_crashed() and "No heartbeat for 10 s" in state.message

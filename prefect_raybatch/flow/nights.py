@@ -1,0 +1,55 @@
+"""The morning page: the last nights of a job as an artifact of the job, and its answers' drift."""
+
+from __future__ import annotations
+
+import logging
+
+from prefect.artifacts import ImageArtifact, MarkdownArtifact
+
+from prefect_raybatch.flow.artifacts import artifact_key, put
+from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.report.nights import NightLine, nights_markdown
+from prefect_raybatch.report.plots import data_uri, of_nights
+from prefect_raybatch.runs.nights import nights_of
+
+log = logging.getLogger(__name__)
+
+
+def show_nights(loaded: BatchJob, run_key: str, tell: bool = False) -> None:
+    """Shows the page of the job whose run has just ended. `tell`: of a night whose answers shifted
+    an event is emitted. It is never worth a run: what goes wrong is a line in the log."""
+    try:
+        (page,) = nights_of(loaded.output.uri, loaded.output.options or None, loaded.name)
+        if not page.nights:  # the run has not come to a plan
+            return
+        key = artifact_key(loaded.name)
+        text = MarkdownArtifact(markdown=nights_markdown(page), description="Nights.")
+        put(text, f"{key}-nights", run_key)
+        picture = of_nights(page.nights)
+        if picture is not None:
+            # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
+            image = ImageArtifact(image_url=data_uri(picture), description="Nights, drawn.")
+            put(image, f"{key}-nights-plots", run_key)
+        night = next((night for night in page.nights if night.run_key == run_key), None)
+    except Exception as error:
+        log.warning("the page of nights is not shown: %s: %s", type(error).__name__, error)
+        return
+    if night is not None and tell:
+        _tell_drift(night, loaded.name)
+
+
+def _tell_drift(night: NightLine, job: str) -> None:
+    """One event for all that shifted: a night pages a person once."""
+    if not night.shifts:
+        return
+    lines = [shift.line() for shift in night.shifts]
+    for line in lines:
+        log.warning("the answers have drifted: %s", line)
+    RunEvents(night.run_key, job).emit(
+        "answers.drifted",
+        run=night.run,
+        before=night.shifts[0].before,
+        about="; ".join(lines),
+        moved={shift.kind: round(shift.moved, 4) for shift in night.shifts},
+    )

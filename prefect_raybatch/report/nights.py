@@ -1,0 +1,153 @@
+"""The last nights of a job on one page: what each came to, and whether its answers differ from the
+night before. Pure; memory is bounded by the nights shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from prefect_raybatch.report.answers import Shift
+from prefect_raybatch.report.plots import data_uri, of_nights
+from prefect_raybatch.report.report import DASH, duration, number, table_lines
+from prefect_raybatch.words import counted, money
+
+LABELS_SHOWN = 8  # of the commonest, in the table of answers
+
+
+@dataclass(frozen=True)
+class NightLine:
+    """A run of a job as the page shows it; `began` in seconds since 1970. What is not known, as of
+    a run that is not completed, is None. `shifts`: how its answers differ from the completed run
+    before it. `trouble` says what is wrong with a run that cannot be read."""
+
+    run_key: str
+    run: str
+    state: str
+    began: float | None = None
+    rows: int | None = None
+    committed: float | None = None  # share of its shards
+    good: int | None = None
+    quarantined: int | None = None
+    rate: float | None = None
+    seconds: float | None = None
+    cost: float | None = None
+    answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    shifts: tuple[Shift, ...] = ()
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class NightsPage:
+    """The nights of one job, the newest first. `unreadable` are run directories that may be of any
+    job, and cannot be read: {run key: why}."""
+
+    job: str
+    nights: tuple[NightLine, ...]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> NightLine | None:
+        return self.nights[0] if self.nights else None
+
+
+def night_rows(page: NightsPage) -> list[dict[str, str]]:
+    """One row a night."""
+    return [_row(night, any(n.cost is not None for n in page.nights)) for night in page.nights]
+
+
+def _row(night: NightLine, with_cost: bool) -> dict[str, str]:
+    began = DASH
+    if night.began is not None:
+        began = datetime.fromtimestamp(night.began, UTC).strftime("%Y-%m-%d %H:%M")
+    state = night.state
+    if night.committed is not None and night.state != "completed":
+        state = f"{state} {night.committed:.0%}"
+    cost = {"cost": DASH if night.cost is None else money(night.cost)} if with_cost else {}
+    return {
+        "begun (UTC)": began,
+        "state": state,
+        "rows": number(night.rows, 0),
+        "in quarantine": number(night.quarantined, 0),
+        "rows/s": number(night.rate, 0),
+        "time": duration(night.seconds) if night.seconds is not None else DASH,
+        **cost,
+        "answers": _answers_said(night),
+        "run": night.run_key,
+    }
+
+
+def _answers_said(night: NightLine) -> str:
+    """`as before` only where there was something to hold them against."""
+    if night.shifts:
+        return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in night.shifts)
+    return DASH if not night.answers else "no shift"
+
+
+def answers_table(page: NightsPage) -> list[dict[str, str]]:
+    """Shares of answers, a column a night, newest first: by label where labels are counted, else
+    by length and by why they ended. Empty where no night counts answers."""
+    told = [night for night in page.nights if night.answers]
+    kinds = ("labels",) if any("labels" in n.answers for n in told) else ("lengths", "ends")
+    rows = []
+    for kind in kinds:
+        names = shown_names(told, kind)
+        prefix = {"lengths": " tokens", "ends": ""}.get(kind, "")
+        for name in names:
+            title = f"ended: {name}" if kind == "ends" else f"{name}{prefix}"
+            shares = {night.run_key: _share(night.answers.get(kind, {}), name) for night in told}
+            rows.append({"": title, **shares})
+    return rows
+
+
+def shown_names(nights: Sequence[NightLine], kind: str) -> list[str]:
+    """The commonest names over all of the nights; lengths in their order."""
+    sums: dict[str, float] = {}
+    for night in nights:
+        for name, count in night.answers.get(kind, {}).items():
+            sums[name] = sums.get(name, 0.0) + count
+    common = sorted(sums, key=lambda name: -sums[name])[:LABELS_SHOWN]
+    if kind == "lengths":
+        common.sort(key=lambda name: int(name.partition("-")[0].replace(",", "")))
+    return common
+
+
+def _share(counts: Mapping[str, float], name: str) -> str:
+    total = sum(counts.values())
+    return f"{counts.get(name, 0.0) / total:.1%}" if total else DASH
+
+
+def nights_markdown(page: NightsPage, plots: bool = True) -> str:
+    """The page; `plots`: with its picture as an image within the text."""
+    lines = [f"# {_harmless(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
+    lines += [f"- **{_harmless(line)}**" for line in headlines(page)]
+    lines += [""] if headlines(page) else []
+    lines += table_lines(night_rows(page))
+    picture = of_nights(page.nights) if plots else None
+    if picture is not None:
+        lines += ["", f"![Nights]({data_uri(picture)})"]
+    if answers := answers_table(page):
+        lines += ["", "## Answers", "", *table_lines(answers)]
+    notes = [f"- {_harmless(f'{key}: {why}')}" for key, why in unread(page)]
+    lines += ["", "## Not readable", "", *notes] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _harmless(text: str) -> str:
+    """Labels and messages are anybody's, and Markdown shows HTML."""
+    return " ".join(text.replace("<", "&lt;").split())
+
+
+def headlines(page: NightsPage) -> list[str]:
+    """What a person should see first of the newest night."""
+    night = page.latest
+    if night is None:
+        return []
+    found = [] if night.state == "completed" else [f"{night.run_key} is {night.state}"]
+    return found + [f"{night.run_key}: {shift.line()}" for shift in night.shifts]
+
+
+def unread(page: NightsPage) -> list[tuple[str, str]]:
+    """(run key, why) of what cannot be read."""
+    own = [(night.run_key, night.trouble) for night in page.nights if night.trouble]
+    return own + list(page.unreadable.items())

@@ -1,0 +1,78 @@
+"""Reads the last nights of a job from the records of its runs: one report at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.report.answers import shifts
+from prefect_raybatch.report.nights import NightLine, NightsPage
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs
+from prefect_raybatch.storage import open_store
+
+NIGHTS_SHOWN = 14
+UNREADABLE_SHOWN = 5
+
+
+def nights_of(
+    output: str,
+    options: Mapping[str, Any] | None = None,
+    job: str | None = None,
+    most: int = NIGHTS_SHOWN,
+) -> list[NightsPage]:
+    """A page for each job below `output`, or of that job alone. Runs that retry the failed rows of
+    others are no nights. What is missing or broken is named; only a store that is away raises."""
+    lines = list_runs(output, options)
+    broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
+    broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
+    by_job: dict[str, list[RunLine]] = {} if job is None else {job: []}
+    for line in lines:
+        if line.job and line.parent is None and (job is None or line.job == job):
+            by_job.setdefault(line.job, []).append(line)
+    # One more than is shown, for the oldest one to be held against.
+    return [
+        NightsPage(
+            name, _compared([_night(line, options) for line in found[: most + 1]])[:most], broken
+        )
+        for name, found in by_job.items()
+    ]
+
+
+def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
+    """Each with how its answers differ from those of the completed night before it."""
+    made = []
+    before: NightLine | None = None
+    for night in reversed(nights):
+        if before is not None:
+            night = replace(night, shifts=shifts(night.answers, before.answers, before.run_key))
+        if night.answers:
+            before = night
+        made.append(night)
+    return tuple(reversed(made))
+
+
+def _night(line: RunLine, options: Mapping[str, Any] | None) -> NightLine:
+    share = line.committed / line.shards if line.shards else None
+    night = NightLine(line.run_key, line.run, line.state, line.created, line.rows, share)
+    if line.state != COMPLETED:
+        return night
+    try:
+        report = load_report(open_store(line.run, dict(options) if options else None))
+    except StoreError:
+        raise
+    except RayBatchError as error:
+        return replace(
+            night, good=line.good, quarantined=line.quarantined, trouble=f"its report: {error}"
+        )
+    return replace(
+        night,
+        good=report.good,
+        quarantined=report.failed,
+        rate=report.rows_per_s,
+        seconds=report.seconds,
+        cost=report.cost.get("total"),
+        answers={kind: dict(counts) for kind, counts in report.answers.items()},
+    )

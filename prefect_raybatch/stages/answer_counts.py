@@ -1,0 +1,32 @@
+"""How many answers of a shard are which label, how long they are and why they ended: figures of the
+shard that are summed over a run, so that a night can be held against the one before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from prefect_raybatch.ledger.stats import ANSWER_ENDS, ANSWER_LABELS, ANSWER_LENGTHS
+
+MOST_COUNTED_LABELS = 256  # of more labels the lengths are counted: a record stays small
+LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
+
+
+def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
+    """Answers by label; under no name those that are none of them."""
+    names = {label: label[:LONGEST_LABEL] for label in labels}
+    found = Counter(names.get(answer or "", "") for answer in answers)
+    return {f"{ANSWER_LABELS}{name}": float(number) for name, number in found.items()}
+
+
+def length_counts(
+    answers: Iterable[Sequence[Sequence[int]]], reasons: Iterable[str | None]
+) -> dict[str, float]:
+    """Answers by length and by why they ended. `answers`: token ids of each answer of each row;
+    lengths are counted by powers of two."""
+    lengths = Counter(len(ids).bit_length() for row in answers for ids in row)
+    ends = Counter(str(reason or "?")[:LONGEST_REASON] for reason in reasons)
+    return {
+        **{f"{ANSWER_LENGTHS}{name}": float(number) for name, number in lengths.items()},
+        **{f"{ANSWER_ENDS}{name}": float(number) for name, number in ends.items()},
+    }

@@ -1,0 +1,224 @@
+"""The last nights of a job: read from their records, held against each other, shown as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.nights import Nights
+from helpers.small import small_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.ledger.layout import REPORT
+from prefect_raybatch.report.answers import (
+    CHANCE,
+    LEAST_ANSWERS,
+    LEAST_MOVED,
+    NO_LABEL,
+    answer_counts,
+    chance_of,
+    chi_square_tail,
+    shifts,
+    tokens_range,
+)
+from prefect_raybatch.report.html import nights_html
+from prefect_raybatch.report.nights import NightLine, NightsPage, night_rows, nights_markdown
+from prefect_raybatch.report.plots import of_nights
+from prefect_raybatch.runs.nights import nights_of
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.stages.answer_counts import label_counts, length_counts
+
+LABELS = ("Retail", "Finance", "Law")
+
+
+# --- counts -------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted_by_label_or_by_length_and_end():
+    assert label_counts(["Law", "Law", None, "Laws"], LABELS) == {
+        "answers.label.Law": 2.0,
+        "answers.label.": 2.0,
+    }
+    figures = length_counts([[[1]], [[1, 2, 3], [1, 2]], [[]]], ["stop", "length", None])
+    assert answer_counts({**figures, "rows": 3.0}) == {
+        "lengths": {"0": 1.0, "1": 1.0, "2-3": 2.0},
+        "ends": {"?": 1.0, "length": 1.0, "stop": 1.0},
+    }
+    assert answer_counts({"answers.label.": 1.0, "answers.label.Law": 3.0}) == {
+        "labels": {"Law": 3.0, NO_LABEL: 1.0}
+    }
+    assert [tokens_range(bits) for bits in (0, 1, 2, 11)] == ["0", "1", "2-3", "1,024-2,047"]
+
+
+# --- shifts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "freedom", "chance"),  # of the tables of the chi-square distribution
+    [(3.8415, 1, 0.05), (10.828, 1, 0.001), (5.9915, 2, 0.05), (16.919, 9, 0.05),
+     (43.773, 30, 0.05), (124.342, 100, 0.05), (2.706, 1, 0.1), (0.0, 4, 1.0)],
+)  # fmt: skip
+def test_the_tail_of_chi_square(value, freedom, chance):
+    assert chi_square_tail(value, freedom) == pytest.approx(chance, rel=1e-3)
+
+
+def labels(*counts: float) -> dict[str, dict[str, float]]:
+    return {"labels": dict(zip(LABELS, counts, strict=True))}
+
+
+def test_a_shift_beyond_chance_is_named_with_what_changed():
+    (shift,) = shifts(labels(300, 600, 100), labels(500, 400, 100), "monday")
+    assert (shift.kind, round(shift.moved, 3)) == ("labels", 0.2) and shift.chance < CHANCE
+    assert shift.line() == (
+        "the labels differ from monday in 20.0% of answers: Retail 50.0% -> 30.0%, "
+        "Finance 40.0% -> 60.0%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        (labels(500, 400, 100), labels(500, 400, 100)),
+        (labels(505, 395, 100), labels(500, 400, 100)),  # chance
+        (labels(50_500, 39_500, 10_000), labels(50_000, 40_000, 10_000)),  # certain, and small
+        (labels(90, 10, 0), labels(10, 90, 0)),  # too few to say
+        ({}, labels(500, 400, 100)),
+        ({"lengths": {"1": 900.0}}, labels(500, 400, 100)),
+    ],
+)
+def test_noise_and_what_cannot_be_compared_are_no_shift(now, before):
+    assert shifts(now, before, "monday") == ()
+
+
+def test_a_label_that_is_new_is_a_shift():
+    (shift,) = shifts(labels(400, 400, 200), {"labels": {"Retail": 500.0, "Finance": 500.0}}, "m")
+    assert shift.changes["Law"] == (0.0, 0.2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=40))
+def test_a_chance_is_one_whatever_was_counted(pairs):
+    one, other = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    assert 0.0 <= chance_of(one, other) <= 1.0
+    assert chance_of(one, other) == pytest.approx(chance_of(other, one), rel=1e-6, abs=1e-12)
+    assert chance_of(one, one) == 1.0
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+class Labelled(Nights):
+    """Its engine answers with labels: the first `retail` rows of a hundred with Retail."""
+
+    retail = 50
+
+    def answer(self, prompt: str) -> str:
+        number = int("".join(re.findall(r"\d+", prompt)) or 0)
+        return "Retail" if number % 100 < self.retail else "Finance"
+
+
+@pytest.fixture(scope="module")
+def week(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two nights alike, one whose answers shifted, one that was killed; and what is broken."""
+    folder = tmp_path_factory.mktemp("week")
+    nights = Labelled(folder)
+    nights.write(*(f"t{i}" for i in range(400)))
+    given = {"uri": str(folder / "in.parquet"), "rows_per_shard": 100}
+    job = nights.job(source=given, sampling={"choice": list(LABELS)}, reuse=None)
+    for key, retail in (("n1", 50), ("n2", 52), ("n3", 80)):
+        nights.retail = retail
+        nights.night(key, job)
+    nights.stop_after = 2
+    with pytest.raises(Exception):  # noqa: B017 - a kill, whatever it is called
+        nights.infer(job, plan_run(job, "n4"))
+    other = nights.job(name="other", reuse=None)
+    plan_run(other, "o1")
+    (folder / "out/broken/_raybatch").mkdir(parents=True)
+    (folder / "out/broken/_raybatch/plan.json").write_text("{")
+    return folder / "out"
+
+
+def page_of(week: Path) -> NightsPage:
+    (page,) = nights_of(str(week), job="nightly")
+    return page
+
+
+def test_nights_are_read_from_their_records_and_held_against_each_other(week):
+    page = page_of(week)
+    assert [night.run_key for night in page.nights] == ["n4", "n3", "n2", "n1"]
+    killed, shifted, alike, first = page.nights
+    assert killed.state == "unfinished" and killed.good is None and killed.committed == 0.5
+    assert (first.good, first.answers["labels"]) == (400, {"Finance": 200.0, "Retail": 200.0})
+    assert alike.shifts == first.shifts == ()
+    (shift,) = shifted.shifts
+    assert shift.before == "n2" and shift.changes["Retail"] == (0.52, 0.8)
+    assert list(page.unreadable) == ["broken"]
+    assert {page.job for page in nights_of(str(week))} == {"other", "nightly"}
+    # The oldest that is shown is held against the one before it, too.
+    (short,) = nights_of(str(week), job="nightly", most=2)
+    assert [night.run_key for night in short.nights] == ["n4", "n3"] and short.nights[1].shifts
+    assert nights_of(str(week), job="nobody")[0].nights == ()
+
+
+def test_the_page_says_the_worst_first_and_shows_plots(week):
+    text = nights_markdown(page_of(week))
+    assert text.index("n4 is unfinished") < text.index("| begun (UTC) |")
+    assert "labels 28.0% otherwise" in text and "unfinished 50%" in text and "broken: " in text
+    assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
+    page = nights_html([page_of(week)], "now")
+    for words in ("n4 is unfinished", "labels 28.0% otherwise", "<svg", "Answers by label", "now"):
+        assert words in page
+    picture = of_nights(page_of(week).nights) or ""
+    assert picture.count('id="part-0-night-') == 6  # three nights, twice
+
+
+def test_a_report_that_is_gone_or_broken_is_named_and_the_others_stay(week, tmp_path):
+    import shutil
+
+    copy = tmp_path / "out"
+    shutil.copytree(week, copy)
+    (copy / "n2" / REPORT).unlink()
+    (copy / "n1" / REPORT).write_text('{"run": 3}')
+    _, third, second, first = page_of(copy).nights
+    assert second.good == first.good == 400 and second.trouble and first.trouble
+    assert third.answers and third.shifts == ()
+    assert "n2: its report: " in nights_markdown(page_of(copy))
+
+
+def test_the_command_writes_text_html_and_json(week, tmp_path, capsys):
+    def raybatch(*args: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["nights", str(week), *args])
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    assert "# nightly: the last 4 nights" in raybatch("--job", "nightly")
+    assert "# other: the last 1 night\n" in raybatch()
+    jobs = json.loads(raybatch("--json", "--job", "nightly"))["jobs"]
+    assert [night["run_key"] for night in jobs[0]["nights"]] == ["n4", "n3", "n2", "n1"]
+    raybatch("--html", str(tmp_path / "n.html"))
+    assert "<h1>nightly</h1>" in (tmp_path / "n.html").read_text()
+
+
+def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path):
+    odd = '<img src=x onerror="1">|`'
+    counts = {"labels": {f"{odd}{i}": 300.0 for i in range(200)}}
+    night = NightLine("n", "/r", "completed", 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts)
+    broken = {"b": odd}  # names of runs are checked, what is said of them is anybody's
+    page = NightsPage(odd, tuple(replace(night, run_key=f"n{i}") for i in range(14)), broken)
+    text, html = nights_markdown(page), nights_html([page])
+    assert "<img" not in text and "<img" not in html
+    assert len(text) < 100_000 and len(html) < 150_000
+    assert night_rows(page)[0]["cost"] == "1.50"
+    assert LEAST_MOVED < 1 and LEAST_ANSWERS > 1
+
+
+def test_an_output_without_runs_has_no_nights(tmp_path):
+    small_run(tmp_path / "elsewhere")
+    (tmp_path / "empty").mkdir()
+    assert nights_of(str(tmp_path / "empty")) == []
+    assert of_nights(()) is None
