@@ -58,13 +58,16 @@ class AnsweredRows:
 
 
 class Sink(ABC):
-    """A target that is opened anew for each publishing."""
+    """A target that is opened anew for each publishing. `planned`: it is looked at for a plan, with
+    no result yet."""
 
     module = "pyarrow"  # what must be importable
     extra = ""  # what brings it
 
-    def __init__(self, target: PublishTarget, options: dict[str, Any]) -> None:
-        self.target, self.options = target, options
+    def __init__(
+        self, target: PublishTarget, options: dict[str, Any], planned: bool = False
+    ) -> None:
+        self.target, self.options, self.planned = target, options, planned
 
     @property
     def what(self) -> str:
@@ -122,9 +125,14 @@ class Sink(ABC):
                     f"{self.what}: {remedy}: {self.scrub(error)}. What is in data/ stays as it is; "
                     "once this is mended, a finished run goes on with raybatch publish RUN_DIR"
                 ) from error
+            after = (
+                "Mend the cause and run the same command again"
+                if self.planned
+                else "The result in data/ is whole; mend the cause and publish again: raybatch "
+                "publish RUN_DIR"
+            )
             raise PublishFailed(
-                f"{self.what}: {type(error).__name__}: {self.scrub(error)}. The result in data/ is "
-                "whole; mend the cause and publish again: raybatch publish RUN_DIR"
+                f"{self.what}: {type(error).__name__}: {self.scrub(error)}. {after}"
             ) from error
 
     def hopeless(self, error: Exception) -> str | None:

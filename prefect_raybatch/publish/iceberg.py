@@ -24,7 +24,10 @@ class IcebergSink(Sink):
     module, extra = "pyiceberg", "iceberg"
 
     def existing(self) -> pa.Schema | None:
-        table = self._load(self._catalog())
+        catalog = self._catalog()
+        table = self._load(catalog)
+        if table is None:
+            self._need_namespace(catalog)
         return None if table is None else table.schema().as_arrow()
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
@@ -89,6 +92,23 @@ class IcebergSink(Sink):
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
 
+    def _need_namespace(self, catalog: Any) -> None:
+        """`ConfigError` where a table cannot be made; keys that may not look are no fault."""
+        from pyiceberg.exceptions import ForbiddenError, NoSuchNamespaceError
+
+        try:
+            catalog.load_namespace_properties(str(self.target.table).rpartition(".")[0])
+        except NoSuchNamespaceError:
+            raise self._without_namespace() from None
+        except ForbiddenError:
+            pass
+
+    def _without_namespace(self) -> ConfigError:
+        return ConfigError(
+            f"{self.what}: the catalog has no namespace for {self.target.table!r}; create it, or "
+            "correct table (namespace.table)"
+        )
+
     def _create(self, catalog: Any, rows: AnsweredRows) -> Any:
         from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 
@@ -99,10 +119,7 @@ class IcebergSink(Sink):
         except TableAlreadyExistsError:
             return None
         except NoSuchNamespaceError:
-            raise ConfigError(
-                f"{self.what}: the catalog has no namespace for {self.target.table!r}; create it, "
-                "or correct table (namespace.table)"
-            ) from None
+            raise self._without_namespace() from None
 
 
 def _property(rows: AnsweredRows) -> str:

@@ -33,10 +33,13 @@ SINKS: Mapping[str, type[Sink]] = {
 KEYS_NAMED = 3  # keys that stand there twice, named in an error
 
 
-def open_sink(target: PublishTarget, run_key: str, options: Mapping[str, Any]) -> Sink:
-    """The target with all that is filled in. `ConfigError` for a missing library or variable."""
+def open_sink(
+    target: PublishTarget, run_key: str, options: Mapping[str, Any], planned: bool = False
+) -> Sink:
+    """The target with all that is filled in; `planned`: to look at it for a plan. `ConfigError` for
+    a missing library or variable."""
     filled = target.filled(run_key)
-    sink = SINKS[target.format](filled, filled.options or dict(options))
+    sink = SINKS[target.format](filled, filled.options or dict(options), planned)
     sink.need_library()
     return sink
 
@@ -56,7 +59,7 @@ def check_publish(
     """
     said = []
     for target in targets:
-        found = open_sink(target, run_key, options).check(schema, whole)
+        found = open_sink(target, run_key, options, planned=True).check(schema, whole)
         said.append(f"{target.label}: {target.place(run_key)} {found}")
     return said
 

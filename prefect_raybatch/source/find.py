@@ -44,6 +44,7 @@ ENDINGS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
+DATABASES = (".db", ".sqlite", ".sqlite3", ".duckdb")
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,11 @@ def _unreadable(file: File) -> str:
         return (
             "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
             "brotli, or leave such files out with a glob"
+        )
+    if file.info.path.lower().endswith(DATABASES):
+        return (
+            "a database is not read as a file; write source.uri: sqlite:////FOLDER/FILE (or "
+            "duckdb:///...) and the SELECT to read as source.query"
         )
     return (
         "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "

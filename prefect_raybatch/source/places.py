@@ -54,20 +54,13 @@ def look(store: Store) -> str | None:
     def listed(name: str, recursive: bool = False) -> bool:
         return any(mark(info.path) for info in islice(store.list(name, recursive), FILES_LOOKED_AT))
 
-    def there(path: str) -> bool:
-        try:
-            store.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     looks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("Delta", partial(listed, "_delta_log", recursive=True)),
         ("Hudi", partial(listed, ".hoodie", recursive=True)),
-        ("Iceberg", partial(there, "metadata/version-hint.text")),
+        ("Iceberg", partial(_there, store, "metadata/version-hint.text")),
         ("Iceberg", partial(listed, "metadata")),
         ("Lance", partial(listed, "_versions")),
-        (RUN, partial(there, PLAN)),
+        (RUN, partial(_there, store, PLAN)),
     )
     for kind, found in looks:
         try:
@@ -80,13 +73,25 @@ def look(store: Store) -> str | None:
     return None
 
 
-def saved_dataset(store: Store) -> bool:
-    """Whether a local folder is a dataset, or a dict of them, as `save_to_disk` of Hugging Face's
-    `datasets` writes it. Its Arrow files may be read as files as well: they hold all its rows."""
-    if is_remote(store.uri):
+def _there(store: Store, path: str) -> bool:
+    try:
+        store.stat(path)
+    except FileNotFoundError:
         return False
-    names = {info.path for info in store.list("", recursive=False)}
-    return "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
+    return True
+
+
+def saved_dataset(store: Store) -> bool:
+    """Whether a folder is a dataset, or a dict of them, as `save_to_disk` of Hugging Face's
+    `datasets` writes it. Its Arrow files may be read as files as well: they hold all its rows."""
+    try:
+        return _there(store, "dataset_dict.json") or (
+            _there(store, "dataset_info.json") and _there(store, "state.json")
+        )
+    except StoreError as error:
+        if error.transient:
+            raise
+        return False
 
 
 class Places:

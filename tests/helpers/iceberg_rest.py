@@ -111,6 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
         """To a request for a namespace or a table in it."""
         catalog = self.server_has.catalog
         namespace, _, name = path.partition("/tables")
+        if path == namespace:
+            told = catalog.load_namespace_properties(tuple(namespace.split("\x1f")))
+            return {"namespace": namespace.split("\x1f"), "properties": told}
         identifier = (*namespace.split("\x1f"), name.lstrip("/"))
         if self.command == "POST" and not name:
             # The client leaves out what is null; its own model of the request asks for it.

@@ -221,14 +221,16 @@ def test_a_password_comes_from_the_environment_and_is_never_shown(monkeypatch, t
 
 def test_a_catalog_that_is_not_there_is_one_line(tmp_path):
     target = iceberg(tmp_path) | {"table": "nowhere.answers"}
-    assert "is made" in quiet(TABLE.schema.remove(2), target)[0]
+    with pytest.raises(ConfigError, match=r"no namespace for 'nowhere.answers'"):
+        quiet(TABLE.schema.remove(2), target)  # told when the run is planned
     with pytest.raises(ConfigError, match=r"no namespace for 'nowhere.answers'"):
         sink = open_sink(PublishTarget.model_validate(target), "key", {})
         sink.publish(published_rows(TABLE.drop_columns(["at"])), lambda step: None)
     target["catalog"] = {"type": "rest", "uri": "http://127.0.0.1:1", "token": "hunter2"}
-    with pytest.raises(PublishFailed) as caught:
+    with pytest.raises(PublishFailed, match="run the same command again") as caught:
         quiet(TABLE.schema.remove(2), target)
     assert "hunter2" not in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert "data/ is whole" not in str(caught.value)  # there is none yet
 
 
 def test_a_catalog_cannot_name_python_to_load(tmp_path):

@@ -2,77 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.nights import Nights, ToldApart
-from PIL import Image
+from helpers import albums
+from helpers.albums import Album, photo
 
-from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan import row_keys
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.stages.images import rows
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 
 
-def photo(grey: int, side: int = 40) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.full((side, side, 3), grey, np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
-class Album(Nights):
-    """Rows with a text and the name of a file, or with an image's bytes."""
-
-    def put(self, **files: bytes) -> None:
-        (self.folder / "media").mkdir(exist_ok=True)
-        for name, data in files.items():
-            (self.folder / "media" / name).write_bytes(data)
-
-    def job(self, **groups: Any) -> BatchJob:
-        source = {"uri": str(self.folder / "in.parquet"), "rows_per_shard": 4}
-        prompt = groups.pop("prompt", {"template": "Say {text}", "images": {"columns": ["image"]}})
-        return super().job(
-            source={**source, "media_root": str(self.folder / "media")},
-            prompt=prompt,
-            engine={"model": str(self.folder / "model"), "max_model_len": 512},
-            output={
-                "uri": str(self.folder / "out"),
-                "columns": ["image"],
-                "extras": ["image_digests"],
-            },
-            **groups,
-        )
-
-    def answers(self, key: str) -> list[tuple[str, str]]:
-        """(file, answer) of each row of a result."""
-        return [(row["image"], row["response"]) for row in self.result(key)]
-
-    def told(self) -> list[str]:
-        """What the engine was asked since the last look."""
-        found = sorted(self.asked)
-        self.asked.clear()
-        return found
-
-
 @pytest.fixture
-def album(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Album:
-    monkeypatch.setattr(rows, "renderer", ToldApart)
-    shutil.copytree(demo.demo_model_path(), tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    value = json.loads(config.read_text())
-    value |= {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
-    config.write_text(json.dumps(value))
-    return Album(tmp_path)
+def album(tmp_path: Path) -> Iterator[Album]:
+    with albums.opened(tmp_path) as album:
+        yield album
 
 
 def test_an_image_whose_bytes_are_unchanged_is_not_asked_again(album: Album) -> None:
@@ -131,8 +81,8 @@ def test_an_image_that_changes_while_the_run_works_fails_its_row(album: Album) -
 def test_images_that_are_away_when_the_run_is_planned(
     album: Album, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many stop the plan, which may be tried again; one fails its row, and is asked the next
-    night."""
+    """Many stop the plan, which may be tried again; few fail their rows, and are asked about the
+    next night."""
     monkeypatch.setattr(row_keys, "ROWS_A_TASK_IMAGES", 4)
     names = [f"p{i}" for i in range(10)]
     album.put(**{name: photo(10 * i) for i, name in enumerate(names)})
@@ -148,11 +98,14 @@ def test_images_that_are_away_when_the_run_is_planned(
     with pytest.raises(StoreUnavailable, match=r"rows 0 to 4 .*does not answer"):
         album.night("n1")
     monkeypatch.setattr(row_keys, "ROWS_A_TASK_IMAGES", 16)
+    away = {"p3", "p4"}
+    run = plan_run(album.job(), "n1")
     away = {"p3"}
-    report = album.night("n1")
-    assert report.failed == 1 and len(album.told()) == 9
-    assert "p3 does not answer" in album.quarantined("n1")[0]["message"]
+    report = album.drive(album.job(), run)
+    assert report.failed == 2 and len(album.told()) == 8
+    one, other = (row["message"] for row in album.quarantined("n1"))
+    assert "p3 does not answer" in one and "it can be had now: retry the row" in other
     away.clear()
     album.night("n2")
-    assert album.told() == ["30 Say x"]
-    assert album.answers("n2")[3][0] == "p3"
+    assert album.told() == ["30 Say x", "40 Say x"]
+    assert [name for name, _ in album.answers("n2")] == names

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import albums
 from helpers.hub import COMMIT, OLD, Repositories, serve
 from helpers.small import make_job
 from helpers.table_sources import companies, copied, refused
@@ -30,6 +31,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import detect_format, needs_snapshot, peek
+from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.source.tables.registry import open_table
 from prefect_raybatch.storage import open_store
 
 URI = "hf://datasets/team/rows"
@@ -356,10 +359,88 @@ def test_a_folder_that_save_to_disk_wrote_is_opened_by_name_and_pinned(tmp_path)
     refused(uri, "source.split", "without splits", error=ConfigError, split="a")
 
 
+def test_a_folder_on_s3_is_read_file_by_file(tmp_path, s3):
+    from datasets import Dataset, DatasetDict
+
+    rows = companies(0, 2500)
+    Dataset(rows).save_to_disk(str(tmp_path / "d"), num_shards=3)
+    DatasetDict({"a": Dataset(companies(0, 4))}).save_to_disk(str(tmp_path / "both"))
+    bucket = "s3://huggingface/saved"
+    store = open_store(bucket, s3.options)
+    for path in [*(tmp_path / "d").rglob("*"), *(tmp_path / "both").rglob("*")]:
+        if path.is_file():
+            store.put(str(path.relative_to(tmp_path)), path.read_bytes())
+    uri, keys = f"{bucket}/d", {"options": dict(s3.options)}
+    assert detect_format(Source(uri=uri, **keys)) == "huggingface"
+    made, found = copied(tmp_path, uri, **keys)
+    state = json.loads((tmp_path / "d/state.json").read_text())
+    assert found.equals(rows) and made.table["version"] == state["_fingerprint"]
+    one = copied(tmp_path, uri, columns=["id"], filter="id > 2498", **keys)[1]
+    assert one.to_pydict() == {"id": [2499]}
+    assert copied(tmp_path, f"{bucket}/both", split="a", **keys)[1].num_rows == 4
+    refused(uri, "source.version", "saved anew", version="other", **keys)
+    store.delete(["d/data-00001-of-00003.arrow"])
+    refused(uri, "data-00001-of-00003.arrow", "not there", **keys)
+    refused(f"{bucket}/none", "no state.json", format="huggingface", **keys)
+    store.put("d/state.json", b'{"_fingerprint": "x", "_data_files": [{"filename": "../a"}]}')
+    refused(uri, "../a", "as one of its own", **keys)
+
+
+def captioned(folder, uri):
+    """Two nights of a dataset with images, and what the engine was asked in each."""
+    asked = []
+    with albums.opened(folder) as album:
+        job = album.job(source={"uri": uri}, output_columns=["id"])
+        for key in ("n1", "n2"):
+            album.night(key, job)
+            asked.append(album.told())
+        return asked, [(row["id"], row["response"]) for row in album.result("n2")]
+
+
+def test_images_of_a_dataset_are_asked_about_and_known_the_next_night(tmp_path, hub):
+    """They are {bytes, path}, of its Parquet or of files that it names."""
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    shown = [{"bytes": albums.photo(grey), "path": f"{grey}.png"} for grey in (10, 20, 10)]
+    rows = {"id": [1, 2, 3], "text": ["x"] * 3, "image": pa.array(shown, kind)}
+    table = pa.table(rows).replace_schema_metadata({"huggingface": json.dumps(FEATURES)})
+    hub.add({"data/train-0.parquet": table})
+    asked, found = hub(captioned, tmp_path, hub.uri)
+    assert asked == [["10 Say x", "20 Say x"], []]
+    assert [number for number, _ in found] == [1, 2, 3] and found[0][1] == found[2][1]
+
+
+FEATURES = {
+    "info": {
+        "features": {
+            "id": {"dtype": "int64", "_type": "Value"},
+            "text": {"dtype": "string", "_type": "Value"},
+            "image": {"_type": "Image"},
+        }
+    }
+}
+
+
+def row_groups_read(uri, condition):
+    """How many rows a Hub gives where it is told the filter."""
+    with open_table("huggingface", Source(uri=uri)) as table:
+        return sum(batch.num_rows for batch in table.batches(table.schema.names, Filter(condition)))
+
+
+def test_a_filter_is_handed_to_the_reader_of_parquet(tmp_path, hub):
+    hub.add({"data/train-0.parquet": companies(0, 3000)})
+    assert hub(row_groups_read, hub.uri, "id >= 2990") == 10
+    assert hub(row_groups_read, hub.uri, "Company LIKE 'no such%'") == 0
+    table = hub(copied, tmp_path, hub.uri, columns=["Company"], filter="id >= 2990")[1]
+    assert table.equals(companies(2990, 10).select(["Company"]))
+    hub.number += 1
+    hub.add({"train.csv": "id,company\n1,a\n2,b\n"})
+    assert hub(row_groups_read, hub.uri, "id > 1") == 2  # is applied to what comes
+    assert hub(copied, tmp_path, hub.uri, filter="id > 1")[1].num_rows == 1
+
+
 def test_what_is_no_dataset_is_told(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     refused(str(tmp_path / "empty"), "no state.json", format="huggingface")
-    refused("s3://bucket/d", "data-*.arrow", error=ConfigError, format="huggingface")
     (tmp_path / "a.csv").write_text("id\n1\n")
     refused(str(tmp_path / "a.csv"), "source.split", "save_to_disk", error=ConfigError, split="a")
     uri = saved(tmp_path / "d", companies(0, 3))

@@ -223,3 +223,9 @@ def test_postgresql_that_cannot_be_read(server):
     refused(server, "SELECT nme FROM pg_class", 'column "nme" does not exist', options=KEYS)
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1"):
         peek(Source(uri="postgresql://127.0.0.1:1/x", query="SELECT 1", options=KEYS))
+
+
+def test_the_file_of_a_database_says_how_to_name_it(tmp_path):
+    (tmp_path / "rows.sqlite3").write_bytes(b"SQLite format 3\0")
+    with pytest.raises(SourceError, match=r"sqlite:////FOLDER/FILE .*source\.query"):
+        peek(Source(uri=str(tmp_path / "rows.sqlite3")))

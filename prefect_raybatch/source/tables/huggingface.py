@@ -184,16 +184,19 @@ class HubSource(TableSource):
         names = list(columns or self.schema.names)
         with _explained(self.what, self._token):
             before = 0
-            for table in self._reader(names).with_format("arrow").iter(ROWS_AT_ONCE):
+            for table in self._reader(names, filter).with_format("arrow").iter(ROWS_AT_ONCE):
                 rows = as_typed(self.what, table, [self.schema.field(n) for n in names], before)
                 before += rows.num_rows
                 yield from self._with_media(rows)
 
-    def _reader(self, names: Sequence[str]) -> Any:
-        """Of all columns, or of Parquet of these alone."""
+    def _reader(self, names: Sequence[str], filter: Filter | None) -> Any:
+        """Of all columns, or of Parquet of these alone, and of row groups that may have rows that
+        fit."""
         builder = self._builder
         if self._is_parquet:
-            more = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
+            more: dict[str, Any] = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
+            if filter is not None and filter.skips(self.schema):
+                more["filters"] = filter.expression(self.schema)
             builder = _builder(
                 self._repository, self.pin.version, self._config, self._token, **more
             )

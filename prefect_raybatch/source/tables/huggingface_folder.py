@@ -1,16 +1,19 @@
-"""Hugging Face datasets in a local folder, as `save_to_disk` of `datasets` writes them."""
+"""Hugging Face datasets in a folder, here or on S3, as `save_to_disk` of `datasets` writes them."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.source.tables.huggingface_rows import (
@@ -19,31 +22,33 @@ from prefect_raybatch.source.tables.huggingface_rows import (
     choose_split,
     stored_type,
 )
-from prefect_raybatch.storage import is_remote, join
+from prefect_raybatch.storage import Store, is_remote, join, open_store
+from prefect_raybatch.storage.proof import CHUNK
 
 
 def open_saved(source: Source) -> TableSource:
     """A dataset in a folder, or with `source.split` one of several in it."""
     place = join(source.uris[0])
-    if is_remote(place):
-        raise ConfigError(
-            f"source.format: datasets that save_to_disk wrote are opened in local folders; "
-            f"of {place} name the files, data-*.arrow, with format: arrow"
-        )
-    folder, split = Path(place), None
-    splits = _json(folder / "dataset_dict.json").get("splits")
+    store = open_store(place, source.options)
+    what = f"source.uri: the Hugging Face dataset in {place}"
+    split = None
+    with said_plainly(what):
+        splits = _json(store, "dataset_dict.json").get("splits")
     if isinstance(splits, list):
         names = [str(name) for name in splits if Path(str(name)).name == str(name)]
         split = choose_split(source.split, names, "source.split")
         if "+" in split:
             raise ConfigError(f"source.split: of the folder {place} one is read; name one")
-        folder /= split
+        store = store.sub(split)
     elif source.split is not None:
         raise ConfigError(
             f"source.split: {place} holds one dataset, without splits (no dataset_dict.json); "
             "remove it"
         )
-    fingerprint = _json(folder / "state.json").get("_fingerprint")
+    with said_plainly(what):
+        state = _json(store, "state.json")
+    fingerprint = state.get("_fingerprint")
+    folder = place if split is None else f"{place}/{split}"
     if not fingerprint:
         raise SourceError(
             f"source.uri: {folder} holds no dataset as save_to_disk writes it (no state.json with "
@@ -54,25 +59,40 @@ def open_saved(source: Source) -> TableSource:
             f"source.version: the dataset in {folder} has the fingerprint {fingerprint}, not "
             f"{source.version}: it was saved anew. Older ones are not kept there"
         )
-    identity = place if split is None else f"{place}/{split}"
-    pin = TablePin(format="huggingface", uri=place, id=identity, version=str(fingerprint))
-    with said_plainly(f"source.uri: the Hugging Face dataset in {folder}"):
-        return FolderSource(folder, pin)
+    pin = TablePin(format="huggingface", uri=place, id=folder, version=str(fingerprint))
+    with said_plainly(what):
+        if is_remote(place):
+            return RemoteFolderSource(store, state, pin)
+        return FolderSource(Path(folder), pin)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _json(store: Store, name: str) -> Mapping[str, Any]:
     """What a small file of JSON holds, {} where it is not there."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(store.read(name, INFO_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise SourceError(f"source.uri: {path} cannot be read ({error})") from None
+    except (CorruptRun, ValueError) as error:  # by the first a store says that a file is larger
+        raise SourceError(f"source.uri: {store.uri}/{name} cannot be read ({error})") from None
     return value if isinstance(value, dict) else {}
 
 
+def _streamed(
+    what: str, data: Any, columns: Sequence[pa.Field], before: int
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a `datasets.Dataset`, `before` which so many were."""
+    names = [field.name for field in columns]
+    for table in data.select_columns(names).with_format("arrow").iter(ROWS_AT_ONCE):
+        rows = as_typed(what, table, list(columns), before)
+        before += rows.num_rows
+        yield from rows.to_batches()
+
+
+INFO_BYTES = 64 << 20  # bytes of a file that tells about a dataset
+
+
 class FolderSource(TableSource):
-    """A dataset in a folder, whose files are mapped into memory and not read at once."""
+    """A dataset in a local folder, whose files are mapped into memory and not read at once."""
 
     def __init__(self, folder: Path, pin: TablePin) -> None:
         from datasets import Dataset
@@ -94,8 +114,44 @@ class FolderSource(TableSource):
         names = list(columns or self.schema.names)
         what = f"source.uri: the Hugging Face dataset {self.pin.id}"
         with said_plainly(what):
-            data, before = self._data.select_columns(names).with_format("arrow"), 0
-            for table in data.iter(ROWS_AT_ONCE):
-                rows = as_typed(what, table, [self.schema.field(name) for name in names], before)
-                before += rows.num_rows
-                yield from rows.to_batches()
+            yield from _streamed(what, self._data, [self.schema.field(n) for n in names], 0)
+
+
+class RemoteFolderSource(TableSource):
+    """A dataset in a folder of a store, whose files are fetched to TMPDIR one by one."""
+
+    def __init__(self, store: Store, state: Mapping[str, Any], pin: TablePin) -> None:
+        from datasets import Features
+
+        self.pin, self._store = pin, store
+        self._files = [str(file.get("filename")) for file in state.get("_data_files") or ()]
+        for name in self._files:
+            if Path(name).name != name:
+                raise SourceError(f"source.uri: {store.uri} names {name} as one of its own")
+        features = _json(store, "dataset_info.json").get("features")
+        if features is None:
+            raise SourceError(
+                f"source.uri: {store.uri} does not say which columns it has (dataset_info.json, "
+                "features); save it again with save_to_disk"
+            )
+        schema = Features.from_dict(features).arrow_schema
+        self.schema = pa.schema([pa.field(f.name, stored_type(f.type)) for f in schema])
+
+    def batches(
+        self, columns: Sequence[str] | None, filter: Filter | None
+    ) -> Iterator[pa.RecordBatch]:
+        from datasets import Dataset
+
+        fields = [self.schema.field(name) for name in columns or self.schema.names]
+        what = f"source.uri: the Hugging Face dataset {self.pin.id}"
+        with said_plainly(what), tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+            before = 0
+            for name in self._files:
+                path = Path(folder, name)
+                with self._store.open(name) as stream, local_disk(), path.open("wb") as file:
+                    shutil.copyfileobj(stream, file, CHUNK)
+                data = Dataset.from_file(str(path))
+                yield from _streamed(what, data, fields, before)
+                before += data.num_rows
+                del data
+                path.unlink()
