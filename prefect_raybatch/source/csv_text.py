@@ -76,7 +76,9 @@ def _block_bytes(file: File, options: Csv) -> int:
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
-    if not options.quote or size <= streams.BLOCK_BYTES or not plain:
+    if plain and size < streams.BLOCK_BYTES:
+        return size + 1  # pyarrow takes memory for a whole block, however small the file is
+    if not options.quote or not plain:
         return streams.BLOCK_BYTES
     with file.store.open(file.info.path) if file.cut is None else BytesIO(file.cut.content) as data:
         for block in range(streams.BLOCK_BYTES, streams.BLOCK_BYTES + BLOCK_TRIES):
