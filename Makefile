@@ -14,7 +14,7 @@ PROCESSES ?= 2
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo test all-tests lint types room unit e2e coverage chaos bench lock clean
+.PHONY: help demo test all-tests lint types room unit e2e coverage chaos bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -73,10 +73,16 @@ chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
+tour: .venv/.ready ## Run docs/tour.md for real; its outputs and pictures are written anew
+	PYTHONPATH=tests $(BIN)/python -m tour $(ARGS)
+
+docs: .venv/.ready ## The documentation as a site, in site/; a link that leads nowhere fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 lock: ## Resolve requirements.lock anew (needs uv)
 	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
 	  --extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match --no-header --no-annotate \
-	  --extra cpu --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --group dev pyproject.toml - -o requirements.lock
+	  --extra cpu --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
 
 clean: ## Remove what was made here
-	rm -rf .venv raybatch-demo dist build
+	rm -rf .venv raybatch-demo dist build site

@@ -1,6 +1,7 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
-`from prefect_raybatch import BatchJob, batch_inference, retry_failed`, the tasks `plan_shards`,
+`from prefect_raybatch import BatchJob, batch_inference, retry_failed, backfill_job`, the tasks
+`plan_shards`,
 `infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `finalize_partial`,
 `reconcile_jobs` and `restart_crashed` and the blocks `RayCluster`, `ObjectStore` and
 `BatchInferenceJob` are the whole of the Python interface; the rest may move.
@@ -14,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
-    from prefect_raybatch.flow.flows import batch_inference, retry_failed, tune_job
+    from prefect_raybatch.flow.flows import (
+        backfill_job,
+        batch_inference,
+        retry_failed,
+        tune_job,
+    )
     from prefect_raybatch.flow.reconcile import reconcile_jobs, restart_crashed
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards, publish_run
     from prefect_raybatch.job.batch_job import BatchJob
@@ -36,6 +42,7 @@ _HOMES = {
     "RayCluster": "flow.blocks",
     "Run": "runs.run",
     "RunReport": "report.records",
+    "backfill_job": "flow.flows",
     "batch_inference": "flow.flows",
     "finalize_partial": "runs.partial_run",
     "finalize_run": "flow.tasks",
@@ -57,6 +64,7 @@ __all__ = [
     "RayCluster",
     "Run",
     "RunReport",
+    "backfill_job",
     "batch_inference",
     "finalize_partial",
     "finalize_run",

@@ -151,6 +151,12 @@ class JobStopped(RayBatchError):
     remedy = "Run it again to continue."
 
 
+class RunDrained(RayBatchError):
+    """Somebody told the run to end: what was in flight is committed, the rest was not begun."""
+
+    remedy = "Run it again to continue with what is left."
+
+
 class PublishFailed(RayBatchError):
     """A target of output.publish did not take the rows; the result in data/ is whole and stays."""
 

@@ -371,6 +371,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "RayCluster",
         "Run",
         "RunReport",
+        "backfill_job",
         "batch_inference",
         "finalize_partial",
         "finalize_run",

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -180,7 +182,7 @@ def test_every_event_and_metric_is_told() -> None:
     events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
     metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
     page = text_of("operations.md")
-    assert len(events) == 9 and len(metrics) > 10
+    assert len(events) == 10 and len(metrics) > 10
     assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events
     assert set(re.findall(r"`(raybatch_[a-z_]+)`", page)) == metrics
 
@@ -262,6 +264,26 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert other.exists(), f"{page.name} links to {target}"
         if anchor and other.suffix == ".md":
             assert anchor in slugs(other), f"{page.name} links to {target}"
+
+
+def test_the_site_is_built_and_each_of_its_links_and_anchors_leads_somewhere(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.glob("*.html"):  # an item that Markdown took for the paragraph before it
+        assert not re.findall(r"^- .*", page.read_text(encoding="utf-8"), re.M), page.name
+    assert "raybatch retry-failed" in (tmp_path / "search/search_index.json").read_text()
+
+
+def test_long_pages_begin_with_a_summary() -> None:
+    for page in PAGES[1:]:
+        text = page.read_text(encoding="utf-8")
+        if text.count("\n") > 200 and page.name != "tour.md":
+            head = text.split("\n#")[0]
+            assert "**In short.**" in head, page.name
 
 
 if __name__ == "__main__":

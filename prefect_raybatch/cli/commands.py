@@ -1,7 +1,8 @@
 """The command line `raybatch`. Prefect and Ray are imported only by the commands that need them.
 
 Exit status: 0 done; 1 the run failed or is wrong; 2 the job or the command is wrong; 3 a partial
-result was written, the run is not complete; 75 a passing fault, the same command again continues.
+result was written, the run is not complete; 4 the run was drained, the same command continues; 75 a
+passing fault, the same command again continues.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import typer
 
 from prefect_raybatch.cli.arguments import Json, RunDir
 from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
-from prefect_raybatch.cli.mending import mending
+from prefect_raybatch.cli.mending import DRAINED_STATUS, mending
 from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.show import (
     err,
@@ -35,7 +36,7 @@ from prefect_raybatch.cli.show import (
     show_store_warnings,
     show_verdict,
 )
-from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import with_fields
@@ -488,6 +489,8 @@ def main(argv: list[str] | None = None) -> None:
 def exit_status(error: RayBatchError) -> int:
     if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch)):
         return 2
+    if isinstance(error, RunDrained):
+        return DRAINED_STATUS
     return 75 if error.transient else 1
 
 

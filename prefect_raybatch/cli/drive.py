@@ -115,7 +115,13 @@ def run_flow(name: str, arguments: tuple[Any, ...], show: TerminalProgress, **mo
 
     check_api()
     with tasks.observed_by(show):
-        return getattr(flow, name)(*arguments, **more)
+        return flow.called(getattr(flow, name), *arguments, **more)
+
+
+def quiet_engine() -> None:
+    """An engine started in this process is silent, but for its errors."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextmanager

@@ -79,10 +79,11 @@ def preview(
     as_json: Json = False,
 ) -> None:
     """Show types, prompts and answers of a job's first rows, without Prefect, Ray or a run."""
-    from prefect_raybatch.cli.drive import with_keys
+    from prefect_raybatch.cli.drive import quiet_engine, with_keys
     from prefect_raybatch.job.run_words import of_today
     from prefect_raybatch.runs import preview as previewing
 
+    quiet_engine()
     loaded = of_today(with_keys(BatchJob.from_yaml(job)))
     found = previewing.preview_rows(loaded, rows, not no_answers)
     if as_json:

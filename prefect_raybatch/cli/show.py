@@ -403,6 +403,9 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    if found.drained is not None:
+        by = found.drained.by
+        out.print(f"drained by {by}: what is left waits for a later call", markup=False)
     for one in found.partials:
         out.print("[yellow]partial result[/]: ", end="")
         out.print(f"{one.line} ({found.run}/{PARTIAL_FOLDER}/{one.name})", markup=False)

@@ -24,6 +24,7 @@ from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
+from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -90,7 +91,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
-        self._done = partial(_is_committed, self.store)
+        self._done = partial(_is_unwanted, self.store, Draining(self.store, self.attempt))
         self._running: Dataset | None = None
         self._spanning: SpanningGroups | None = None
         self.reader = ShardReader(
@@ -276,11 +277,12 @@ class Pipeline:
         return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
-        # The first driver goes in order; a later one, which may meet a live one, does not.
+        # The first driver goes in order, the longest shards first, so that no engine ends the run
+        # with one of these; a later one, which may meet a live one, does not.
         starts, seed = self._starts(units), self.shuffle
         if isolated:  # a task of its own for each unit, so that no stage holds two
             return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
-        return self.reader.tasks(starts, shuffle_seed=seed)
+        return self.reader.tasks(starts, shuffle_seed=seed, work=self.shards.work)
 
     def _starts(self, units: Sequence[Unit]) -> list[tuple[Unit, int]]:
         return [(unit, self.shards[unit.shard].start + unit.offset) for unit in units]
@@ -326,8 +328,9 @@ def _threshold(size: Sizing, isolated: bool) -> float:
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
 
-def _is_committed(store: Store, shard: int) -> bool:
-    return Ledger(store).is_committed(shard)
+def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
+    """Whether a shard is not to be begun: another driver has committed it, or the attempt ends."""
+    return draining() or Ledger(store).is_committed(shard)
 
 
 def _receipts(dataset: Dataset) -> Iterator[Receipt]:

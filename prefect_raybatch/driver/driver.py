@@ -24,6 +24,7 @@ from prefect_raybatch.errors import (
     EngineStartError,
     ErrorBudgetExceeded,
     RayBatchError,
+    RunDrained,
     SourceError,
     StoreError,
 )
@@ -45,6 +46,7 @@ STRIKES = 3  # passes in a row in which nothing got through, before the infrastr
 NO_RECEIPT = "no receipt came back"
 LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
 RATE_WINDOW = 30  # commits the shown rate is taken over
+DRAINED_TEXT = "drained:"  # how the message of a drained run begins
 COMMON = 5  # failures named in an error
 
 
@@ -140,7 +142,7 @@ class Driver:
 
     `observe` is called after each commit, and once more when the error budget is crossed, of which
     `on_stop` is told. `waiting`: the rows of another run that wait for those of this one, by which
-    its failed rows are counted.
+    its failed rows are counted. `draining`: whether nothing more is to be begun.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Driver:
         observe: Callable[[Progress], None] = lambda progress: None,
         on_stop: Callable[[Stop], None] = lambda stop: None,
         waiting: Waiting | None = None,
+        draining: Callable[[], bool] = lambda: False,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.observe, self.on_stop = limits, observe, on_stop
@@ -159,7 +162,7 @@ class Driver:
         self.folder = Folder(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
-        self.waiting = waiting
+        self.waiting, self.draining = waiting, draining
         self._failed = 0  # rows, of which one may stand for many
         self._last = time.time()
         self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
@@ -196,6 +199,7 @@ class Driver:
         deaths: Counter[Unit] = Counter()
         strikes, held_at_start = 0, self._held()
         while units:
+            self._check_draining()
             # Isolated once what is missing may all have been in flight at a death; more than that
             # was never tried, and one unit at a time would be slow. A pass that got nothing through
             # would only die the same way again.
@@ -213,6 +217,8 @@ class Driver:
             works = before > held_at_start
             moved = self._held() > before or (works and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
+            if units and self.draining():
+                continue
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(
@@ -229,6 +235,16 @@ class Driver:
                 )
         self.folder.flush()
         return self.progress
+
+    def _check_draining(self) -> None:
+        if not self.draining():
+            return
+        self.folder.flush()
+        done, shards = self.progress.tally.shards, self.plan.shards
+        raise RunDrained(
+            f"{DRAINED_TEXT} {done:,} of {counted(shards, 'shard')} {are(done)} committed; "
+            f"{shards - done:,} {are(shards - done)} left for whoever runs the same command again"
+        )
 
     def _pass(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         self.progress.passes += 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_raybatch.flow.flows import batch_inference, retry_failed, tune_job
+    from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_failed, tune_job
 
-__all__ = ["batch_inference", "retry_failed", "tune_job"]
+__all__ = ["backfill_job", "batch_inference", "retry_failed", "tune_job"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from prefect.events import emit_event
 from prefect.runtime import task_run
 
 from prefect_raybatch.driver.heartbeat import Beat
-from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, is_transient
+from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 
@@ -66,6 +66,9 @@ class RunEvents:
     def failed(self, error: Exception, retries: int) -> bool:
         """Tells of an error as `failures` does; returns whether Prefect will leave it at that."""
         text = str(error)[:EVENT_TEXT]
+        if isinstance(error, RunDrained):  # as a person wanted it: no failure
+            self.emit("run.drained", message=text)
+            return False
         if isinstance(error, ErrorBudgetExceeded):
             self.emit("budget.exceeded", message=text)
         if isinstance(error, CostExceeded):

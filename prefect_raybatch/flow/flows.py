@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, datetime
 from typing import Annotated, Any, cast
 from uuid import UUID
 
 from prefect import Flow, flow
+from prefect.artifacts import TableArtifact
 from prefect.client.orchestration import get_client
+from prefect.exceptions import CancelledRun
 from prefect.runtime import flow_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.driver.driver import DRAINED_TEXT
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
+from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import explained
 from prefect_raybatch.flow.tasks import (
     finalize_run,
@@ -30,6 +34,13 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.backfill import (
+    NightRun,
+    backfill,
+    nights_table,
+    planned_nights,
+    summary,
+)
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, begun, default_run_key
 
@@ -47,6 +58,8 @@ def in_form_order(made: Flow[..., Any], last: str) -> None:
     named.sort(key=lambda parameter: parameter.name == last)
     vars(made)["__signature__"] = signature.replace(parameters=named)
 
+
+DRAINED_STATE = "Drained"
 
 # The tabs of a parameter that may be left out.
 Key = Annotated[str, Field(title="Given")]
@@ -129,7 +142,10 @@ def batch_inference(
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
     run = plan_shards(job, key, **({"accept": accept} if accept else {}))
-    progress = infer_shards(job, run)
+    try:
+        progress = infer_shards(job, run)
+    except RunDrained as drained:
+        return cast(RunReport, _ended_drained(drained))
     return _published(job, run, finalize_run(job, run, progress))
 
 
@@ -173,13 +189,73 @@ def retry_failed(
     if isinstance(planned, Nothing):
         state: Any = Completed(message=planned.message)
         return cast(None, state)
-    progress = infer_shards(planned.job, planned.run)
+    try:
+        progress = infer_shards(planned.job, planned.run)
+    except RunDrained as drained:
+        return cast(RunReport, _ended_drained(drained))
     return _published(planned.job, planned.run, finalize_run(planned.job, planned.run, progress))
+
+
+def _ended_drained(drained: RunDrained) -> Any:
+    """The state of a flow run that somebody has drained: neither failed nor completed."""
+    return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
+
+
+def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """What a flow returns; `RunDrained` where it has ended drained."""
+    try:
+        return made(*arguments, **more)
+    except CancelledRun as error:
+        if str(error).startswith(DRAINED_TEXT):
+            raise RunDrained(str(error)) from None
+        raise
 
 
 def _published(job: BatchJob, run: Run, report: RunReport) -> RunReport:
     """The flow is completed once the result is published to all that the job names."""
     return publish_run(job, run) if job.output.publish else report
+
+
+@flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)
+def backfill_job(
+    job: Annotated[BatchJob, titled("Job")],
+    first: Annotated[date, titled("First date")],
+    last: Annotated[date, titled("Last date")],
+    at_most: Annotated[int, Field(ge=1), titled("Runs at once")] = 1,
+    stop_on_failure: Annotated[bool, titled("Stop on failure")] = False,
+) -> list[dict[str, str]]:
+    """Runs a job with {run_date} for each date of a range; what is done is left alone.
+
+    Each date that is not done is a flow run `batch_inference` of its own under this one. Returns
+    the table of all dates, which is the artifact `raybatch-JOB-backfill`. Failed until all are
+    complete; again with the same dates, it goes on.
+
+    Args:
+        job: The job, with {run_date} in its source or output.
+        first: The first date, such as 2026-11-01.
+        last: The last one, included.
+        at_most: Runs that work at once, in one Ray cluster.
+        stop_on_failure: Begin no other date once one has failed.
+    """
+    with explained("backfill_job", job, job.name):
+        known = with_blocks(job)
+        found = {night.date: night for night in planned_nights(known, first, last)}
+
+        def show(night: NightRun) -> None:
+            found[night.date] = night
+            table = TableArtifact(table=nights_table([*found.values()]), description="Back-fill.")
+            put(table, f"{artifact_key(job.name)}-backfill")
+
+        def run_night(night: NightRun) -> RunReport:
+            return batch_inference(job, night.run_key, run_date=night.date)
+
+        nights = backfill(known, [*found.values()], run_night, at_most, stop_on_failure, show)
+        for night in nights[:1]:  # the table of one in which nothing was to do
+            show(night)
+        wrong = [f"{one.date}: {one.state} {one.trouble}" for one in nights if not one.complete]
+        if wrong:
+            raise IncompleteRun("\n".join([summary(nights), *wrong]))
+        return nights_table(nights)
 
 
 @flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)

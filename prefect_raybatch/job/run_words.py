@@ -39,6 +39,11 @@ def run_words(job: BatchJob) -> set[str]:
     return _place_words(job) | ({"run_date"} if _dated(job) else set())
 
 
+def places_are_dated(job: BatchJob) -> bool:
+    """Whether {run_date} is in what a job reads, or in where its runs are written."""
+    return "run_date" in _place_words(job)
+
+
 def _place_words(job: BatchJob) -> set[str]:
     texts = [*job.source.uris, job.source.query, job.source.filter, job.output.uri]
     return {name for text in texts if text for name, _ in _WORD.findall(text)} & RUN_WORDS

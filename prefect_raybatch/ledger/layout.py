@@ -43,6 +43,7 @@ ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers o
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
 PRECISION = f"{RECORDS}/precision.json"  # in which precision the rows are asked
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
+DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"
 REPORT_HTML = f"{RECORDS}/report.html"

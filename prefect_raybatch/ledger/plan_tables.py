@@ -26,12 +26,15 @@ FILES_MAY_SAY = ("ctime_ns", "inode", "footer", "values")
 
 
 class Shards:
-    """The shard table: `starts` is int64[count + 1]. Indexing gives a `Shard`."""
+    """The shard table: `starts` is int64[count + 1]. Indexing gives a `Shard`. `work` is
+    int64[count], how much each is to the others; None where all are alike, or nobody knows."""
 
-    def __init__(self, starts: np.ndarray):
+    def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise CorruptRun("the shard table is not a partition of the input rows")
-        self.starts = starts
+        if work is not None and work.shape != (len(starts) - 1,):
+            raise CorruptRun("the shard table does not tell the work of each shard")
+        self.starts, self.work = starts, work
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -43,28 +46,31 @@ class Shards:
         return Shard(shard, start, int(self.starts[shard + 1]) - start)
 
 
-def shards_table(starts: np.ndarray) -> bytes:
-    """Parquet bytes of the shard table (columns shard int32, start int64, rows int32)."""
+def shards_table(starts: np.ndarray, work: np.ndarray | None = None) -> bytes:
+    """Parquet bytes of the shard table (columns shard int32, start int64, rows int32, and work
+    int64 where that is told)."""
     import pyarrow as pa
 
-    return to_parquet(
-        pa.table(
-            {
-                "shard": pa.array(np.arange(len(starts) - 1, dtype=np.int32)),
-                "start": pa.array(starts[:-1]),
-                "rows": pa.array(np.diff(starts).astype(np.int32)),
-            }
-        )
-    )
+    columns = {
+        "shard": pa.array(np.arange(len(starts) - 1, dtype=np.int32)),
+        "start": pa.array(starts[:-1]),
+        "rows": pa.array(np.diff(starts).astype(np.int32)),
+    }
+    if work is not None:
+        columns["work"] = pa.array(work, pa.int64())
+    return to_parquet(pa.table(columns))
 
 
 def read_shards(data: bytes) -> Shards:
-    table = from_parquet(data, "shard table", ["shard", "start", "rows"])
+    table = from_parquet(data, "shard table", ["shard", "start", "rows"], ["work"])
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
     if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
         raise CorruptRun("the shard table is empty or not of whole numbers")
-    shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64))
+    work = table["work"].to_numpy() if "work" in table.column_names else None
+    if work is not None and (work.dtype.kind != "i" or (work < 0).any()):
+        raise CorruptRun("the shard table's work is not of whole numbers from 0 on")
+    shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64), work)
     if not np.array_equal(np.diff(shards.starts), rows):
         raise CorruptRun("the shard table's rows do not match its starts")
     return shards

@@ -38,6 +38,7 @@ RECORD_KINDS = (
     Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
     Kind(layout.PRECISION, 1 << 20, "leave try-fp8 out"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),
+    Kind(layout.DRAIN, 1 << 20, "the run key, which has had too many attempts"),
     Kind(layout.SUPERSEDED_BY, 1 << 16, "the run key, which is too long"),
     Kind(f"{layout.PUBLISHED}/", 1 << 16, "shorten the uri in output.publish"),
     Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "nothing, a resume only takes longer"),

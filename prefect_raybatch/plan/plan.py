@@ -25,10 +25,12 @@ from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shar
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.sizing.shards import bytes_a_shard, choose_rows_per_shard
-from prefect_raybatch.sizing.sizes import expected_engines
+from prefect_raybatch.sizing.sizes import expected_engines, row_tokens
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from prefect_raybatch.source import Weights
 
 
 def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
@@ -44,6 +46,7 @@ def settled(job: BatchJob, context: Mapping[str, Any] | None) -> BatchJob:
 # Columns whose names give way, where they are left as they are by default, to the input's: the
 # result of one job is the input of the next, and has both.
 GIVE_WAY = ("row_number", "column")
+UNLIKE = 1.25  # times the bytes a row of another: such shards are not taken in the input's order
 MOST_FILE_MB = 4096  # a single PUT takes 5 GiB, and a file may be somewhat larger than its pieces
 
 
@@ -96,6 +99,19 @@ def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
     """int64[shards + 1]: shard i holds input rows [starts[i], starts[i + 1])."""
     starts = np.arange(0, rows + rows_per_shard, rows_per_shard, dtype=np.int64)
     return np.minimum(starts[: math.ceil(rows / rows_per_shard) + 1], rows)
+
+
+def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
+    """int64[shards]: bytes of each shard's rows, by (rows, bytes) of all rows in order; None where
+    that is not known, or where no shard has a quarter more than another."""
+    if not weights or len(starts) < 3:
+        return None
+    rows, sizes = np.cumsum(np.array([(0, 0), *weights], np.int64), axis=0).T
+    if rows[-1] != starts[-1]:
+        return None
+    work = np.diff(np.interp(starts, rows, sizes)).astype(np.int64)
+    each = work / np.diff(starts)
+    return work if each.max() > UNLIKE * each.min() else None
 
 
 def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
@@ -265,13 +281,15 @@ def make_plan(
     context: Mapping[str, Any] | None = None,
     table: Mapping[str, Any] | None = None,
     increment: Mapping[str, Any] | None = None,
+    weights: Weights = (),
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
 
     `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
     `engines`, by default for those of a cluster that cannot be asked. `context` is what
     max_model_len: auto came to (`Plan.context`), `row_bytes` what a row is in memory, with its
-    images prepared, `increment` what is reused, `table` which table at which version was copied.
+    images prepared, `increment` what is reused, `table` which table at which version was copied,
+    `weights` the bytes of rows by which shards are ordered (`Inventory.weights`).
     """
     job, retry = with_free_names(resolved.job, schema.names), resolved.retry
     rows = sum(file.rows for file in files)
@@ -283,11 +301,15 @@ def make_plan(
         row_bytes=row_bytes,
         engines=engines,
         most_bytes=bytes_a_shard(job.prompt),
+        row_tokens=row_tokens(job, row_bytes),
     )[0]
     starts = shard_starts(rows, size)
     kept = public_job(job)
     uris = kept["source"]["uri"]
-    made = {"shards": shards_table(starts), "files": files_table(files)}
+    made = {
+        "shards": shards_table(starts, shard_work(starts, weights)),
+        "files": files_table(files),
+    }
     made |= {} if numbers is None else {"numbers": numbers}
     made |= {"uris": uris_table(uris)} if too_many(uris) else {}
     names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}

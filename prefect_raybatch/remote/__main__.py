@@ -1,7 +1,7 @@
 """What Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
 
 Reads its job from the record of that number and works on the run as a driver in a flow's process
-would. Exit status: 0 whole, 1 an error, 3 another job has taken over, 143 stopped.
+would. Exit status: 0 whole, 1 an error, 3 another job has taken over, 4 drained, 143 stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from types import FrameType
 
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -32,7 +32,7 @@ log = logging.getLogger("prefect_raybatch.remote")
 
 NEWER_JOB_LOOK = 5.0  # seconds between looks for a newer job
 DASHBOARD_LINE_EVERY = 30.0  # seconds between progress lines in Ray's dashboard
-SUPERSEDED = 3
+SUPERSEDED, DRAINED = 3, 4
 
 
 def work(uri: str, number: int) -> int:
@@ -58,6 +58,8 @@ def work(uri: str, number: int) -> int:
         message = str(error) or type(error).__name__
         records.end(number, Outcome(type(error).__name__, message))
         log.error("%s: %s", type(error).__name__, message)
+        if isinstance(error, RunDrained):
+            return DRAINED
         if not isinstance(error, RayBatchError):
             raise  # its traceback belongs into Ray's log
         return 1

@@ -67,7 +67,7 @@ def job_text(
         "sampling:",
         "  temperature: 0",
         "  max_tokens: 64              # of an answer, at most",
-        "  # choice: [yes, no]         # the only answers there may be",
+        '  # choice: ["yes", "no"]     # the only answers there may be',
         "engine:",
         f"  model: {put['engine.model']}",
         "output:",

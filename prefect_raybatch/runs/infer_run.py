@@ -21,6 +21,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.accepted import accepted_note
+from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
@@ -112,7 +113,8 @@ def _attempt(
     monitor.on_started = partial(_note_start, whoami)
     on_stop = partial(_note_stop, whoami)
     waiting = None if increment is None else waiting_rows(ledger, increment, shards)
-    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting)
+    draining = Draining(store, attempt)
+    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting, draining)
     driver.progress.before = before or driver.progress.before
     driver.progress.later = later or driver.progress.later
     progress = driver.resume()

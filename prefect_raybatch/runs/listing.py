@@ -53,7 +53,7 @@ def list_runs(
 
 def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda key: _line(root, key), run_keys(root)))
+        found = list(pool.map(lambda key: line_of(root, key), run_keys(root)))
     lines = [line for line in found if line is not None and (job is None or line.job == job)]
     return sorted(lines, key=_age, reverse=True)
 
@@ -76,7 +76,8 @@ def latest_complete(
     return max(done, key=lambda line: (line.finished or 0.0, line.run_key))
 
 
-def _line(root: Store, key: str) -> RunLine | None:
+def line_of(root: Store, key: str) -> RunLine | None:
+    """The run of that key below `root`; None where there is none."""
     store = root.sub(key)
     if _there(store, PRUNED):
         return RunLine(key, store.uri, PRUNING)

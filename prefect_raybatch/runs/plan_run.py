@@ -234,6 +234,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         increment=increment_of_job(
             resolved, found, ledger.store, attempt, copied, run_key, context=context
         ),
+        weights=found.weights,
     )
     _warn_of_cost(job, plan)
     return ledger.create_plan(plan, tables)

@@ -196,6 +196,11 @@ class _Bench:
         stages, resources, engine = self._stages(job, size)
         with ExitStack() as stack:
             stack.enter_context(cluster.admitted(job, self.have, size.pool, self.user))
+            stack.callback(self.user.waits, "")
+            self.user.waits(
+                f"a sample of the rows is asked first, to decide on the precision "
+                f"({settings_text(arguments)})"
+            )
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.user.halted))
 
     def _stages(self, job: BatchJob, size: Any) -> tuple[TrialStages, dict[str, Any], type]:

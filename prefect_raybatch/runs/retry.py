@@ -265,6 +265,7 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
             earlier=False,
             context=context,
         ),
+        weights=found.weights,
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

@@ -13,6 +13,7 @@ from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
@@ -54,7 +55,8 @@ class Status:
     error budget; `asks` is the state of what a run that reuses asks first; `partials` are the
     partial results that were written of it, newest first: they change nothing of its state. `cost`
     is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
-    known. `superseded_by` is the run that goes on in the place of this one, which was repaired."""
+    known. `superseded_by` is the run that goes on in the place of this one, which was repaired.
+    `drained` is the word that told the latest attempt to end."""
 
     run: str
     run_key: str
@@ -81,6 +83,7 @@ class Status:
     cost: float | None = None
     cost_end: float | None = None
     superseded_by: str | None = None
+    drained: Drain | None = None
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -122,6 +125,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         asks=_asks(store, plan, options),
         superseded_by=None if later.store is store else later.store.uri,
         partials=tuple(all_partials(store, plan)),
+        drained=None if finished else _drained(store, attempts),
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
         cost=None if cost is None else round(cost, 6),
         cost_end=beats[0]["cost_end"] if beats else None,
@@ -197,6 +201,13 @@ def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
         return None
     return None if done[stop.shard] else stop
+
+
+def _drained(store: Store, attempts: list[dict[str, Any]]) -> Drain | None:
+    """What told the latest attempt to end."""
+    found = read_drain(store)
+    latest = attempts[-1]["attempt"] if attempts else None
+    return found if found is not None and latest in found.attempts else None
 
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:

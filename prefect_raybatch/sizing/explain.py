@@ -107,7 +107,7 @@ def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
 
 def _stage_figures(engine: Engine, cluster: Cluster, have: Capacity, size: Sizing) -> list[Figure]:
     calls = size.concurrent
-    rule = f"ceil({size.max_num_seqs} / {size.rows_per_shard:,}) + 1, at least 2"
+    rule = size.concurrent_why
     taken = size.pool.fewest * engine.num_cpus
     engines = counted(size.pool.engines, "engine")
     free = max(0.0, have.cpus - taken)

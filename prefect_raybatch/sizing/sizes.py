@@ -29,6 +29,7 @@ from prefect_raybatch.sizing.fit import (
 )
 from prefect_raybatch.sizing.roofline import Work, work_of
 from prefect_raybatch.sizing.shards import (
+    OUT_WEIGHT,
     SEQUENCES,
     bytes_a_shard,
     choose_rows_per_shard,
@@ -110,6 +111,7 @@ class Sizing:
     shards: int
     shards_a_worker: float
     concurrent: int
+    concurrent_why: str
     max_num_seqs: int
     sequences_why: str
     saturated: bool
@@ -301,6 +303,14 @@ def _row(job: BatchJob, row_bytes: float) -> Tokens:
     return cost.tokens(job.prompt, job.drawn, row_bytes, early)
 
 
+def row_tokens(job: BatchJob, row_bytes: float) -> float:
+    """The tokens that a row of so many bytes keeps an engine busy with, those of its answer
+    weighed."""
+    row = _row(job, row_bytes)
+    out = row.out if row.out is not None else job.drawn.max_tokens
+    return row.own + OUT_WEIGHT * out
+
+
 def _asked(engine: Engine, kind: str) -> EngineArguments:
     """What the job gives, and the most of what follows from a GPU's memory."""
     return EngineArguments(
@@ -380,10 +390,12 @@ def sizes_of(
         row_bytes=row_bytes,
         engines=expected or pool.engines,
         most_bytes=bytes_a_shard(job.prompt),
+        row_tokens=row_tokens(job, row_bytes),
     )
     if planned:
         chosen, why = planned, "the run's plan"
-    concurrent = concurrent_batches(engine, chosen, seqs)
+    uneven = row.out is None or row.out > packing.SHORT
+    concurrent = concurrent_batches(engine, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
     known = certain_engines(engine) if have.assumed else pool.engines
     idle = problems(
@@ -396,6 +408,7 @@ def sizes_of(
         shards=shards,
         shards_a_worker=round(shards / pool.engines, 2),
         concurrent=concurrent,
+        concurrent_why=f"ceil({'2 * ' if uneven else ''}{seqs} / {chosen:,}) + 1, at least 2",
         max_num_seqs=seqs,
         sequences_why=seqs_why,
         # A run with fewer rows than that has all of them in flight.

@@ -7,7 +7,7 @@ that none needs memory in proportion to the input.
 from __future__ import annotations
 
 from prefect_raybatch.source.columns import check_columns
-from prefect_raybatch.source.find import Inventory, detect_format, needs_snapshot, reaches
+from prefect_raybatch.source.find import Inventory, Weights, detect_format, needs_snapshot, reaches
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
@@ -19,6 +19,7 @@ from prefect_raybatch.source.snapshots import (
 
 __all__ = [
     "Inventory",
+    "Weights",
     "check_columns",
     "detect_format",
     "heads",

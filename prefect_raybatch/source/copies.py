@@ -70,7 +70,8 @@ def copy_tables(
             raise fault
         if files is not None:
             schema = schema if chosen is None else chosen.schema(schema)
-            return Inventory(files, schema, parts.row_bytes, kind)
+            weights = tuple(parts.weights)
+            return Inventory(files, schema, parts.row_bytes, kind, weights=weights)
     raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
 
 

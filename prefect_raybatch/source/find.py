@@ -48,6 +48,9 @@ WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 DATABASES = (".db", ".sqlite", ".sqlite3", ".duckdb")
 
 
+Weights = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Inventory:
     """What a run reads.
@@ -55,7 +58,8 @@ class Inventory:
     `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
     the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
     arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
-    which table at which version, for the plan (`Plan.table`).
+    which table at which version, for the plan (`Plan.table`); `weights` are (rows, bytes of them)
+    of all rows in reading order, in pieces as they are known; empty where they are not.
     """
 
     files: tuple[InputFile, ...]
@@ -63,6 +67,7 @@ class Inventory:
     row_bytes: float
     format: str
     table: Mapping[str, Any] | None = None
+    weights: Weights = ()
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.arrow_types import plain_type
 from prefect_raybatch.source.columns import Shape, check_columns
-from prefect_raybatch.source.find import File, Inventory, find, some
+from prefect_raybatch.source.find import File, Inventory, Weights, find, some
 from prefect_raybatch.source.hive import Values, agrees, differs, path_types
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
@@ -42,15 +42,26 @@ def inventory(source: Source) -> Inventory:
     if kind != "parquet":
         raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
     shape, chosen, row_bytes = Shape(), [], 0.0
+    weights: list[tuple[int, int]] = []
     hive = path_types(file.values for file in files)
     for file, footer, rows in _footers(files, source.columns, source.limit, hive):
         if rows:  # an empty table often has no real types
             shape.see_types(file.uri, footer.types)
         row_bytes = max(row_bytes, footer.row_bytes)
         chosen.append(file.input(rows, footer.digest, footer.values))
+        weights += _first_rows(footer.groups, rows)
     if not any(file.rows for file in chosen):
         raise SourceError(f"source.uri: no rows in {some(files)}")
-    return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet")
+    return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet", weights=tuple(weights))
+
+
+def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
+    """Of row groups, as far as the first `rows` go."""
+    for held, size in groups:
+        taken = min(held, rows)
+        if taken:
+            yield taken, size * taken // held
+        rows -= taken
 
 
 def _footers(
@@ -79,6 +90,7 @@ class _Footer:
     row_bytes: float
     digest: str | None  # of a local file
     values: Values  # of the chosen columns, those that only the path tells
+    groups: Weights  # rows and bytes of each row group
 
 
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
@@ -112,12 +124,12 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     types = {
         name: hive[name] if name in added else plain_type(own.field(name).type) for name in names
     }
-    size = _stored_bytes(metadata, None if columns is None else set(names))
-    rows = metadata.num_rows
+    groups = _stored_bytes(metadata, None if columns is None else set(names))
+    size, rows = sum(held for _, held in groups), metadata.num_rows
     # Repeated values are stored once: never below what the fixed widths alone need.
     values = tuple((name, value) for name, value in file.values if name in {*added} & {*names})
     least = sum(_least_bytes(kind) for kind in types.values())
-    return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values)
+    return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values, groups)
 
 
 def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
@@ -142,17 +154,20 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
     return True
 
 
-def _stored_bytes(metadata: Any, names: set[str] | None) -> int:
-    """Uncompressed bytes of the named top-level columns (None: of all)."""
+def _stored_bytes(metadata: Any, names: set[str] | None) -> Weights:
+    """Rows of each row group, and uncompressed bytes of its named top-level columns (None: all)."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if names is None:
-        return sum(group.total_byte_size for group in groups)
+        return tuple((group.num_rows, group.total_byte_size) for group in groups)
     wanted = [
         i
         for i in range(metadata.num_columns)
         if (path := metadata.schema.column(i).path) in names or path.split(".")[0] in names
     ]
-    return sum(group.column(i).total_uncompressed_size for group in groups for i in wanted)
+    return tuple(
+        (group.num_rows, sum(group.column(i).total_uncompressed_size for i in wanted))
+        for group in groups
+    )
 
 
 def _least_bytes(kind: pa.DataType) -> float:

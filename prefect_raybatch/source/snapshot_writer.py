@@ -16,11 +16,13 @@ from prefect_raybatch.storage import Store
 GROUP_ROWS = 16_384  # rows in a row group ...
 GROUP_BYTES = 64 << 20  # ... or fewer, where rows are large
 PART_ROWS = 1 << 18
+WEIGHED_ROWS = 1024  # rows whose bytes are told together
 SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
-    """Writes tables under one schema; `row_bytes` is the largest mean of bytes a row of a table.
+    """Writes tables under one schema; `row_bytes` is the largest mean of bytes a row of a table,
+    `weights` are (rows, bytes) of all that was written, in its order.
 
     Once a table needs a schema other than that of the rows already written it writes no more,
     and `close` returns None.
@@ -28,6 +30,7 @@ class SnapshotWriter:
 
     def __init__(self, store: Store, folder: str) -> None:
         self.row_bytes = 0.0
+        self.weights: list[tuple[int, int]] = []
         self._store = store
         self._parts = PartFiles(store, folder)
         self._files: list[InputFile] = []
@@ -47,6 +50,7 @@ class SnapshotWriter:
         self._schema = schema
         table = conform(table, schema)
         self.row_bytes = max(self.row_bytes, table.nbytes / table.num_rows)
+        self._weigh(table)
         # Large rows make small groups, so that a reader needs little memory for one.
         step = max(1, min(GROUP_ROWS, int(GROUP_BYTES * table.num_rows / max(1, table.nbytes))))
         while table.num_rows:
@@ -70,6 +74,15 @@ class SnapshotWriter:
         with suppress(RayBatchError):  # only tidiness
             self._store.delete([file.uri for file in self._files])
         self._files.clear()
+
+    def _weigh(self, table: pa.Table) -> None:
+        for start in range(0, table.num_rows, WEIGHED_ROWS):
+            part = table.slice(start, WEIGHED_ROWS)
+            rows, size = part.num_rows, part.nbytes
+            if self.weights and self.weights[-1][0] < WEIGHED_ROWS // 2:  # of many small tables
+                held, before = self.weights.pop()
+                rows, size = rows + held, size + before
+            self.weights.append((rows, size))
 
     def _hold(self, table: pa.Table) -> None:
         self._held.append(table)

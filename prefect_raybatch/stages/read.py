@@ -28,6 +28,7 @@ from ray.data.datasource import ReadTask
 from prefect_raybatch.errors import RayBatchError, SourceError, is_transient
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import InputFile, Unit
+from prefect_raybatch.sizing.shards import longest_first
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
@@ -94,14 +95,16 @@ class ShardReader:
         min_tasks: int = MIN_TASKS,
         units_per_task: int = UNITS_PER_TASK,
         shuffle_seed: str | None = None,
+        work: np.ndarray | None = None,
     ) -> list[Task]:
         """Groups of neighbouring units; `units` are pairs of unit and its first row in the input.
 
         At most `max_tasks` groups; up to `units_per_task` units in one (more only to keep
         `max_tasks`), fewer while that would give less than `min_tasks` groups. Groups are in
-        input order, or shuffled by `shuffle_seed` (an attempt's uuid): two live drivers that
-        rotated one order would meet and go on in step, shuffled ones seldom work on the same
-        shard. Raises ValueError for rows outside of the files.
+        input order, those of the most `work` (by shard) first where that is given, or shuffled by
+        `shuffle_seed` (an attempt's uuid): two live drivers that rotated one order would meet and
+        go on in step, shuffled ones seldom work on the same shard. Raises ValueError for rows
+        outside of the files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -109,6 +112,9 @@ class ShardReader:
         tasks = [self._task(ordered[at : at + size]) for at in range(0, len(ordered), size)]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(tasks)
+        elif work is not None:
+            mean = [float(np.mean([work[unit.shard] for unit in task.units])) for task in tasks]
+            tasks = [tasks[number] for number in longest_first(mean)]
         return tasks
 
     def _task(self, units: Sequence[tuple[Unit, int]]) -> Task:

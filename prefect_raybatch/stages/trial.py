@@ -80,6 +80,9 @@ class TrialEngine:
         with ThreadPoolExecutor(READING) as pool:
             tables = list(pool.map(_taken, self.stages.read))
         made = [self.stages.prepare(table) for table in tables if table.num_rows]
+        for table in made:
+            if is_lost(table):
+                raise EngineFailure(losses(table)[0].message)
         return [_greedy(table.filter(table[ERROR].is_null())) for table in made]
 
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:

@@ -49,6 +49,17 @@ def test_init_writes_a_job_for_a_table_with_its_columns(table, capsys):
     assert "#   id: int64\n#   a: b: string\n#   Company: string\n" in text
 
 
+def test_what_init_leaves_in_comments_can_be_taken_in(table, capsys):
+    assert said(capsys, "init", "firms.parquet")[0] == 0
+    text = Path("job.yaml").read_text()
+    more = text.replace("  # choice:", "  choice:").replace("# limits:", "limits:")
+    more = more.replace("#   max_failed_fraction", "  max_failed_fraction")
+    assert more.count("#") == text.count("#") - 3
+    Path("job.yaml").write_text(more)
+    job = BatchJob.from_yaml("job.yaml")
+    assert job.sampling.choice == ["yes", "no"] and job.limits.max_failed_fraction == 0.05
+
+
 def test_init_takes_what_options_say_and_replaces_nothing_unasked(table, capsys):
     asked = ["--template", "Say: '{id}' # \"x\"", "--model", "a/b", "--output", "s3://b/out"]
     more = [*asked, "--name", "firms-2", "--file", "other.yaml"]

@@ -38,7 +38,13 @@ from prefect_raybatch.plan.fingerprint import (
     FREE_ENGINE_ARGUMENTS,
     fingerprint,
 )
-from prefect_raybatch.plan.plan import check_against_schema, make_plan, public_job, shard_starts
+from prefect_raybatch.plan.plan import (
+    check_against_schema,
+    make_plan,
+    public_job,
+    shard_starts,
+    shard_work,
+)
 from prefect_raybatch.plan.resolved import Resolved
 
 # --- shards -------------------------------------------------------------------------------------
@@ -55,6 +61,32 @@ def test_shards_partition_the_rows_exactly(rows, size):
         assert shard.rows == (size if number < len(shards) - 1 else rows - at)
         at += shard.rows
     assert at == rows
+
+
+def test_the_work_of_shards_follows_from_the_bytes_of_their_rows():
+    starts = shard_starts(100, 30)
+    work = shard_work(starts, ((10, 100), (50, 5000), (40, 40)))
+    assert work is not None and work.tolist() == [2100, 3000, 30, 10]
+    kept = read_shards(shards_table(starts, work))
+    assert kept.work is not None and kept.work.tolist() == work.tolist()
+    assert kept.starts.tolist() == starts.tolist()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [(), ((50, 500), (50, 500)), ((50, 500), (50, 600)), ((99, 1), (2, 9999))],
+)
+def test_shards_that_are_alike_or_not_known_keep_the_order_of_the_input(weights):
+    starts = shard_starts(100, 30)
+    assert shard_work(starts, weights) is None
+    assert read_shards(shards_table(starts)).work is None
+
+
+@pytest.mark.parametrize("work", [[1, -2], [1.5, 2.0], ["a", "b"]])
+def test_work_that_is_no_number_of_bytes_is_corrupt(work):
+    data = table_bytes(shard=[0, 1], start=[0, 5], rows=[5, 5], work=work)
+    with pytest.raises(CorruptRun, match="work is not of whole numbers"):
+        read_shards(data)
 
 
 def test_a_shard_beyond_the_plan_is_corrupt():

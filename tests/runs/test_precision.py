@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Small:
     plan: Plan
     shards: Shards
     ledger: Ledger
+    said: list[str] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
@@ -56,7 +57,7 @@ class Small:
     def decide(self, **env: str) -> BatchJob:
         engine = self.job.engine.model_copy(update={"env": {**self.job.engine.env, **env}})
         job = self.job.model_copy(update={"engine": engine})
-        user = User("trial")
+        user = User("trial", self.said.append)
         return decided_job(
             job, self.plan, self.shards, self.ledger, CPUS, user, "attempt", Fp8Engine
         )
@@ -106,6 +107,9 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
     job = run.decide()
     assert job.engine.model_extra == {"quantization": "fp8"}
     assert run.engines == ["- -", "fp8 -"]
+    about = "a sample of the rows is asked first, to decide on the precision ({})".format
+    as_stored = about("the model as it is stored")
+    assert run.said == [as_stored, "", about("quantization: fp8"), ""]
     note = read_precision(run.store)
     assert note is not None and note.decided == {"quantization": "fp8"}
     (one,) = note.tries

@@ -15,6 +15,7 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
+from prefect_raybatch.job.source import Source
 from prefect_raybatch.model.arguments import USABLE
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import cost
@@ -90,6 +91,38 @@ def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
     )
     assert found == chosen
     assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "rows", "engines", "chosen", "why"),
+    [
+        (60, 1000, 4, 256, "at least engine.batch_size 256"),
+        (1964, 1000, 4, 34, "at least 34 of about 1,964 tokens"),
+        (1964, 1000, 1, 125, "(1 engine * 8 shards)"),
+        (1964, 40_000, 4, 625, "(4 engines * 16 shards)"),
+        (1964, 20, 4, 20, "all rows, fewer than 34 of about 1,964 tokens"),
+        (1e6, 100, 4, 16, "at least 16 of"),
+    ],
+)
+def test_long_rows_make_smaller_shards(row_tokens, rows, engines, chosen, why):
+    found, reason = choose_rows_per_shard(
+        Source(uri="in"), 256, rows=rows, row_bytes=50, engines=engines, row_tokens=row_tokens
+    )
+    assert found == chosen and why in reason
+
+
+def test_a_short_run_of_long_rows_leaves_no_engine_with_the_last_shard():
+    found = sized(LLAMA_8B, imagined("H200", 4, 64), {"max_tokens": 32}, 1000, 7600.0)
+    assert found.pool.engines == 4 and found.shards_a_worker > 7
+    assert found.saturated and not found.problems
+
+
+def test_shards_that_their_longest_row_holds_leave_room_for_others():
+    job = make_job()
+    assert concurrent_batches(job.engine, 100, 256) == 4
+    assert concurrent_batches(job.engine, 100, 256, uneven=True) == 7
+    assert sized(sampling=LONG).concurrent_why.startswith("ceil(2 * 1024 / ")
+    assert sized(sampling=SHORT).concurrent_why.startswith("ceil(256 / ")
 
 
 @given(

@@ -189,6 +189,25 @@ def test_limit_reads_no_more_footers_than_it_needs(tmp_path, monkeypatch):
     assert [f.rows for f in found.files] == [10, 10]
 
 
+def test_bytes_of_rows_are_told_by_row_group_and_end_with_the_limit(tmp_path):
+    long, short = [f"x{i:06}" * 100 for i in range(100)], ["y"] * 100
+    table = pa.table({"text": [*short, *long], "n": [1] * 200})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    (few, small), (many, large) = inventory(Source(uri=str(tmp_path))).weights
+    assert few == many == 100 and large > 20 * small
+    cut = inventory(Source(uri=str(tmp_path), limit=150)).weights
+    assert cut == ((100, small), (50, large // 2))
+    (_, one), (_, other) = inventory(Source(uri=str(tmp_path), columns=["n"])).weights
+    assert one == other < small
+
+
+def test_a_snapshot_tells_the_bytes_of_its_rows(tmp_path):
+    lines = [f"{i},{'word ' * (200 if i >= 3000 else 1)}" for i in range(4000)]
+    made, _ = copy(tmp_path, text(tmp_path / "a.csv", "\n".join(["i,text", *lines])))
+    assert sum(rows for rows, _ in made.weights) == 4000
+    assert made.weights[0][1] * 10 < made.weights[-1][1]
+
+
 def test_columns_and_row_bytes(tmp_path):
     rng = random.Random(0)
     big = ["".join(rng.choices("abcdefgh", k=1000)) for _ in range(200)]

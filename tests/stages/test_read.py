@@ -248,6 +248,17 @@ def test_attempts_visit_shards_in_different_orders():
     assert sorted(a, key=lambda task: task.units[0].shard) == natural
 
 
+def test_the_longest_shards_are_read_first_and_those_alike_in_order():
+    one = ShardReader([InputFile("f", 1, None, 1, 40)], numbers(0, 1).schema)
+    units = shards(40, 5)
+    work = np.array([10, 10, 1000, 10, 1000, 2000, 10, 10])
+    made = one.tasks(units, work=work)
+    assert [task.units[0].shard for task in made] == [5, 2, 4, 0, 1, 3, 6, 7]
+    pairs = one.tasks(units, min_tasks=4, work=work)
+    assert [[u.shard for u in task.units] for task in pairs] == [[4, 5], [2, 3], [0, 1], [6, 7]]
+    assert one.tasks(units, shuffle_seed="a", work=work) == one.tasks(units, shuffle_seed="a")
+
+
 def test_units_outside_of_the_input_are_refused():
     one = ShardReader([InputFile("f", 1, None, 1, 10)], numbers(0, 1).schema)
     with pytest.raises(ValueError, match="of an input of 10 rows"):

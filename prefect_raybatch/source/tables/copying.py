@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -40,7 +41,7 @@ def snapshot_of(format: str, source: Source, run_store: Store, attempt: str) -> 
         record = table.pin.record() | {"schema": encode_schema(plain(table.schema))}
         if source.filter:
             record["filter"] = source.filter
-        return Inventory(made.files, made.schema, made.row_bytes, format, record)
+        return replace(made, format=format, table=record)
 
 
 def peek_at(format: str, source: Source) -> Inventory:

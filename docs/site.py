@@ -1,0 +1,44 @@
+"""What `make docs` adds to mkdocs: pages and files from outside docs/, and the links to them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+# Where they lie in the repository, and in the site.
+OUTSIDE = {
+    "README.md": "index.md",
+    "deployments/README.md": "deployments.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "LICENSE.txt",
+    "prefect_raybatch/demo/model/README.md": "model.md",
+    "flows/extract_infer_load.py": "extract_infer_load.py.txt",
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Brings the files from outside in."""
+    for name, there in OUTSIDE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, there, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Its links, from where they lie in the repository to the site."""
+    places = {there: name for name, there in OUTSIDE.items()}
+    here = places.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    folder = posixpath.dirname(here)
+
+    def led(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, found[2]))
+        return f"{found[1]}{OUTSIDE.get(target, target.removeprefix('docs/'))}{found[3]}"
+
+    return LINK.sub(led, markdown)

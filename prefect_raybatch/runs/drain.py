@@ -1,0 +1,52 @@
+"""Lets those who work on a run commit what is in flight and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.driver.heartbeat import SILENT_AFTER
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger.drains import put_drain
+from prefect_raybatch.ledger.increments import asks_ledger
+from prefect_raybatch.runs.run import who
+from prefect_raybatch.runs.status import Status, status
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Who was told to end: `live` are the heartbeats (newest first) of attempts that were heard of
+    within a minute; where there is none, nobody may be there to hear it."""
+
+    run: str
+    run_key: str
+    live: tuple[dict[str, Any], ...]
+    done: int
+    rows: int
+
+
+def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained:
+    """Tells every attempt that works on a run to begin nothing more, to commit what is in flight,
+    and to end with `RunDrained`; returns at once. An attempt that begins later is not concerned.
+
+    Raises `ConfigError` for a run that is complete, `NoSuchRun` and the store's errors.
+    """
+    from prefect_raybatch.ledger.ledger import Ledger
+    from prefect_raybatch.storage import open_store
+
+    found = status(run_dir, dict(options) if options else None)
+    if found.state == "completed":
+        raise ConfigError(f"{found.run} is complete: nobody works on it, so nothing is drained")
+    store = open_store(run_dir, dict(options) if options else None)
+    asks = asks_ledger(store)
+    by = who()
+    for ledger in (Ledger(store), asks):
+        if ledger.load_plan() is not None:
+            put_drain(ledger, by)
+    beats = [beat for beat in _beats(found) if beat["age"] < SILENT_AFTER]
+    return Drained(found.run, found.run_key, tuple(beats), found.done, found.rows)
+
+
+def _beats(found: Status) -> list[dict[str, Any]]:
+    return [*found.beats, *(found.asks.beats if found.asks is not None else ())]

@@ -1,0 +1,71 @@
+"""An engine in this process that answers as the bundled model does: the industry of the company
+that a prompt asks about. `stand_in` puts it in the place of Ray and vLLM, in runs and previews."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import ray
+
+from prefect_raybatch.cli import drive
+from prefect_raybatch.demo.customers import companies
+from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.model.pinned import tokenizer_place
+from prefect_raybatch.runs import preview
+from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer
+from prefect_raybatch.stages.engine import EngineSpec
+
+from .engines import with_answers
+from .nights import Nights
+
+ROWS = 900  # three shards
+
+
+class PowerCut(BaseException):
+    """What nothing catches."""
+
+
+TRUTH = dict(companies(ROWS, 7, "all"))
+
+
+def answer(prompt: str) -> str:
+    name = prompt.partition("company in: ")[2].split("\n")[0].strip()
+    return TRUTH.get(name, "Other")
+
+
+class Industries(Nights):
+    """Answers with the industry of the company that is asked about; dies when it is told to."""
+
+    def answer(self, prompt: str) -> str:
+        return answer(prompt)
+
+    def heard(self, table: pa.Table) -> Iterator[Receipt]:
+        try:
+            yield from super().heard(table)
+        except Exception as cut:
+            raise PowerCut from cut
+
+
+class Shown:
+    """Takes the engine stage's place in a preview."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.tokenizer = load_tokenizer(*tokenizer_place(spec.model))
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        prompts = self.tokenizer.batch_decode(table[TOKENS].to_pylist(), skip_special_tokens=True)
+        return with_answers(table, table[ERROR].to_pylist(), list(map(answer, prompts)))
+
+
+def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
+    made = Industries(folder)
+    patch.setattr("prefect_raybatch.remote.follower.infer_run", made.infer)
+    patch.setattr(ray, "init", lambda **options: None)
+    patch.setattr(ray, "shutdown", lambda: None)
+    patch.setattr(drive, "quiet_engine", lambda: None)
+    patch.setattr(preview, "preview_rows", partial(preview.preview_rows, engine=Shown))
+    return made

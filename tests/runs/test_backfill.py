@@ -1,0 +1,220 @@
+"""Back-fill: a run a date, what is done left alone, what fails left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers.command_line import called
+from helpers.engines import FakeEngine
+from helpers.prefect_server import artifacts_of
+from helpers.retries import first_run
+from helpers.small import job_dict
+
+from prefect_raybatch import BatchJob
+from prefect_raybatch.cluster.connect import SHARED
+from prefect_raybatch.errors import ConfigError, IncompleteRun
+from prefect_raybatch.flow.flows import backfill_job
+from prefect_raybatch.remote import follower
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.backfill import NightRun, backfill, planned_nights, summary
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.storage import open_store
+
+FIRST = date(2026, 11, 1)
+ROWS = 12
+
+
+def day(number: int) -> date:
+    return FIRST + timedelta(days=number - 1)
+
+
+def write_job(folder: Path, days: int = 4, missing: int | None = None, **groups: Any) -> Path:
+    for number in range(1, days + 1):
+        if number != missing:
+            table = pa.table({"id": range(ROWS), "Company": [f"{number} {i}" for i in range(ROWS)]})
+            pq.write_table(table, folder / f"{day(number)}.parquet")
+    source = {"uri": f"{folder}/{{run_date}}.parquet", "rows_per_shard": ROWS}
+    value = job_dict(
+        **{"source": source, "output": {"uri": f"{folder}/out"}, "limits": {"max_failed": 1}}
+        | groups
+    )
+    (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+class Beside:
+    """Counts the runs that work at once; fakes the engine, the one thing that is not real."""
+
+    def __init__(self) -> None:
+        self.lock, self.now, self.most = threading.Lock(), 0, 0
+        self.clusters: set[str] = set()
+
+    def infer(self, job: BatchJob, run: Any, observe: Any) -> Any:
+        import ray
+
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.clusters.add(ray.get_runtime_context().gcs_address)
+        try:
+            time.sleep(0.2)
+            return infer_run(job, run, observe, engine=FakeEngine)
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
+    found = Beside()
+    monkeypatch.setattr(follower, "infer_run", found.infer)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return found
+
+
+def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
+    local_ray, tmp_path, capsys, beside
+):
+    path = write_job(tmp_path, missing=2)
+    asked = ("backfill", path, "--from", day(1), "--to", day(4))
+    code, said, _ = called(capsys, *asked, "--dry-run")
+    assert code == 0 and said.count("not begun") == 4 and not (tmp_path / "out").exists()
+    code, said, _ = called(capsys, *asked, "--at-most", "2")
+    assert code == 1 and "3 of 4 nights are complete" in said
+    assert "SourceError" in said and "2026-11-02.parquet" in said
+    assert beside.most <= 2 and len(beside.clusters) == 1
+    keys = [f"nightly-202611{number:02}T000000Z" for number in range(1, 5)]
+    assert all(key in said for key in keys)
+    for key in (keys[0], keys[2], keys[3]):
+        assert verify(open_store(f"{tmp_path}/out/{key}")).ok
+    write_job(tmp_path)  # the second one has come
+    code, said, _ = called(capsys, *asked, "--json")
+    found = json.loads(said)
+    assert code == 0 and [night["done"] for night in found["nights"]] == [True, False, True, True]
+    assert {night["rows"] for night in found["nights"]} == {ROWS}
+    assert called(capsys, *asked)[0] == 0 and "4 of them were before" in called(capsys, *asked)[1]
+
+
+def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
+    prefect_api, local_ray, tmp_path, beside
+):
+    job = BatchJob.from_yaml(write_job(tmp_path, 3, missing=1, name="filled"))
+    with pytest.raises(IncompleteRun, match=r"2 of 3 nights are complete(.|\n)*2026-11-01"):
+        backfill_job(job, day(1), day(3), at_most=2)
+    write_job(tmp_path, 3)
+    made = backfill_job(job, day(1), day(3))
+    assert [row["state"] for row in made] == ["completed", "completed before", "completed before"]
+    tables = artifacts_of("raybatch-filled-backfill")
+    assert len(tables) == 2 and json.loads(str(tables[-1].data))[0]["rows"] in ("-", f"{ROWS}")
+
+
+# --- without Ray --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nights(tmp_path) -> tuple[BatchJob, list[NightRun]]:
+    job = BatchJob.from_yaml(write_job(tmp_path, cluster={"job_server": "http://head:8265"}))
+    return job, planned_nights(job, day(1), day(4))
+
+
+def test_a_failure_may_stop_what_has_not_begun(nights):
+    job, planned = nights
+    begun: list[date] = []
+
+    def fails(night: NightRun) -> Any:
+        begun.append(night.date)
+        raise ConfigError("it cannot work\nat all")
+
+    found = backfill(job, planned, fails, stop_on_failure=True)
+    assert begun[0] == day(1) and len(begun) < 4
+    assert found[0].state == "failed"
+    assert found[0].trouble == "ConfigError: it cannot work ..." and not found[0].transient
+    assert found[-1].state == "not begun" and summary(found).startswith("0 of 4")
+
+
+def test_what_is_interrupted_begins_nothing_new(nights):
+    job, planned = nights
+    begun: list[date] = []
+
+    def works(night: NightRun) -> Any:
+        begun.append(night.date)
+        raise ConfigError("no")
+
+    def told(night: NightRun) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backfill(job, planned, works, told=told)
+    assert len(begun) < 4
+
+
+def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypatch, local_ray):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    ended = threading.Event()
+
+    def works(night: NightRun) -> Any:
+        from prefect_raybatch.cluster.connect import connected
+        from prefect_raybatch.cluster.sharing import User
+
+        user = User("a run")
+        with connected(job, user):
+            ended.set()
+            assert user.stopped.wait(20)
+            error = user.halted()
+            assert error is not None
+            raise error
+
+    seen: list[Any] = []
+    real = SHARED.stop_all
+
+    def stop_all(but: Any = None) -> None:
+        seen.append(but)
+        real(but=but)
+
+    planned = planned_nights(job, day(1), day(2))
+    monkeypatch.setattr(SHARED, "stop_all", stop_all)
+
+    def interrupted(work: Any) -> Any:
+        assert ended.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backfill(job, planned, works)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("uri", "first", "last", "said"),
+    [
+        (
+            "in.parquet",
+            1,
+            2,
+            r"no \{run_date\} in source .*, so each night would ask",
+        ),
+        ("{run_date}.parquet", 2, 1, "are 0 nights; give a first date that is not after"),
+    ],
+)
+def test_what_is_no_back_fill_is_refused_at_once(tmp_path, uri, first, last, said, capsys):
+    path = write_job(tmp_path, source={"uri": f"{tmp_path}/{uri}"})
+    with pytest.raises(ConfigError, match=said):
+        planned_nights(BatchJob.from_yaml(path), day(first), day(last))
+    code, _, told = called(capsys, "backfill", path, "--from", day(first), "--to", day(last))
+    assert code == 2 and "ConfigError" in told
+
+
+def test_a_run_of_another_job_is_not_taken_for_done(tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    first_run(tmp_path / "out", key="nightly-20261101T000000Z")
+    (night,) = planned_nights(job, day(1), day(1))
+    assert (night.state, night.done) == ("failed", False) and "PlanMismatch" in night.trouble

@@ -1,0 +1,138 @@
+"""Drained runs: what is in flight is committed, the rest is left, and the run is resumed."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.command_line import called
+from helpers.engines import FakeEngine
+from helpers.retries import first_run
+from helpers.small import Passes, make_job, small_run
+from prefect.client.orchestration import get_client
+
+from prefect_raybatch import BatchJob, batch_inference
+from prefect_raybatch.cli.commands import exit_status
+from prefect_raybatch.driver.driver import Driver, Progress
+from prefect_raybatch.errors import ConfigError, RunDrained
+from prefect_raybatch.flow.flows import called as called_flow
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger import drains
+from prefect_raybatch.ledger.drains import Draining, put_drain
+from prefect_raybatch.remote import follower
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.drain import drain_run
+from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.status import status
+from prefect_raybatch.storage import open_store
+
+ROWS = 60
+
+
+def test_a_driver_ends_between_passes_and_keeps_what_is_committed(tmp_path):
+    made = small_run(tmp_path, rows=20, per_shard=5)
+    told: list[bool] = []
+
+    class Half(Passes):
+        """Gives receipts for the first two units: nothing more is begun then."""
+
+        def __call__(self, units: Any, isolated: bool) -> Any:
+            yield from super().__call__(units[:2], isolated)
+            told.append(True)
+
+    passes = Half(made)
+    driver = Driver(made.plan, made.shards, made.ledger, Limits(), draining=lambda: bool(told))
+    driver.resume()
+    with pytest.raises(RunDrained, match=r"^drained: 2 of 4 shards are committed; 2 are left"):
+        driver.run(passes, passes.quarantine)
+    assert made.ledger.committed(made.plan).tolist() == [True, True, False, False]
+    assert len(passes.calls) == 1
+
+
+def test_a_word_concerns_the_attempts_that_were_there(tmp_path, monkeypatch):
+    made = small_run(tmp_path)
+    made.ledger.note_attempt("a", {})
+    ours = Draining(made.store, "a")
+    assert not ours()
+    put_drain(made.ledger, "me@here")
+    assert not ours()  # it looks now and then
+    monkeypatch.setattr(drains, "DRAIN_LOOK", 0.0)
+    assert ours() and pickle.loads(pickle.dumps(ours))()
+    made.ledger.note_attempt("b", {})
+    assert not Draining(made.store, "b")()
+    made.store.put("_raybatch/drain.json", b"{")
+    assert not Draining(made.store, "a")() and ours()
+
+
+def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
+    made = first_run(tmp_path)
+    with pytest.raises(ConfigError, match="is complete: nobody works on it"):
+        drain_run(made.store.uri)
+    other = first_run(tmp_path, key="other", finish=False)
+    code, said, _ = called(capsys, "drain", other.store.uri)
+    assert code == 0 and "no driver was heard of" in said and "20 of 20 rows" in said
+    assert exit_status(RunDrained("drained: x")) == 4
+
+
+class SlowEngine(FakeEngine):
+    """A tenth of a second a block."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        table = self.pending(table)
+        time.sleep(0.1)
+        return super().__call__(table)
+
+    def pending(self, table: pa.Table) -> pa.Table:
+        from prefect_raybatch.stages.engine import EngineStage
+
+        return EngineStage.pending(self, table)  # type: ignore[arg-type]
+
+
+def job_in(folder: Path) -> BatchJob:
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pq.write_table(table, folder / "in.parquet")
+    return make_job(
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 1},
+        output={"uri": str(folder / "out")},
+        limits={"max_failed": 0.1},
+    )
+
+
+def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_complete(
+    prefect_api, local_ray, tmp_path, monkeypatch
+):
+    job, seen = job_in(tmp_path), list[Progress]()
+
+    def drain_soon(progress: Progress) -> None:
+        if progress.tally.shards == 3 and not seen:
+            seen.append(progress)
+            assert drain_run(f"{tmp_path}/out/key").live
+
+    def infer(job: BatchJob, run: Any, observe: Any) -> Any:
+        def both(progress: Progress) -> None:
+            observe(progress)
+            drain_soon(progress)
+
+        return infer_run(job, run, both, engine=SlowEngine)
+
+    monkeypatch.setattr(follower, "infer_run", infer)
+    with pytest.raises(RunDrained, match="drained: "):
+        called_flow(batch_inference, job, "key")
+    run = plan_run(job, "key")
+    found = status(run.uri)
+    assert found.state == "unfinished" and 3 <= found.committed < ROWS and found.drained
+    with get_client(sync_client=True) as client:
+        (flow_run,) = [one for one in client.read_flow_runs() if one.name == "key"]
+    assert flow_run.state is not None
+    assert (flow_run.state.name, flow_run.state.type.value) == ("Drained", "CANCELLED")
+    before = found.committed
+    progress = infer_run(job, run, engine=FakeEngine)
+    assert progress.resumed_shards == before and finalize_run(job, run, progress).rows == ROWS
+    assert verify(open_store(run.uri)).ok and status(run.uri).drained is None
