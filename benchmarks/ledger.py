@@ -316,6 +316,7 @@ def job_of(args: argparse.Namespace) -> Any:
             },
             "prompt": {"template": "Say {n}."},
             "output": {"uri": _output(args)},
+            "limits": {"max_failed_fraction": 1.0},  # --failed is drawn: about as many
         }
     )
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -18,12 +19,13 @@ from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.encodings import CSV_ENCODING, check_csv_encoding, not_decoded
-from prefect_raybatch.source.find import File
+from prefect_raybatch.source.find import File, ending
 from prefect_raybatch.source.streams import Raw, one_line, open_text
 from prefect_raybatch.words import counted
 
 _RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
 _QUOTED = re.compile('"[^"]*"')
+BLOCK_TRIES = 64  # sizes of a block that are tried
 DELIMITERS = ";\t|,"  # what people separate values by
 
 
@@ -37,9 +39,10 @@ def csv_tables(
     import pyarrow.csv as pc
 
     written = _Written.of(file, options)
-    read, parse = written.read_options(), written.parse_options()
+    parse = written.parse_options()
     try:
         check_csv_encoding(file, options.encoding)
+        read = written.read_options(_block_bytes(file, options))
         if written.assumed:
             _check_delimiter(file, written)
         with open_text(file, options.encoding) as stream:
@@ -65,6 +68,30 @@ def csv_tables(
         raise SourceError(_explain_csv(file, written, error)) from None
 
 
+def _block_bytes(file: File, options: Csv) -> int:
+    """So many bytes a block that none ends between a carriage return and a line feed: pyarrow takes
+    the two for the end of a row there, also within quotes, and leaves the line feed out.
+
+    About streams.BLOCK_BYTES. Of files that are compressed or recoded nobody knows the blocks.
+    """
+    size = file.info.size if file.cut is None else len(file.cut.content)
+    plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
+    if plain and size < streams.BLOCK_BYTES:
+        return size + 1  # pyarrow takes memory for a whole block, however small the file is
+    if not options.quote or not plain:
+        return streams.BLOCK_BYTES
+    with file.store.open(file.info.path) if file.cut is None else BytesIO(file.cut.content) as data:
+        for block in range(streams.BLOCK_BYTES, streams.BLOCK_BYTES + BLOCK_TRIES):
+            if not any(_at(data, at) == b"\r\n" for at in range(block, size, block)):
+                return block
+    return streams.BLOCK_BYTES
+
+
+def _at(data: BinaryIO, at: int) -> bytes:
+    data.seek(at - 1)
+    return data.read(2)
+
+
 def delimiter_of(file: File, options: Csv) -> str:
     """What stands between the values of this file."""
     return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
@@ -82,12 +109,12 @@ class _Written:
     def of(cls, file: File, options: Csv) -> _Written:
         return cls(options, delimiter_of(file, options), options.delimiter is None)
 
-    def read_options(self) -> Any:
+    def read_options(self, block_bytes: int) -> Any:
         import pyarrow.csv as pc
 
         given = self.options
         return pc.ReadOptions(
-            block_size=streams.BLOCK_BYTES,
+            block_size=block_bytes,
             skip_rows=given.skip_rows,
             column_names=given.names,
             skip_rows_after_names=1 if given.names and given.header else 0,

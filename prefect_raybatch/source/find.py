@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -97,7 +98,7 @@ class File:
     values: Values = ()
     cut: Cut | None = None
 
-    @property
+    @cached_property
     def uri(self) -> str:
         if isinstance(self.store, WebStore):
             return self.store.uri

@@ -128,6 +128,12 @@ def test_csv(name, both, tmp_path):
     both(files(tmp_path / "in", *CSVS[name]))
 
 
+def test_line_breaks_in_quotes_stay_as_they_are_wherever_a_block_ends(both, tmp_path):
+    rows = [f'"{i}","x\r\ny","z"' for i in range(500)]
+    found, shares = both(files(tmp_path / "in", csv(*rows, line="\r\n")))
+    assert set(found["b"].to_pylist()) == {"x\r\ny"} and shares > 1
+
+
 def test_a_large_csv_is_cut_and_many_small_ones_are_put_together(both, tmp_path):
     plain = files(tmp_path / "one", *CSVS["quoted"])
     assert both(plain)[1] > 5
