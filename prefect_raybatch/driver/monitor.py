@@ -197,7 +197,10 @@ class Monitor:
             self.note_start()
         if self._held or self._ended or ended is not None:
             return
-        self.starting.heard(self.starts())
+        try:
+            self.starting.heard(self.starts())
+        except Exception as error:  # for people alone: a stall must be told all the same
+            log.debug("the start is not heard: %s: %s", type(error).__name__, error)
 
     def _look_at_cost(self, now: float, counts: Counts | None) -> None:
         self.meter.see(now, self._states)

@@ -128,6 +128,7 @@ def test_a_cluster_that_cannot_be_asked_costs_only_the_note(tmp_path) -> None:
 
     watch.starts = gone
     watch.pass_began()
+    watch.look()  # which tells of stalls, too
     driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
     driver.resume()
     driver.run(Passes(run), Passes(run).quarantine)
