@@ -47,15 +47,20 @@ def types_in(
     before: Mapping[str, pa.DataType],
     text: bool,
     typed: Collection[str],
+    merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """The types of a block's columns; of CSV text none narrower than those `before`."""
+    """The types of a block's columns; of CSV text none narrower than those `before`. A whole number
+    among what is `merged` to fractions over all files must be one of those, too, or it is text."""
     if not text:
         return {field.name: plain_type(field.type) for field in table.schema}
-    columns = zip(table.column_names, table.columns, strict=True)
-    return {
-        name: column.type if name in typed else text_type(column, before.get(name))
-        for name, column in columns
-    }
+    found = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = column.type if name in typed else text_type(column, before.get(name))
+        rounded = name not in typed and kind == pa.int64() and merged.get(name) == pa.float64()
+        if rounded and text_type(column, pa.float64()) != pa.float64():
+            kind = pa.string()
+        found[name] = kind
+    return found
 
 
 class TypesSeen:
@@ -83,7 +88,7 @@ class TypesSeen:
     def see(self, where: str, table: pa.Table) -> None:
         """Take a block of `where` into account."""
         before = self._files.get(where, {})
-        found = types_in(table, before, self._text, self._typed)
+        found = types_in(table, before, self._text, self._typed, self._columns)
         mine = dict(before)
         for name, kind in found.items():
             known = mine.get(name, pa.null())
@@ -138,7 +143,8 @@ class Shape:
     def see(self, where: str, table: pa.Table) -> None:
         """Take a block of `where` into account. Raises as `see_types`."""
         before = self._files.get(where, {})
-        self.see_types(where, types_in(table, before, self.text, self._typed))
+        found = types_in(table, before, self.text, self._typed, self._columns)
+        self.see_types(where, found)
 
     def types_of(self, where: str) -> dict[str, pa.DataType] | None:
         """Of a file; None while nothing of it was seen."""
@@ -178,14 +184,16 @@ class Shape:
                 mine = types.get(name, pa.null())
                 wider = common_type(both, mine, self._union)
                 if wider is None:
-                    first = self._clashing(name, mine)
+                    first = self._clashing(name, mine, both)
                     raise SourceError(_clash(name, first, self._files[first][name], other, mine))
                 both = wider
         self._columns[name] = both
 
-    def _clashing(self, name: str, kind: pa.DataType) -> str:
-        """The first file in which the column does not go together with `kind`."""
+    def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
+        """The first file in which the column does not go together with `kind`, one that made it
+        `merged` before the others."""
         having = [file for file, types in self._files.items() if name in types]
+        having.sort(key=lambda file: self._files[file][name] != merged)
         for file in having:
             if common_type(self._files[file][name], kind, self._union) is None:
                 return file

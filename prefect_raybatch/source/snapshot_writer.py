@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.arrow_types import written
@@ -111,11 +111,19 @@ class SnapshotWriter:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`table` with exactly the columns and types of `schema`; absent columns are null."""
+    """`table` with exactly the columns and types of `schema`; absent columns are null. Raises
+    SourceError for a value that the type cannot hold as it is."""
     columns = []
     for field in schema:
         if field.name in table.column_names:
-            columns.append(_convert(table.column(field.name), field.type))
+            try:
+                columns.append(_convert(table.column(field.name), field.type))
+            except pa.ArrowInvalid as error:
+                raise SourceError(
+                    f"source.uri: column {field.name!r} is {field.type} over all rows, which does "
+                    f"not hold each value as it is ({error}); write the column with one type, or "
+                    "leave it out with source.columns"
+                ) from None
         else:
             columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))
     return pa.Table.from_arrays(columns, schema=schema)
