@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """The plain functions behind the tasks, replaced by ones that note how they were called."""
     made: dict[str, list[Any]] = {"plan": [], "infer": [], "finalize": []}
 
-    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+    def plan_run(job: BatchJob, key: str, dataset: Any = None, accept: Any = ()) -> Run:
         made["plan"].append(key)
         return RUN
 
@@ -115,7 +115,7 @@ def test_only_passing_faults_are_tried_again(
 ) -> None:
     seen: list[str] = []
 
-    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+    def plan_run(job: BatchJob, key: str, dataset: Any = None, accept: Any = ()) -> Run:
         seen.append(key)
         raise error
 
@@ -152,7 +152,7 @@ def test_artifacts_and_logs_are_in_the_page(
     def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
         return report(key)
 
-    def plan_run(job: BatchJob, run_key: str, dataset: Any = None) -> Run:
+    def plan_run(job: BatchJob, run_key: str, dataset: Any = None, accept: Any = ()) -> Run:
         return Run("/nowhere/k", key, "hash", 100, 4, False)
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
@@ -198,7 +198,7 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
     block.save("night", overwrite=True)
     seen: list[dict[str, Any]] = []
 
-    def plan_run(job: BatchJob, key: str, dataset: Any = None) -> Run:
+    def plan_run(job: BatchJob, key: str, dataset: Any = None, accept: Any = ()) -> Run:
         seen.append(job.output.options)
         return RUN
 

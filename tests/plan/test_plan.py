@@ -294,6 +294,7 @@ CHANGED: dict[str, Any] = {
     "limits.hang_seconds": 30.0,
     "limits.function_seconds": 30.0,
     "limits.max_cost": 9.0,
+    "limits.min_agreement": 0.9,
     "cluster.address": "auto",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,

@@ -196,7 +196,11 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
     nowhere = target(server.rpartition("/")[0] + "/none", "t")
     refused(job_of(run, nowhere), "there is no such database", '"none" does not exist')
     away = target("postgresql://127.0.0.1:1/x", "t")
-    refused(job_of(run, away), "127.0.0.1", "raybatch publish RUN_DIR", kind=PublishFailed)
+    refused(job_of(run, away), "127.0.0.1", kind=PublishFailed)
+    with pytest.raises(PublishFailed, match=r"whole; mend .* again: raybatch publish"):
+        publish_run(job_of(run, away), str(run))
+    with pytest.raises(PublishFailed, match="Mend the cause and run the same command again"):
+        check_targets_of(job_of(run, away), columns)  # there is no result yet
 
 
 def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):

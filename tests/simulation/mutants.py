@@ -221,9 +221,9 @@ MUTANTS = (
         (
             Edit(
                 "runs.finalize_run:finalize_run",
-                "ledger.succeed(_success(plan, output, result))",
+                "ledger.succeed(_success(plan, output, result, accepted))",
                 "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
-                "    ledger.succeed(_success(plan, output, result))",
+                "    ledger.succeed(_success(plan, output, result, accepted))",
             ),
         ),
         quick=True,

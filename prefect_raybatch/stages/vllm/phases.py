@@ -48,7 +48,7 @@ class _Phases(logging.Handler):
         phase = next((p for line, p in PHASE_LINES.items() if str(record.msg).startswith(line)), "")
         if phase:
             with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{phase} {record.created:.3f}\n")
+                file.write(f"{phase} {record.created}\n")
 
 
 def listen_for_phases() -> None:
