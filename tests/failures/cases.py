@@ -23,6 +23,7 @@ from s3server import proxy
 from .world import World, new_world
 
 BUCKET = "night"
+STALLED = "Meanwhile check that the store is up"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def kill(pid: int) -> None:
 def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: float) -> Seen:
     """Runs a job that must fail, and is told of in its failure artifact."""
     began = time.monotonic()
-    run = world.start(job, "tuesday")
+    run = world.start(job, f"{job['name']}-tuesday")
     world.ended(run, "FAILED", seconds)
     return Seen(run, f"raybatch-{job['name']}-failure", texts, time.monotonic() - began)
 
@@ -174,10 +175,10 @@ def store_stalls(world: World) -> Seen:
         puts = lambda: sum("/commits/" in p for m, p, _ in between.seen if m == "PUT")  # noqa: E731
         world.committed(run, puts)
         stalled.set()
-        took = world.logs(run, "check the endpoint", 90)
+        took = world.logs(run, STALLED, 90)
         stalled.clear()
         world.ended(run, "COMPLETED", 300)
-    return Seen(run, None, ("check the endpoint", "3,000 rows = 3,000 answered"), took)
+    return Seen(run, None, (STALLED, "3,000 rows = 3,000 answered"), took)
 
 
 @case("The cluster is gone", "The head of the Ray cluster gets SIGKILL in the middle of the run.")

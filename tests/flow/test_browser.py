@@ -352,7 +352,7 @@ def test_the_cause_of_a_failure_is_on_the_first_screen(
     with ExitStack() as stack:
         world = World(folder, deployed, page, stack)
         seen = night.play(world)
-        command = "prefect deployment run batch_inference/dev -p run_key=tuesday"
+        command = "prefect deployment run batch_inference/dev -p run_key=missing-column-tuesday"
         assert command in deployed.state(seen.run)["message"]
         open_run(page, deployed, seen.run)
         cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
