@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 SHARD = 50
 ROWS = 6_000
 MANY = 20_000  # a minute of work on a quiet machine, which cancelling cuts short
+CANCELLED = 120  # seconds until nothing is left of a run on a busy machine; 5 to 10 on a quiet one
 WORK = 600  # seconds for a run on a busy machine, which may need Prefect's retry of its start
 
 
@@ -324,13 +325,12 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     clicked = time.monotonic()
     page.get_by_role("button", name="Confirm", exact=True).click()
     badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
-    expect(badge.first).to_be_visible(timeout=30_000)
+    expect(badge.first).to_be_visible()
     while left := [*running(before), *at_work(prefect, ray_head)]:
-        assert time.monotonic() - clicked < 30, f"these outlive the cancelled run: {left}"
+        assert time.monotonic() - clicked < CANCELLED, f"these outlive the cancelled run: {left}"
         time.sleep(0.2)
     took = time.monotonic() - clicked
     print(f"cancelled, and its engines gone, within {took:.1f} s of the click")
-    assert took < 30
     assert prefect.state(run)["type"] == "CANCELLED"
     assert job_of(job_server, run_dir).status == "STOPPED"
     picture(page, "cancelled", tmp_path, 600)
