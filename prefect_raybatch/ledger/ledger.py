@@ -26,7 +26,6 @@ from prefect_raybatch.ledger.layout import (
     SUCCESS,
     attempt_path,
     commit_path,
-    table_path,
 )
 from prefect_raybatch.ledger.many_uris import read_uris
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
@@ -35,7 +34,7 @@ from prefect_raybatch.ledger.record_files import (
     EARLIER_COMMIT,
     put_record,
     put_record_if_absent,
-    put_record_proved,
+    put_table,
     read_record,
     read_table,
 )
@@ -81,7 +80,7 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            put_record_proved(self.store, table_path(name), data)
+            put_table(self.store, name, data)
         if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()

@@ -334,6 +334,18 @@ MUTANTS = (
         quick=True,
     ),
     Mutant(
+        "table_put",
+        "a table that is there already is written again",
+        (
+            Edit(
+                "ledger.record_files:put_table",
+                "put_same_proved(store, path, data)",
+                "put_proved(store, path, data)",
+            ),
+        ),
+        within=800,
+    ),
+    Mutant(
         "tasks_unwaited",
         "finalize does not wait for the last tasks that write parts on the cluster",
         (
