@@ -343,7 +343,7 @@ MUTANTS = (
                 "put_proved(store, path, data)",
             ),
         ),
-        within=800,
+        within=1500,
     ),
     Mutant(
         "tasks_unwaited",
@@ -415,7 +415,7 @@ MUTANTS = (
         "unsynced_part",
         "on a disk a file of the result appears before its bytes are synced",
         (Edit("storage.local:LocalStore._land_file", "_sync(source)", "pass"),),
-        within=200,
+        within=400,
     ),
     Mutant(
         "unsynced_name",
