@@ -23,13 +23,14 @@ from prefect_raybatch.stages.images.rows import is_image
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.request_key import canonical
 
+MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk for their prompts
 # Bytes of a prompt that are compared, from where it parts from the first row's on: beginnings that
 # differ do so soon, and rows of one beginning are put in order by their tokens in the engine stage.
 COMPARED = 512
 RUN_ROWS = 1 << 18  # rows that are sorted in memory
-BATCH_ROWS = 512  # of each sorted run, in memory while all are merged
+MERGED_ROWS = 512  # of each sorted run, in memory while all are merged
 BUCKET_BYTES = 128 << 20  # of rows that are dealt out together
-MOST_BUCKETS = 256  # files that are open at once
+MOST_DEALT = 256  # files that are open at once
 RANK = "__rb_rank"
 
 
@@ -111,7 +112,7 @@ class PrefixOrder:
         self._runs.append(path)
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         with local_disk(), pa.ipc.new_stream(str(path), table.schema, options=options) as out:
-            out.write_table(table, max_chunksize=BATCH_ROWS)
+            out.write_table(table, max_chunksize=MERGED_ROWS)
 
     def rows(self) -> Iterator[int]:
         """All rows, those that begin alike one after the other; equal ones as they stand."""
@@ -138,7 +139,7 @@ def dealt_out(
         return
     what, table = first
     size = table.nbytes / max(1, table.num_rows) * rows
-    buckets = max(1, min(MOST_BUCKETS, math.ceil(size / BUCKET_BYTES)))
+    buckets = max(1, min(MOST_DEALT, math.ceil(size / BUCKET_BYTES)))
     each = -(-rows // buckets)
     paths = [folder / f"bucket-{number}" for number in range(buckets)]
     with ExitStack() as stack:

@@ -35,10 +35,10 @@ from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.plan import settled as settled_job
+from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
-from prefect_raybatch.runs.plan_run import MOST_ORDERED
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying

@@ -27,6 +27,7 @@ from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
+from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
 log = logging.getLogger(__name__)
-
-MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk for their prompts
 
 
 def plan_run(

@@ -47,7 +47,7 @@ def test_prompts_that_begin_alike_stand_together(
 ) -> None:
     """Whatever the reference, and over sorted runs of several additions."""
     monkeypatch.setattr(prefix_order, "RUN_ROWS", 50)
-    monkeypatch.setattr(prefix_order, "BATCH_ROWS", 7)
+    monkeypatch.setattr(prefix_order, "MERGED_ROWS", 7)
     draw = random.Random(seed)
     shared = [b"System. " + draw.randbytes(30) for _ in range(9)]
     groups = [draw.randrange(9) for _ in range(400)]
