@@ -21,9 +21,9 @@ from prefect_raybatch.stages.engine import EngineSpec
 
 log = logging.getLogger(__name__)
 
-AGAIN = 1.0  # seconds between two tries to reach an actor that Ray starts anew
+REACH_AGAIN = 1.0  # seconds between two tries to reach an actor that Ray starts anew
 SPARE_CALLS = 16  # beside the blocks: a run that begins, one that asks whether it is idle
-CALLS = 64  # blocks at least, so that runs that differ in these alone share engines
+HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone share engines
 
 
 def warm_kind(
@@ -55,7 +55,7 @@ def warm_kind(
     # bounded where runs are driven, and a host has many runs.
     options = {**resources, "max_restarts": -1, "max_task_retries": 0}
     takes = {"CPU": float(resources.get("num_cpus", 0)), "GPU": float(resources.get("num_gpus", 0))}
-    return WarmKind(key, engine, options, max(CALLS, calls) + SPARE_CALLS, takes)
+    return WarmKind(key, engine, options, max(HOST_CALLS, calls) + SPARE_CALLS, takes)
 
 
 class EngineHost:
@@ -171,7 +171,7 @@ class Forwarder:
                     ray.get(self.host.begin.remote(self.token, self.spec))
                     self._begun = True
                 except ActorUnavailableError:
-                    time.sleep(AGAIN)
+                    time.sleep(REACH_AGAIN)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The block as the engine stage gives it on; never raises for what befalls an engine."""
