@@ -594,7 +594,10 @@ def test_blocks_of_a_dataset_have_one_schema_and_small_ones_are_joined(local_ray
         assert pq.read_table(stream).to_pylist() == [r for t in tables for r in t.to_pylist()]
     assert [info.path for info in store.list()] == [file.uri]
     with pytest.raises(SourceError, match=r"the dataset: column 'i' changes from int64 to string"):
-        other = ray.data.from_arrow([tables[1], pa.table({"i": ["x"], "s": ["y"], "t": [None]})])
+        other = ray.data.range(8, override_num_blocks=2).map_batches(
+            lambda ids: {"i": ids["id"] if 0 in ids["id"] else ids["id"].astype(str)},
+            batch_size=None,
+        )
         snapshot_dataset(other, store, "attempt")
     assert [info.path for info in store.list()] == [file.uri]
 
