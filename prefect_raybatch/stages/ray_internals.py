@@ -220,22 +220,41 @@ def running_cluster() -> str | None:
         return None
 
 
-def put_back_auth_mode(before: str | None) -> None:
-    """Sets RAY_AUTH_MODE to what it was before Ray was started here.
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+
+def use_token(token: str | None) -> dict[str, str | None]:
+    """Has Ray send a token from here on; None leaves that to the environment. Returns Ray's
+    variables as they were, for `put_back_auth`."""
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+
+    before = {name: os.environ.get(name) for name in (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)}
+    if token is not None:
+        os.environ |= {AUTH_MODE_ENV_VAR: "token", TOKEN_VARIABLE: token}
+        _read_auth_again()
+    return before
+
+
+def put_back_auth(before: Mapping[str, str | None]) -> None:
+    """Sets Ray's variables for tokens to what they were before Ray was started here.
 
     `ray.init()` of a local cluster turns token authentication on for the whole process and leaves
     it on. As the driver of a cluster without tokens this process would then turn away the calls of
     that cluster's head, which takes it that nobody refers to our actors any more, and ends them.
     """
-    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+    if all(os.environ.get(name) == value for name, value in before.items()):
+        return
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _read_auth_again()
+
+
+def _read_auth_again() -> None:
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    if os.environ.get(AUTH_MODE_ENV_VAR) == before:
-        return
-    if before is None:
-        del os.environ[AUTH_MODE_ENV_VAR]
-    else:
-        os.environ[AUTH_MODE_ENV_VAR] = before
     Config.initialize("")  # reads the environment again
     AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
 
