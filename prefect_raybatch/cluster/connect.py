@@ -288,6 +288,20 @@ def nodes() -> set[str]:
     return found
 
 
+def leaving() -> dict[str, float | None]:
+    """The addresses of nodes that are to leave the cluster this process is in, and the seconds that
+    each has left; None where nobody said."""
+    from prefect_raybatch.stages.ray_internals import leaving_nodes
+
+    found = leaving_nodes() if is_joined() else {}
+    if not found:
+        return {}
+    import ray
+
+    names = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    return {names.get(id, id[:8]): left for id, left in found.items()}
+
+
 def is_joined() -> bool:
     """Whether this process is in a cluster."""
     return SHARED.ray.joined()
