@@ -181,7 +181,7 @@ class LeavingNodes(BackpressurePolicy):
 
     def can_add_input(self, op: Any) -> bool:
         if isinstance(op, ActorPoolMapOperator) and (leaving := get_draining_nodes()):
-            pool = op._actor_pool
+            pool: Any = op._actor_pool
             for actor, state in list(pool._running_actors.items()):
                 if state.actor_location in leaving and not state.num_tasks_in_flight:
                     pool._release_running_actor(actor)
