@@ -195,7 +195,11 @@ class Monitor:
 
     def _look_at_nodes(self) -> None:
         """Says once of each node that is to leave what becomes of its work."""
-        leaving = self.leaving()
+        try:
+            leaving = self.leaving()
+        except Exception as error:  # for people alone: costs and stalls must be seen all the same
+            log.debug("nodes that leave are not known: %s: %s", type(error).__name__, error)
+            return
         for node in sorted(leaving.keys() - self._left):
             left = leaving[node]
             when = "" if left is None else f" within {left:.0f} s"
