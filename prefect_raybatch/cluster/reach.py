@@ -39,11 +39,11 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     when none runs on this machine; `ConfigError` when it refuses our token, or wants one."""
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}; {MEND}")
-    if refused := refusal(address, access or ClusterAccess(address)):
+    if refused := token_refusal(address, access or ClusterAccess(address)):
         raise ConfigError(refused)
 
 
-def refusal(address: str, access: ClusterAccess) -> str:
+def token_refusal(address: str, access: ClusterAccess) -> str:
     """What is wrong with the token that we have for the head at the address; "" where nothing is,
     or where it cannot be told. Ray itself would ask for 20 s, or without end."""
     token = token_sent(access)

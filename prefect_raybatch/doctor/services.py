@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster.reach import refusal, silent
+from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
@@ -131,7 +131,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     if trouble := silent(address):
         yield failed("cluster", f"nobody answers at {address}: {trouble}", remedy)
         return
-    if refused := refusal(address, access):
+    if refused := token_refusal(address, access):
         yield failed("cluster", *refused.split(": ", 1))
         return
     found = _join(job)

@@ -14,7 +14,7 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 
-BLOCK = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
+RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 
 class Stage(Group):
@@ -141,7 +141,7 @@ class Cluster(Group):
     @field_validator("block")
     @classmethod
     def _block(cls, value: str | None) -> str | None:
-        if value is not None and not BLOCK.fullmatch(value):
+        if value is not None and not RAY_CLUSTER.fullmatch(value):
             raise ValueError(
                 f"{value!r} names no RayCluster block; write ray-cluster/NAME, as it is saved"
             )

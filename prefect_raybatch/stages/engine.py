@@ -93,7 +93,7 @@ GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
-NOT_BEGUN = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
+GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ class EngineStage:
         if passes_by(table):
             return table
         if self.spec.leaving is not None and self.spec.leaving():
-            return lost_all(table, NOT_BEGUN)
+            return lost_all(table, GIVEN_BACK)
         if self.spec.done is None:
             return table
         try:

@@ -230,14 +230,14 @@ def test_a_token_that_is_missing_is_told_from_a_wrong_one(
     with answering(REFUSED) as address:
         here, blocks = ClusterAccess(address), ClusterAccess(address, block="ray-cluster/gpus")
         told = {
-            "none": reach.refusal(address, here),
-            "none in the block": reach.refusal(address, blocks),
-            "of the block": reach.refusal(address, replace(blocks, token="t" * 300)),
+            "none": reach.token_refusal(address, here),
+            "none in the block": reach.token_refusal(address, blocks),
+            "of the block": reach.token_refusal(address, replace(blocks, token="t" * 300)),
         }
         monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
-        told["of the environment"] = reach.refusal(address, here)
+        told["of the environment"] = reach.token_refusal(address, here)
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        assert reach.refusal(address, here) == told["none"]
+        assert reach.token_refusal(address, here) == told["none"]
         with pytest.raises(ConfigError) as found:
             reach.check_reachable(address, blocks)
     assert str(found.value) == told["none in the block"] and "\n" not in str(found.value)
@@ -247,7 +247,7 @@ def test_a_token_that_is_missing_is_told_from_a_wrong_one(
     assert "refuses Ray's token of the block ray-cluster/gpus" in told["of the block"]
     assert "refuses Ray's token of this environment" in told["of the environment"]
     with answering(GCS) as address:  # no token is wanted there
-        assert reach.refusal(address, ClusterAccess(address)) == ""
+        assert reach.token_refusal(address, ClusterAccess(address)) == ""
 
 
 def test_a_long_token_is_sent_as_it_is() -> None:
@@ -265,7 +265,7 @@ def test_a_long_token_is_sent_as_it_is() -> None:
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        assert reach.refusal(address, ClusterAccess(address, token="t" * 1200)) == ""
+        assert reach.token_refusal(address, ClusterAccess(address, token="t" * 1200)) == ""
         thread.join(10)
     frame = got[0][got[0].index(b"\r\n\r\nSM\r\n\r\n") + 10 + 9 :]
     headers = dict(hpack.Decoder().decode(frame[9 : 9 + int.from_bytes(frame[:3])]))
