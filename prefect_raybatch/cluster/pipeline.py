@@ -185,7 +185,8 @@ class Pipeline:
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
-        spec = replace(spec, leaving=node_is_leaving)
+        if self.warm is None:  # a forwarder would go on sending to an engine that gives back
+            spec = replace(spec, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
