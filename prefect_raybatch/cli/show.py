@@ -224,7 +224,7 @@ def _show_prompts(tokens: PromptLengths) -> None:
     for low, high, rows in tokens.histogram:
         bar = "#" * math.ceil(40 * rows / most)
         out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
-    for note in tokens.notes:
+    for note in (*tokens.notes, *tokens.hints):
         out.print(f"  {note}", markup=False)
     for one in tokens.examples:
         print_prompt(f"{one.file}, row {one.row:,}", one.tokens, one.text)

@@ -206,6 +206,7 @@ def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
     seqs = sequences_seen(engine, tally.stats.figures()) or SEQUENCES
     concurrent = concurrent_batches(engine, plan.rows_per_shard, seqs)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
+    hints = [str(hint) for hint in (plan.context or {}).get("hints", ())]
     found = problems(
         rows=plan.rows,
         rows_per_shard=plan.rows_per_shard,
@@ -213,7 +214,7 @@ def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
         engines=certain_engines(engine),
         seqs=seqs,
     )
-    return [shards, *found]
+    return [shards, *found, *hints]
 
 
 def of_whom(plan: Plan) -> list[str]:
