@@ -22,7 +22,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.words import counted
 
 MOST_FIELDS = 8  # of a template: each set of them is counted
-LEAST_ROWS = 100  # sampled
+LEAST_SAMPLED = 100  # sampled
 WORTH = 0.1  # of a prompt's tokens: less is not worth a change
 USUAL_SHARD = 4000  # rows of a large run's shard where the job gives none
 TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all else counts as new
@@ -41,7 +41,7 @@ class TemplateCells:
     @classmethod
     def of(cls, job: BatchJob, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
         """None where prompts are not made of a template's fields, or begin with images."""
-        if job.prompt.template is None or job.prompt.images.used or len(rows) < LEAST_ROWS:
+        if job.prompt.template is None or job.prompt.images.used or len(rows) < LEAST_SAMPLED:
             return None
         parts = list(string.Formatter().parse(job.prompt.template))
         fields = tuple(name for _, name, _, _ in parts if name is not None)
