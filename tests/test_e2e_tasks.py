@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import write_deltalake
 from helpers import targets, tiny_models
-from helpers.engines import VectorEngine
+from helpers.engines import FineEngine, VectorEngine
 from helpers.ray_head import Head
+from pyiceberg.catalog import load_catalog
 
 from prefect_raybatch import BatchJob, demo
 from prefect_raybatch.ledger.family import place
@@ -231,20 +232,26 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     folders = adapters(tmp_path, "ab")
     under = [None if i in LATER else "ab"[i % 2] for i in range(ROWS)]
     table = pa.table({"id": range(ROWS), "text": [text(i) for i in range(ROWS)], "adapter": under})
-    pq.write_table(table, tmp_path / "in.parquet")
+    lake = targets.catalog(tmp_path)
+    catalog = load_catalog(None, **lake)
+    catalog.create_namespace("db")
+    catalog.create_table("db.rows", schema=table.schema).append(table)
     value = job_dict(tmp_path, {name: str(folder) for name, folder in folders.items()})
+    value["source"] |= {"uri": "db.rows", "catalog": lake}
     value["prompt"]["on_null"] = "empty"  # the model alone, which a CPU cannot do beside adapters
     value["sampling"] = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
     del value["engine"]["task"]
-    value["output"] |= {"column": "answer", "extras": []}
+    value["output"] |= {"column": "answer", "extras": [], "keep_answers": 30}
     before = begun(tmp_path, value, ray_head, "FineEngine")
     assert 0 < len(before) < ROWS // PER_SHARD // 2
+    catalog.load_table("db.rows").delete("id < 30")  # the run keeps the snapshot that it began with
 
     job = BatchJob.from_dict(value)
     run = plan_run(job, "k")
     report = finalize_run(job, run, infer_run(job, run))
     assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
-    assert report.resumed_shards == len(before)
+    asks = report_of(str(tmp_path / "out/k/_raybatch/asks"))
+    assert asks.resumed_shards == len(before)
     kept = pq.read_table(tmp_path / "out" / "k" / "_quarantine").to_pylist()
     assert {row["_row"] for row in kept} == LATER
     assert all("on a CPU vLLM cannot ask the model alone" in row["message"] for row in kept)
@@ -271,3 +278,22 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
         }
         assert told["a"] != told["b"]
         assert row["answer"] == told["ab"[row["id"] % 2]]
+    _next_night_of_iceberg(value, made, tmp_path)
+
+
+def _next_night_of_iceberg(
+    value: dict[str, Any], before: list[dict[str, Any]], folder: Path
+) -> None:
+    """Of the rows that are left in the table the answers are there; one row is new."""
+    table = load_catalog(None, **targets.catalog(folder)).load_table("db.rows")
+    table.append(pa.table({"id": [ROWS], "text": ["a new one"], "adapter": ["a"]}))
+    output = {**value["output"], "publish": [targets.iceberg(folder, mode="merge", key=["id"])]}
+    job = BatchJob.from_dict({**value, "output": output, "reuse": "latest"})
+    run = plan_run(job, "night")
+    report = finalize_run(job, run, infer_run(job, run, engine=FineEngine))
+    left = {row["id"]: row["answer"] for row in before if row["id"] >= 30}
+    assert (report.reuse["reused"], report.reuse["asked"]) == (len(left), 1)
+    publish_run(job, run.uri)
+    there = {row["id"]: row["answer"] for row in targets.iceberg_rows(folder)}
+    assert there.pop(ROWS).startswith("answer ") and there == left
+    assert verify_chain(*place(run.uri)).ok
