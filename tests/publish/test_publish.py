@@ -207,16 +207,17 @@ def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(
 
 
 def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
-    target = TARGETS["delta"][0](tmp_path)
-    parent = first_run(tmp_path / "out", output={"publish": [target]})
+    targets = [TARGETS[format][0](tmp_path) for format in FORMATS]
+    parent = first_run(tmp_path / "out", output={"publish": targets})
     publish_run(None, parent.store.uri)
     child = retried(parent.store.uri)
     report = publish_run(None, child)
-    assert report.published[0].rows == len(FAILED)
-    assert numbers("delta", tmp_path) == list(range(20))
-    publish_run(None, child)
-    publish_run(None, parent.store.uri)
-    assert numbers("delta", tmp_path) == list(range(20))
+    assert [one.rows for one in report.published] == [len(FAILED)] * len(FORMATS)
+    for _ in range(2):
+        for format in FORMATS:
+            assert numbers(format, tmp_path) == list(range(20)), format
+        publish_run(None, child)
+        publish_run(None, parent.store.uri)
 
 
 def test_a_table_that_is_gone_once_it_was_published_to_stays_gone(run, tmp_path):

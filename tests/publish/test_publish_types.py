@@ -242,8 +242,12 @@ def test_a_plan_checks_the_columns_that_it_knows(tmp_path):
 
 def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("prefect_raybatch.publish.base.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'needs deltalake, .*pip install "prefect-raybatch\[del'):
-        quiet(TABLE.schema, TARGETS["delta"][0](tmp_path))
+    modules = {"delta": "deltalake", "iceberg": "pyiceberg", "lance": "lance", "sql": "sqlalchemy"}
+    for format, module in modules.items():
+        extra = "postgresql" if format == "sql" else format
+        said = rf'{format}: needs {module}, .*pip install "prefect-raybatch\[{extra}\]"'
+        with pytest.raises(ConfigError, match=said):
+            quiet(TABLE.schema, TARGETS[format][0](tmp_path))
 
 
 def test_a_password_comes_from_the_environment_and_is_never_shown(monkeypatch, tmp_path):
