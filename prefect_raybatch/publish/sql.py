@@ -24,15 +24,15 @@ from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE
 OURS = "_raybatch_published"
 INSERT_ROWS = 1000  # of one INSERT
 # About what a column holds, by the type that its values have in Python.
-HELD: dict[type, pa.DataType] = {
+COLUMN_KINDS: dict[type, pa.DataType] = {
     **{bool: pa.bool_(), int: pa.int64(), float: pa.float64(), Decimal: pa.decimal128(38, 9)},
     **{date: pa.date32(), datetime: pa.timestamp("us"), time: pa.time64("us")},
     **{bytes: pa.binary()},
 }
-NUMBERS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_boolean)
+NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_boolean)
 # What goes there without loss, by what a column holds; into any other column all that is text, too.
-TAKEN: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
-    **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMBERS),
+FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
+    **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
     **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
@@ -59,7 +59,7 @@ class SqlSink(Sink):
         shown = []
         for field in there:
             given = named.get(field.name, pa.null())
-            fits = any(test(given) for test in TAKEN.get(field.type, (lambda kind: True,)))
+            fits = any(test(given) for test in FITTING_KINDS.get(field.type, (lambda kind: True,)))
             shown.append(field.with_type(given) if fits else field)
         return super().fit(wanted, pa.schema(shown), whole)
 
@@ -209,7 +209,7 @@ def _columns(table: Any) -> pa.Schema:
 
 def _kind(column: Any) -> pa.DataType:
     try:
-        return HELD.get(column.type.python_type, pa.null())
+        return COLUMN_KINDS.get(column.type.python_type, pa.null())
     except NotImplementedError:
         return pa.null()
 
