@@ -10,6 +10,11 @@ prefixes and an ending of their own, in three orders, in turns and with an empty
   interleaved  sorted, then dealt out so that the rows of a prefix are `--apart` rows apart: what
                would be right if rows of one step could not share
 
+With `--shard-rows` the rows are those of a run of several shards, one after the other:
+
+  shards       each shard sorted by itself (`engine.order: auto`)
+  run          the rows sorted over all shards first, as texts on the disk (`engine.order: run`)
+
 `--kv-tokens` bounds the cache: what the orders differ by is how many prefixes it still holds.
 """
 
@@ -19,8 +24,10 @@ import argparse
 import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -30,7 +37,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PREFIX, ENDING, BLOCK = 192, 16, 32  # tokens; vLLM on a CPU takes blocks of 32 and more
-ORDERS = ("input", "sorted", "interleaved")
 
 
 def make_prompts(rows: int, prefixes: int) -> list[list[int]]:
@@ -43,7 +49,9 @@ def make_prompts(rows: int, prefixes: int) -> list[list[int]]:
     return [draw.choice(shared) + tokens(ENDING) for _ in range(rows)]
 
 
-def orders(prompts: list[list[int]], params: dict[str, Any], apart: int) -> dict[str, list[int]]:
+def orders(
+    prompts: list[list[int]], params: dict[str, Any], apart: int, shard: int | None
+) -> dict[str, list[int]]:
     import pyarrow as pa
 
     from prefect_raybatch.stages.order import arrange, token_keys
@@ -54,7 +62,34 @@ def orders(prompts: list[list[int]], params: dict[str, Any], apart: int) -> dict
     made = arrange(keys, [params] * len(prompts), rows, True, False).rows
     print(f"ordering takes {(time.process_time() - began) / len(prompts) * 1e6:.1f} us a row")
     dealt = [made[i] for start in range(apart) for i in range(start, len(made), apart)]
-    return {"input": list(rows), "sorted": made, "interleaved": dealt}
+    if shard is None:
+        return {"input": list(rows), "sorted": made, "interleaved": dealt}
+
+    def in_shards(rows: Sequence[int]) -> list[int]:
+        cuts = (rows[start : start + shard] for start in range(0, len(rows), shard))
+        return [
+            row
+            for held in cuts
+            for row in arrange(keys, [params] * len(prompts), held, True, False).rows
+        ]
+
+    return {"input": list(rows), "shards": in_shards(rows), "run": in_shards(over_run(keys))}
+
+
+def over_run(keys: Sequence[bytes]) -> list[int]:
+    """The rows as the plan of `engine.order: run` puts them."""
+    import pyarrow as pa
+
+    from prefect_raybatch.plan.prefix_order import PrefixOrder, compared_text
+
+    with tempfile.TemporaryDirectory() as folder:
+        order = PrefixOrder(Path(folder) / "prompts")
+        began = time.process_time()
+        order.add(0, pa.array([compared_text(key, keys[0]) for key in keys], pa.binary()))
+        rows = list(order.rows())
+        seconds = time.process_time() - began
+    print(f"ordering over the run takes {seconds / len(keys) * 1e6:.1f} us a row")
+    return rows
 
 
 def measure(engine: Any, requests: Sequence[Any]) -> tuple[float, float]:
@@ -76,6 +111,7 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=32)
     parser.add_argument("--kv-tokens", type=int, default=12_000)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--shard-rows", type=int, help="rows a shard; default: all are of one")
     args = parser.parse_args()
 
     from prefect_raybatch import demo
@@ -83,8 +119,8 @@ def main() -> None:
 
     prompts = make_prompts(args.rows, args.prefixes)
     params = {"temperature": 0.0, "max_tokens": args.out_tokens, "ignore_eos": True}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ORDERS}
-    ways = orders(prompts, params, args.apart)
+    ways = orders(prompts, params, args.apart, args.shard_rows)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     with SteppedEngine(
         {
             "model": demo.demo_model_path(),
@@ -102,7 +138,7 @@ def main() -> None:
         held = cache.num_gpu_blocks * cache.block_size
         print(f"the cache holds {held:,} tokens, of {args.prefixes * PREFIX:,} in prefixes")
         for _ in range(args.repeats):
-            for name in ORDERS:
+            for name in ways:
                 found[name].append(
                     measure(engine, [Request(prompts[i], params) for i in ways[name]])
                 )

@@ -18,10 +18,11 @@ where it was. --limit is for the whole command: nothing is begun that would not 
 end, or alone with --report, it prints how far the model (prefect_raybatch/sizing/cost.py) is off,
 what the best arrangement measured is, and what the one the package chooses reaches of it.
 
-The rate of short answers is that of a window after two row latencies. Of long ones the first rows
-are given answers of all lengths up to the whole, as they are in the middle of a run, and the window
-begins once all sequences run; where prompts take longer than answers, it is rows over the time of
-all, since prompts are computed at one rate from the first on.
+The rate of short answers is that of a window after the first rows and two row latencies. Of long
+ones the first rows are given answers of all lengths up to the whole, as they are in the middle of a
+run, and the window begins once all sequences run; where prompts take longer than answers, it is
+rows over the time of all, since prompts are computed at one rate from the first on. Where no row
+comes back there is no rate, and the report says so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -55,6 +56,8 @@ START_SECONDS = 75.0  # an arrangement's engines take about so long on a GPU
 LEAST_BLOCK = 16  # rows
 TOKEN_IDS = (300, 1900)  # of prompts: in any vocabulary, and none of them special
 MOST_WARM = 12.0  # seconds
+# Until the first rows of a kind come back: grammars and kernels of its first steps are compiled.
+MOST_FIRST = 60.0
 START = "start"  # in place of a kind, where the engines did not
 
 
@@ -249,9 +252,12 @@ def measured(
             until = began + MOST_WARM
             while time.time() < until and engine.load().get("running", 0) < 0.97 * seqs:
                 time.sleep(0.1)
+        else:
+            until_more_rows(engine, before, feeder)
         time.sleep(warm)
         before, began = engine.stats(), time.time()
         time.sleep(seconds)
+        until_more_rows(engine, before, feeder)  # of a window of 0 rows there is no rate
         after, ended = engine.stats(), time.time()
         feeder.left = 0
     for thread in threads:
@@ -261,7 +267,16 @@ def measured(
     if feeder.errors:
         return {"error": feeder.errors[0]}
     counts = {count: after[count] - before[count] for count in COUNTED}
+    if not counts["rows"]:
+        return {"error": f"no row came back within {ended - began:.0f} s, so there is no rate"}
     return {**counts, "seconds": ended - began, "whole": whole, "drain_s": time.time() - ended}
+
+
+def until_more_rows(engine: Any, before: Mapping[str, Any], feeder: Feeder) -> None:
+    """Waits until more rows came back than `before`, MOST_FIRST seconds at most."""
+    until = time.time() + MOST_FIRST
+    while engine.stats()["rows"] <= before["rows"] and not feeder.errors and time.time() < until:
+        time.sleep(0.1)
 
 
 def most_rows(seqs: int, rate: float, seconds: float) -> float:
@@ -436,7 +451,7 @@ def measure(
     }
     for pipe in pipes:
         pipe.send(told)
-    done = answers(pipes, 3 * need + 30)
+    done = answers(pipes, 3 * need + 30 + 2 * MOST_FIRST)
     if error := next((one["error"] for one in done if "error" in one), None):
         write(args, arrangement, {"kind": name, "error": error})
         raise Stopped
@@ -480,7 +495,16 @@ def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [row for row in lines(args) if "error" not in row]
+    return [row for row in lines(args) if row.get("rows_s")]
+
+
+def not_measured(args: argparse.Namespace) -> list[str]:
+    """A line for each arrangement and kind that was tried and has no rate, with the reason."""
+    return [
+        f"{row['arrangement']:16} {row['kind']:10} not measured: {row.get('error', 'no rows')}"
+        for row in lines(args)
+        if row["size"] == args.size and not row.get("rows_s")
+    ]
 
 
 # --- against the model ----------------------------------------------------------------------------
@@ -504,6 +528,10 @@ def predicted(model: Any, card: Any, row: Any, arrangement: Arrangement) -> floa
 
 def report(args: argparse.Namespace) -> None:
     rows = [row for row in read(args) if row["size"] == args.size]
+    for line in not_measured(args):
+        print(line)
+    if not rows:
+        print(f"no arrangement was measured, so nothing can be said of {', '.join(args.kinds)}")
     if not rows or args.device == "cpu":
         return
     model, _ = sized_model(args)
@@ -526,6 +554,8 @@ def report(args: argparse.Namespace) -> None:
     print(f"\n{'kind':10} {'best':>16} {'rows/s':>9} {'chosen':>9} {'rows/s':>9}  of the best")
     for kind in sorted({row["kind"] for row in rows}):
         print(_against_best(args, model, kind, [row for row in rows if row["kind"] == kind]))
+    for kind in (kind for kind in args.kinds if kind not in {row["kind"] for row in rows}):
+        print(f"{kind:10} no arrangement measured")
     refit(args, model, [row for row in rows if row["fitted"]])
 
 

@@ -175,7 +175,7 @@ def killed(story: Story, draw: random.Random) -> None:
     assert engines, "the engines are told by their names"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (left := running(engines)) and time.monotonic() < deadline:
         time.sleep(0.5)
     story.outlived = left

@@ -114,6 +114,11 @@ class BatchJob(Group):
         """Whether a run looks its answers up and keeps them for later runs."""
         return self.reuse is not None or self.output.keep_answers is not None
 
+    @property
+    def asks_apart(self) -> bool:
+        """Whether a run asks in a ledger of its own, where rows then look their answers up."""
+        return self.keeps_answers or self.engine.order == "run"
+
     @field_validator("reuse")
     @classmethod
     def _reuse(cls, value: str | None) -> str | None:

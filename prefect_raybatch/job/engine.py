@@ -99,12 +99,14 @@ class Engine(Group):
         "by Python on one core before a small model with short answers fills the chip. auto: as "
         "many as pay and fit. A replica on one GPU is so many engines.",
     )
-    order: Literal["auto", "input"] = field(
+    order: Literal["auto", "input", "run"] = field(
         16,
         "auto",
         title="Order in a shard",
         text="auto: rows that share a prefix go to the engine together, the longest first. input: "
-        "as they stand. The result is in input order either way.",
+        "as they stand. run: as auto, over all rows of the run and not only of a shard, up to 50 "
+        "million; each distinct request is asked first, and rows look their answers up. The result "
+        "is in input order either way.",
     )
     deduplicate: bool = field(
         17,

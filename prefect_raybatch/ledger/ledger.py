@@ -140,11 +140,7 @@ class Ledger:
         return self.listing(plan).done
 
     def is_committed(self, shard: int) -> bool:
-        try:
-            self.store.stat(commit_path(shard))
-        except FileNotFoundError:
-            return False
-        return True
+        return self.store.holds(commit_path(shard))
 
     def commits(
         self,

@@ -69,9 +69,7 @@ def _runs(root: Store, names: list[str]) -> list[str]:
     """The first of the folders `names` that hold a run."""
     found = []
     for name in names[: 10 * RUNS_NAMED]:
-        try:
-            root.stat(f"{name}/{PLAN}")
-        except FileNotFoundError:
+        if not root.holds(f"{name}/{PLAN}"):
             continue
         found.append(name)
         if len(found) == RUNS_NAMED:

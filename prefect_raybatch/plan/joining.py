@@ -29,6 +29,7 @@ from prefect_raybatch.ledger.increments import (
     RowCounts,
 )
 from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.plan.prefix_order import PrefixOrder
 
 BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
 MOST_BUCKETS = 256
@@ -82,11 +83,13 @@ class Join:
 
     After `run`: `places` gives (kind, at) of the rows, `asks` the rows that are asked about,
     `weights` how many rows wait for each, `needed` which of the earlier answers are taken over;
-    `keys` are those of the rows.
+    `keys` are those of the rows. Asks are numbered as their rows stand, where `ordered` as their
+    prompts do, which are then added to `prompts`; `folder` is for more of such files.
     """
 
     rows: int
     earlier: int = 0
+    ordered: bool = False
 
     def __enter__(self) -> Join:
         self._stack = ExitStack()
@@ -98,7 +101,8 @@ class Join:
         self._buckets = min(MOST_BUCKETS, max(1, most))
         self.ours = KeyBuckets(folder / "ours", self._buckets)
         self.theirs = KeyBuckets(folder / "theirs", self._buckets)
-        self._folder = folder
+        self.folder = folder
+        self.prompts = PrefixOrder(folder / "prompts") if self.ordered else None
         self._kind = self._mapped("kind", np.int8, self.rows)
         self._at = self._mapped("at", np.int64, self.rows)
         self.keys = self._mapped("keys", PACKED_KEY, self.rows)
@@ -114,7 +118,7 @@ class Join:
     def _mapped(self, name: str, kind: DTypeLike, rows: int) -> np.ndarray:
         """Numbers in a file, all 0; a page of it is in memory only while it is looked at."""
         with local_disk():
-            return np.memmap(self._folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
+            return np.memmap(self.folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
 
     def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
         """The keys (`PACKED_KEY`) of the rows from `start` on; those not `well` make no request."""
@@ -124,7 +128,7 @@ class Join:
     def keep_digests(self, start: int, digests: pa.Array) -> None:
         """Those of the images of the rows from `start` on."""
         with local_disk():
-            pq.write_table(pa.table({"digests": digests}), self._folder / f"digests-{start}")
+            pq.write_table(pa.table({"digests": digests}), self.folder / f"digests-{start}")
         self._digests.add(start)
 
     def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
@@ -133,7 +137,7 @@ class Join:
             return None
         with local_disk():
             found = [
-                pq.ParquetFile(self._folder / f"digests-{at}", pre_buffer=False)
+                pq.ParquetFile(self.folder / f"digests-{at}", pre_buffer=False)
                 .read(use_threads=False)["digests"]
                 .combine_chunks()
                 for at in sorted(self._digests)
@@ -165,6 +169,13 @@ class Join:
     def _number_asks(self) -> None:
         """Replaces rows and earlier answers by their numbers among those asked and taken over."""
         asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
+        self._asks = asks
+        if self.prompts is not None:
+            number = 0
+            for row in self.prompts.rows():
+                if self._kind[row] == ASKED:
+                    asks[row] = number
+                    number += 1
         taken = _numbers(self.needed, True, self._mapped("taken", np.int64, self.earlier))
         for a, b in _steps(self.rows):
             kind, at = self._kind[a:b], np.array(self._at[a:b])
@@ -181,6 +192,10 @@ class Join:
     def leaders(self, start: int, stop: int) -> np.ndarray:
         """Which of rows [start, stop) are asked about (bool)."""
         return np.asarray(self._kind[start:stop] == ASKED)
+
+    def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
+        """The numbers among the asks (int64) of those of rows [start, stop) that are asked."""
+        return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:
         """How many rows wait for each of the asks."""

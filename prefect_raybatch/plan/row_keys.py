@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.joining import PACKED_KEY, Join
+from prefect_raybatch.plan.prefix_order import RANK, compared_text, dealt_out, sort_text
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.stages.block import (
     DIGESTS_TYPE,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ROWS_A_TASK = 1 << 16  # rows whose keys a task makes
 ROWS_A_TASK_IMAGES = 1 << 12  # ... where it fetches their images
+FIRST_ROWS = 64  # one of which makes a request that others are compared with
 KEYED_AT_ONCE = 8192  # rows that are in memory together, fewer where they are wide
 BYTES_AT_ONCE = 64 << 20
 KEY_TASKS_A_CPU = 2  # the next one is there when one is done
@@ -52,13 +54,15 @@ NO_KEY = bytes(KEY_BYTES)
 @dataclass(frozen=True)
 class Keyed:
     """Of the rows from `start` on: `keys` (`PACKED_KEY`), which are `well` and make one, which
-    `exact` ones have one answer if equal, and the digests of their images."""
+    `exact` ones have one answer if equal, the digests of their images, and by what they are put in
+    order."""
 
     start: int
     keys: np.ndarray
     well: np.ndarray
     exact: np.ndarray
     digests: list[pa.Array]
+    texts: list[pa.Array]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class RowKeys:
     keying: Keying
     chunk: int
     rows_a_task: int
+    reference: bytes | None = None  # that prompts are compared with where they are put in order
 
     @classmethod
     def of(
@@ -81,8 +86,10 @@ class RowKeys:
         found: Inventory,
         store: Store | None,
         keying: Keying,
+        ordered: bool = False,
     ) -> RowKeys:
-        """`model` is the pinned one; `store` holds the files where they are a snapshot."""
+        """`model` is the pinned one; `store` holds the files where they are a snapshot. With
+        `ordered` the requests are to be asked in the order of their prompts."""
         from prefect_raybatch.stages.read import ShardReader
 
         schema, images = found.schema, job.prompt.images
@@ -106,7 +113,8 @@ class RowKeys:
         reader = ShardReader(found.files, schema, store, job.source.options)
         chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
         rows = ROWS_A_TASK_IMAGES if images.used else ROWS_A_TASK
-        return cls(job, reader, prepare, keying, chunk, rows)
+        made = cls(job, reader, prepare, keying, chunk, rows)
+        return replace(made, reference=made.first_text()) if ordered else made
 
     @property
     def rows(self) -> int:
@@ -134,23 +142,47 @@ class RowKeys:
                 join.add_rows(keyed.start, keyed.keys, keyed.well, keyed.exact)
                 if keyed.digests:
                     join.keep_digests(keyed.start, pa.concat_arrays(keyed.digests))
+                if keyed.texts and join.prompts is not None:
+                    join.prompts.add(keyed.start, pa.concat_arrays(keyed.texts))
 
     def __call__(self, start: int) -> Keyed:
         stop = min(self.rows, start + self.rows_a_task)
         keys: list[bytes | None] = []
         exact: list[bool] = []
         digests: list[pa.Array] = []
+        texts: list[pa.Array] = []
         for at, table in self._tables(_chunks(start, stop, self.chunk)):
             requests, seen = self._requests(at, table)
             keys += self.keying.keys(requests, table)
             exact += [not isinstance(r, Failure) and self.keying.exact(r) for r in requests]
             digests += [pa.array(seen, DIGESTS_TYPE)] if self.prepare.images is not None else []
+            if self.reference is not None:
+                found = (compared_text(t, self.reference) for t in self._texts(requests, table))
+                texts.append(pa.array(found, pa.binary()))
         packed = np.frombuffer(b"".join(key or NO_KEY for key in keys), PACKED_KEY)
         well = np.array([key is not None for key in keys], bool)
-        return Keyed(start, packed, well, np.array(exact, bool), digests)
+        return Keyed(start, packed, well, np.array(exact, bool), digests, texts)
+
+    def first_text(self) -> bytes:
+        """That of the first row of the input that makes a request, among its first few."""
+        for _, table in self._tables([(0, min(self.rows, FIRST_ROWS))] if self.rows else []):
+            return next(filter(None, self._texts(self.prepare.requests(table), table)), b"")
+        return b""
+
+    def _texts(self, requests: list[Any], table: pa.Table) -> list[bytes]:
+        adapters = self.keying.adapters_of(table)
+        return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
     def asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """(what they are, rows) that are asked about, with the keys of their requests."""
+        """(what they are, rows) that are asked about, in the order in which they are numbered, with
+        the keys of their requests."""
+        tables = self._asked(join)
+        if join.prompts is None:
+            return ((what, table.drop_columns([RANK])) for what, table in tables)
+        return dealt_out(tables, join.asked, join.folder)
+
+    def _asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
+        """As `asked`, in the order of the input, with their numbers."""
         spans = [
             span
             for span in _chunks(0, self.rows, self.chunk)
@@ -163,7 +195,9 @@ class RowKeys:
             column = pa.Array.from_buffers(
                 KEY_TYPE, len(keys), [None, pa.py_buffer(keys.tobytes())]
             )
-            yield "the requests", rows.append_column(KEY, column)
+            numbers = join.numbers_of_leaders(start, start + table.num_rows)
+            rows = rows.append_column(KEY, column).append_column(RANK, pa.array(numbers))
+            yield "the requests", rows
 
     def _requests(self, start: int, table: pa.Table) -> tuple[list[Any], list[Digests]]:
         try:

@@ -26,7 +26,7 @@ from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.sql import as_json
 from prefect_raybatch.publish.types import converted_schema, to_schema
-from prefect_raybatch.storage import Store, Sums, open_store, put_file_proved
+from prefect_raybatch.storage import Sums, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
 FILE_BYTES = 256 << 20  # of Arrow data in one file
@@ -62,7 +62,7 @@ class FilesSink(Sink):
         mark = f"_{PROPERTY}{rows.plan[:16]}.json"
         with self.plainly(rows):
             observe("opened")
-            if _there(store, mark):
+            if store.holds(mark):
                 return ""
             observe("looked")
             named = set()
@@ -86,14 +86,6 @@ class FilesSink(Sink):
             observe("committed")
             store.put(mark, dump({**rows.marks, "rows": rows.count, "files": sorted(named)}))
         return ""
-
-
-def _there(store: Store, path: str) -> bool:
-    try:
-        store.stat(path)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 class _Partitions:

@@ -106,7 +106,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     made = replace(made, precision=read_precision(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
-        made = with_reuse(made, store, plan, increment, result.tally, job.output.keep_answers)
+        days = job.output.keep_answers if job.keeps_answers else 0.0  # only to put rows in order
+        made = with_reuse(made, store, plan, increment, result.tally, days)
     made = with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too

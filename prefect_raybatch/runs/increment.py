@@ -35,6 +35,7 @@ from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.plan import settled as settled_job
+from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
@@ -62,7 +63,7 @@ def increment_for(
     input's files are a snapshot there; `context`: what `auto` came to. As `worked_out`."""
     rows = store if copied else None
     settled = replace(resolved, job=settled_job(resolved.job, context))
-    with worked_out(settled, found, rows, run_key, earlier) as worked:
+    with worked_out(settled, found, rows, run_key, earlier, in_order=True) as worked:
         return planned(worked, resolved, store, attempt, context).to_dict()
 
 
@@ -89,10 +90,12 @@ def worked_out(
     run_key: str | None = None,
     earlier: bool = True,
     alone: bool = False,
+    in_order: bool = False,
 ) -> Iterator[Worked]:
     """Makes the keys of all rows and joins them with the earlier run's; `store` holds the files
     where they are a snapshot, which with `alone` no other node can read. Without `earlier` nothing
-    is taken over. Writes to TMPDIR alone.
+    is taken over. With `in_order` the asks are numbered in the order of their prompts, where that
+    is of use. Writes to TMPDIR alone.
 
     Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for what cannot be
     read.
@@ -100,8 +103,9 @@ def worked_out(
     job, model = resolved.job, resolved.with_adapters()
     keying, parts = keying_of(job, model)
     known = find_earlier(job, run_key, keying.context, parts) if earlier else Earlier()
-    rows = RowKeys.of(job, model, found, store, keying)
-    with Join(rows.rows, known.rows) as join:
+    ordered = in_order and _in_prompt_order(job, sum(file.rows for file in found.files))
+    rows = RowKeys.of(job, model, found, store, keying, ordered)
+    with Join(rows.rows, known.rows, ordered) as join:
         number = 0
         for keys in known.every_key():
             numbers = np.arange(number, number + len(keys))
@@ -110,6 +114,12 @@ def worked_out(
         rows.add_to(join, alone)
         join.run()
         yield Worked(keying, parts, known, join, rows)
+
+
+def _in_prompt_order(job: BatchJob, rows: int) -> bool:
+    """Whether requests of this run that begin alike are asked one after the other."""
+    pools = tasks.pools(job.engine.task)  # from one pass over each text: encoders keep no cache
+    return job.engine.order != "input" and rows <= MOST_ORDERED and not pools
 
 
 def planned(

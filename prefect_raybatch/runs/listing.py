@@ -79,7 +79,7 @@ def latest_complete(
 def line_of(root: Store, key: str) -> RunLine | None:
     """The run of that key below `root`; None where there is none."""
     store = root.sub(key)
-    if _there(store, PRUNED):
+    if store.holds(PRUNED):
         return RunLine(key, store.uri, PRUNING)
     ledger = Ledger(store)
     try:
@@ -112,10 +112,3 @@ def _seconds(created: str) -> float | None:
         when = datetime.fromisoformat(created)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     return None
-
-
-def _there(store: Store, path: str) -> bool:
-    with suppress(FileNotFoundError):
-        store.stat(path)
-        return True
-    return False

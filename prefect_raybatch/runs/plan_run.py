@@ -27,6 +27,7 @@ from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
+from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import estimate
@@ -39,6 +40,8 @@ from prefect_raybatch.storage import Store, is_remote, join
 
 if TYPE_CHECKING:
     import ray.data
+
+    from prefect_raybatch.source import Inventory
 
 log = logging.getLogger(__name__)
 
@@ -175,13 +178,21 @@ def _checked(resolved: Resolved) -> Resolved:
     return replace(resolved, checked=True)
 
 
-def increment_of_job(resolved: Resolved, *args: Any, **more: Any) -> dict[str, Any] | None:
-    """As `increment.increment_for`, which is imported only for a job that reuses."""
-    if not resolved.job.keeps_answers:
+def increment_of_job(
+    resolved: Resolved, found: Inventory, *args: Any, **more: Any
+) -> dict[str, Any] | None:
+    """As `increment.increment_for`, which is imported only for a job whose answers are asked
+    apart from its rows."""
+    job = resolved.job
+    if not job.asks_apart:
+        return None
+    rows = sum(file.rows for file in found.files)
+    if rows > MOST_ORDERED and not job.keeps_answers:
+        log.warning("engine.order: run is left out: %d rows are more than %d", rows, MOST_ORDERED)
         return None
     from prefect_raybatch.runs.increment import increment_for
 
-    return increment_for(resolved, *args, **more)
+    return increment_for(resolved, found, *args, **more)
 
 
 def length_of_job(

@@ -77,7 +77,8 @@ def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
     source = job.source.model_copy(update={"limit": limit, "rows_per_shard": limit})
     kept: dict[str, Any] = {"uri": folder, "options": {}, "publish": [], "keep_answers": None}
     output = job.output.model_copy(update=kept)
-    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
+    order = "input" if job.engine.order == "input" else "auto"
+    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1, "order": order})
     changed = {"source": source, "output": output, "engine": engine, "cluster": Cluster()}
     return with_precision(job.model_copy(update={**changed, "reuse": None}), {})
 

@@ -102,9 +102,9 @@ def _check_alone(plan: Plan, where: str) -> None:
         )
     if plan.increment is not None:
         raise ConfigError(
-            f"{where} reuses or keeps answers (reuse, output.keep_answers), and such a run is not "
-            "repaired: run the job again under a new run key; what is whole of its answers can be "
-            "reused"
+            f"{where} reuses or keeps answers (reuse, output.keep_answers, engine.order: run), and "
+            "such a run is not repaired: run the job again under a new run key; what is whole of "
+            "its answers can be reused"
         )
 
 

@@ -57,10 +57,10 @@ def look(store: Store) -> str | None:
     looks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("Delta", partial(listed, "_delta_log", recursive=True)),
         ("Hudi", partial(listed, ".hoodie", recursive=True)),
-        ("Iceberg", partial(_there, store, "metadata/version-hint.text")),
+        ("Iceberg", partial(store.holds, "metadata/version-hint.text")),
         ("Iceberg", partial(listed, "metadata")),
         ("Lance", partial(listed, "_versions")),
-        (RUN, partial(_there, store, PLAN)),
+        (RUN, partial(store.holds, PLAN)),
     )
     for kind, found in looks:
         try:
@@ -73,20 +73,12 @@ def look(store: Store) -> str | None:
     return None
 
 
-def _there(store: Store, path: str) -> bool:
-    try:
-        store.stat(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def saved_dataset(store: Store) -> bool:
     """Whether a folder is a dataset, or a dict of them, as `save_to_disk` of Hugging Face's
     `datasets` writes it. Its Arrow files may be read as files as well: they hold all its rows."""
     try:
-        return _there(store, "dataset_dict.json") or (
-            _there(store, "dataset_info.json") and _there(store, "state.json")
+        return store.holds("dataset_dict.json") or (
+            store.holds("dataset_info.json") and store.holds("state.json")
         )
     except StoreError as error:
         if error.transient:

@@ -166,7 +166,7 @@ def engine_spec(
         gpu_bytes=size.pool.gpu_bytes,
         share=size.share,
         done=done,
-        sort=job.engine.order == "auto",
+        sort=job.engine.order != "input",
         # A logits processor of the user's may keep a state, or count.
         merge=job.engine.deduplicate and not arguments.get("logits_processors"),
         hang_seconds=job.limits.hang_seconds or None,

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from ray.data import DataContext, Dataset, Datasource
@@ -144,9 +145,21 @@ class Window(BackpressurePolicy):
 
     BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
 
+    def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
+        super().__init__(data_context, topology, resource_manager)
+        engines: list[Any] = [op for op in topology if isinstance(op, ActorPoolMapOperator)]
+        for op in engines:
+            # Ray starts what it can against all policies where nothing else runs (the stage
+            # behind may wait for its budget): only the operator's own word stops that.
+            op.can_add_input = partial(self._takes, op, op.can_add_input)
+
     def can_add_input(self, op: Any) -> bool:
-        if not isinstance(op, ActorPoolMapOperator):
-            return True
+        return not isinstance(op, ActorPoolMapOperator) or self._has_room(op)
+
+    def _takes(self, op: Any, could: Callable[[], bool]) -> bool:
+        return could() and self._has_room(op)
+
+    def _has_room(self, op: Any) -> bool:
         behind = sum(self._held(stage) for stage in _after(op))
         held = op.num_active_tasks() + self._topology[op].total_enqueued_output_blocks() + behind
         return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))

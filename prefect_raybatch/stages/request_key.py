@@ -29,7 +29,7 @@ NOT_DETERMINISTIC = Failure(
     "PromptNotDeterministic",
     "the prompt came out otherwise than when the run was planned, so no answer can be told to be "
     "its own: let prompt.function depend on the row alone (no time, random numbers or outside "
-    "state), or run without reuse",
+    "state), or run without reuse and without engine.order: run",
 )
 
 
@@ -73,7 +73,7 @@ class Keying:
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table
     ) -> list[bytes | None]:
         """The key of each row's request; None for a row that makes none."""
-        secret, names = bytes.fromhex(self.context), self._adapters(table)
+        secret, names = bytes.fromhex(self.context), self.adapters_of(table)
         return [
             None if isinstance(request, Failure) else request_key(secret, request, adapter)
             for request, adapter in zip(requests, names, strict=True)
@@ -94,7 +94,8 @@ class Keying:
             )
         ]
 
-    def _adapters(self, table: pa.Table) -> list[str | None]:
+    def adapters_of(self, table: pa.Table) -> list[str | None]:
+        """The identity of each row's adapter, None for none."""
         if self.column is None:
             return [self.adapters.get("")] * table.num_rows
         # A name that no adapter has fails its row in the engine; it is a request of its own.

@@ -86,6 +86,14 @@ class Store(ABC):
     def stat(self, path: str) -> FileInfo:
         """Size and etag or mtime of one file. FileNotFoundError, for a folder too."""
 
+    def holds(self, path: str) -> bool:
+        """Whether that file is there now; of a folder it is not said."""
+        try:
+            self.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     @abstractmethod
     def put(self, path: str, data: bytes) -> FileInfo:
         """Write `data`, replacing what is there: whole or not at all, durable on return."""

@@ -313,7 +313,7 @@ def test_a_signal_ends_runs_in_threads_that_the_main_thread_waits_for(error: str
     text = ENDING.format(error=error)
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=150, check=False
     )
     assert time.monotonic() - began < 30
     assert done.stdout.splitlines() == ["a JobStopped"], done.stderr

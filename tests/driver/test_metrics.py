@@ -37,7 +37,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     return {
         sample.name: (sample.value, sample.labels)

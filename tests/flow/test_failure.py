@@ -52,7 +52,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None
 def logs_of(run: Any, text: str) -> list[str]:
     """The lines of a flow run from the first error on, once one of them holds `text`."""
     lines: list[Any] = []
-    deadline = time.time() + 30
+    deadline = time.time() + 120
     with get_client(sync_client=True) as client:
         while not any(text in line.message for line in lines) and time.time() < deadline:
             time.sleep(0.3)

@@ -169,7 +169,7 @@ def test_artifacts_and_logs_are_in_the_page(
             if wanted <= set(found):
                 break
         run_id = state.state_details.flow_run_id
-        deadline, logs = time.time() + 30, []
+        deadline, logs = time.time() + 120, []
         while not any("100 of 100 rows" in text for text in logs) and time.time() < deadline:
             time.sleep(0.5)
             lines = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id]))

@@ -49,7 +49,7 @@ def postgresql() -> Iterator[str]:
         served, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **owner
     )
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while subprocess.call([_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]):
             assert server.poll() is None and time.monotonic() < until, "it does not start"
             time.sleep(0.1)

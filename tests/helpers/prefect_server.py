@@ -80,7 +80,7 @@ class Prefect:
         client does."""
         method = "GET" if body is None else "POST"
         for pause in (0.5, 1.0, 2.0, 4.0, 0.0):
-            answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=30)
+            answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=120)
             if answer.status_code != 503:
                 break
             time.sleep(pause)
@@ -128,8 +128,8 @@ def settings_for(server: Prefect) -> Iterator[None]:
     """This process's flows run against a server, which has all they sent when this ends."""
     with temporary_settings({PREFECT_API_URL: server.url}):
         yield
-        APILogWorker.drain_all(timeout=30)
-        EventsWorker.drain_all(timeout=30)
+        APILogWorker.drain_all(timeout=120)
+        EventsWorker.drain_all(timeout=120)
 
 
 def artifacts_of(prefix: str) -> list[Artifact]:

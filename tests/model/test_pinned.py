@@ -192,7 +192,7 @@ def look_up(home: Path, port: int) -> tuple[list[str], str, float]:
     env = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
     env.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run(
-        [sys.executable, "-c", LOOKUP], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", LOOKUP], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     *lines, seconds = done.stdout.splitlines()

@@ -22,6 +22,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan import row_keys
+from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
@@ -483,3 +484,59 @@ def test_keys_are_made_side_by_side_where_there_are_many_rows(
     path.write_text("text\n" + "a\n" * 8)
     told = dry_run(nights.job(source={"uri": str(path)})).reuse
     assert told is not None and told.counts.reused == 8 and not given
+
+
+def ordered(nights: Nights, **engine: Any) -> Any:
+    """A job that reuses nothing and asks in the order of all its prompts."""
+    return nights.job(reuse=None, engine={"order": "run", **engine})
+
+
+def test_rows_are_asked_in_the_order_of_the_run_s_prompts(nights: Nights) -> None:
+    """Those that begin alike one after the other, over all shards, also after a kill; the result is
+    that of the input's order, and its answers are no longer kept than the run needs them."""
+    texts = [f"about shop {shop} item {item}" for item in range(4) for shop in "cab"]
+    nights.write(*texts, "about shop a item 0", None)
+    plain = nights.job(reuse=None)
+    assert resolve(plain).pinned().fingerprint == resolve(ordered(nights)).pinned().fingerprint
+    nights.night("plain", plain)
+    assert [words(p)[11] for p in nights.asked] == list("cab") * 4 + ["a"]
+    nights.asked.clear()
+
+    job = ordered(nights)
+    run = plan_run(job, "n1")
+    nights.stop_after = 1
+    with pytest.raises(Killed):
+        nights.infer(job, run)
+    nights.stop_after = None
+    nights.asked = nights.asked[:4]  # the shard that was committed before the kill
+    nights.drive(job, plan_run(plain, "n1"))  # which order it was begun in says the plan
+    shops = "".join(words(prompt)[11] for prompt in nights.asked)
+    assert len(shops) == 12 and [len(set(s)) for s in (shops[:4], shops[4:8], shops[8:])] == [1] * 3
+    assert answers(nights, "n1") == answers(nights, "plain")
+    assert [row["_row"] for row in nights.quarantined("n1")] == [13]
+    store = open_store(run_dir(nights, "n1"))
+    assert verify(store).ok and read_answers(store).expired
+    assert reap(store, older_than=-1.0).files["answers"] and verify(store).ok
+
+
+def test_a_night_that_reuses_asks_in_the_order_of_its_prompts(nights: Nights) -> None:
+    texts = [f"about shop {shop} item {item}" for item in range(2) for shop in "cab"]
+    nights.write(*texts)
+    nights.night("n1")
+    assert [words(prompt)[11] for prompt in nights.asked] == list("aabbcc")
+    nights.asked.clear()
+    nights.write(*texts, *(text + "1" for text in texts))
+    nights.night("n2", nights.job(engine={"order": "input"}))
+    assert [words(prompt)[11] for prompt in nights.asked] == list("cab") * 2
+    assert answers(nights, "n2") == right(*texts, *(text + "1" for text in texts))
+
+
+def test_more_rows_than_can_be_sorted_are_asked_as_they_stand(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prefect_raybatch.runs.plan_run.MOST_ORDERED", 3)
+    nights.write("b", "a", "b", "a")
+    assert Ledger(open_store(plan_run(ordered(nights), "n1").uri)).load_plan().increment is None
+    assert "engine.order: run is left out: 4 rows are more than 3" in caplog.text
+    with pytest.raises(ConfigError, match=r"engine\.order: run: ray\.data\.llm"):
+        ordered(nights, stage="ray.data.llm")

@@ -104,7 +104,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20) -> bool:
+def wait_until(true: Callable[[], bool], seconds: float = 60) -> bool:
     until = time.monotonic() + seconds
     while not true() and time.monotonic() < until:
         time.sleep(0.05)
@@ -135,7 +135,7 @@ def test_a_core_that_stops_for_ever_is_killed_and_every_caller_woken(
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(30)
+        caller.join(120)
     # Until the first answer twice the time is allowed.
     allowed = 1.5 if answers else 3
     assert deaths and set(deaths) == {f"hung: no step returned for {allowed:g} s"}
@@ -204,9 +204,9 @@ def test_a_start_that_fails_tells_what_only_the_engines_log_has(
 
 
 def test_neither_slow_steps_nor_a_rest_is_a_hang(start: Callable[..., SteppedEngine]) -> None:
-    engine = start(2 * SLOW_S)
+    engine = start(5 * SLOW_S)
     assert len(engine.run([Request([SLOW])] * 8)) == 8  # longer in all than the limit
-    time.sleep(2 * SLOW_S + 2 * HANG_LOOK)
+    time.sleep(5 * SLOW_S + 2 * HANG_LOOK)
     assert len(engine.run([Request([SLOW])])) == 1
     assert engine.stats()["died"] is None
 
@@ -306,7 +306,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
         output={"uri": str(tmp_path / "out")},
-        limits={"max_failed": 1, "engine_deaths": 1, "hang_seconds": 1.0},
+        limits={"max_failed": 1, "engine_deaths": 1, "hang_seconds": 2.0},
     )
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=HangsInProcess)

@@ -221,7 +221,7 @@ def test_a_server_that_hangs_or_drips_is_given_up_in_time(server, path):
     began = time.monotonic()
     with pytest.raises(ImageUnavailable):
         BRISK.fetch(server + path)
-    assert time.monotonic() - began < 3 * 0.4 + 2
+    assert time.monotonic() - began < 7  # a hang alone is three times 3 s
 
 
 def test_a_port_where_nobody_listens_may_come_back():

@@ -9,6 +9,10 @@ from typing import Any
 import pyarrow as pa
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    BackpressurePolicy,
+)
 
 from prefect_raybatch.stages.ray_internals import limit_in_flight
 
@@ -36,11 +40,20 @@ def slow(table: pa.Table, folder: str) -> pa.Table:
     return table
 
 
-def ahead(folder: Path, blocks: int | None) -> int:
+class Starved(BackpressurePolicy):
+    """Lets nothing start, as budgets do on a small machine: Ray then starts what it can anyway."""
+
+    def can_add_input(self, op: Any) -> bool:
+        return False
+
+
+def ahead(folder: Path, blocks: int | None, *policies: type[BackpressurePolicy]) -> int:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     if blocks is not None:
         limit_in_flight(context, blocks)
+        key = ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
+        context.set_config(key, [*context.get_config(key), *policies])
     one: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
     with DataContext.current(context):
         found = (
@@ -64,3 +77,9 @@ def test_engines_wait_for_the_stage_behind_them(local_ray: None, tmp_path: Path)
     held.mkdir()
     assert ahead(free, None) > LIMIT  # what Ray does by itself
     assert ahead(held, LIMIT) <= LIMIT
+
+
+def test_they_wait_where_ray_starts_a_stage_against_all_limits(
+    local_ray: None, tmp_path: Path
+) -> None:
+    assert ahead(tmp_path, LIMIT, Starved) <= LIMIT

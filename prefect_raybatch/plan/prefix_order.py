@@ -1,0 +1,174 @@
+"""The requests of a whole run in an order in which those that begin alike stand together.
+
+A prefix cache holds what was asked lately. Rows of one document, customer or few-shot block that
+lie all over a table find it again only if they are asked one after the other. So requests are
+sorted by the text of their prompts, on the local disk (TMPDIR), and their rows dealt out anew in
+that order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.images.rows import is_image
+from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.request_key import canonical
+
+MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk for their prompts
+# Bytes of a prompt that are compared, from where it parts from the first row's on: beginnings that
+# differ do so soon, and rows of one beginning are put in order by their tokens in the engine stage.
+COMPARED = 512
+RUN_ROWS = 1 << 18  # rows that are sorted in memory
+MERGED_ROWS = 512  # of each sorted run, in memory while all are merged
+BUCKET_BYTES = 128 << 20  # of rows that are dealt out together
+MOST_DEALT = 256  # files that are open at once
+RANK = "__rb_rank"
+
+
+def sort_text(request: ChatRequest | Failure, adapter: str | None = None) -> bytes:
+    """What a prompt begins with, as far as that is told without a chat template and a tokenizer:
+    the adapter, documents, then messages. Images count for nothing; b"" of a row without request.
+    """
+    if isinstance(request, Failure):
+        return b""
+    parts = [(adapter or "").encode()]
+    if request.documents is not None:
+        parts.append(canonical(request.documents))
+    for message in request.messages:
+        parts += [str(message.get("role", "")).encode(), _text(message.get("content"))]
+    return b"\n".join(parts)
+
+
+def _text(content: object) -> bytes:
+    if isinstance(content, str):
+        return content.encode(errors="surrogatepass")
+    if not isinstance(content, list):
+        return b"" if content is None else canonical(content)
+    texts = (part.get("text") if isinstance(part, dict) else part for part in content)
+    shown = (
+        text.encode(errors="surrogatepass") if isinstance(text, str) else canonical(part)
+        for text, part in zip(texts, content, strict=True)
+        if not (isinstance(part, dict) and is_image(part))
+    )
+    return b"\n".join(shown)
+
+
+def compared_text(text: bytes, reference: bytes) -> bytes:
+    """By what a prompt is sorted: how far it goes with `reference`, and what follows there. Texts
+    that begin alike further than that stand together under both orders."""
+    common = _common(text, reference)
+    return common.to_bytes(4, "big") + text[common : common + COMPARED]
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Bytes at the start that both have, found by halves: bytes compare in C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PrefixOrder:
+    """The prompts of a run, by their rows: `add` all, then ask for the `rows` in order.
+
+    Memory: RUN_ROWS of `compared_text`. Local disk: those of all rows, in `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with local_disk():
+            folder.mkdir()
+        self._folder = folder
+        self._held: list[pa.Table] = []
+        self._held_rows = 0
+        self._runs: list[Path] = []
+
+    def add(self, start: int, texts: pa.Array) -> None:
+        """`compared_text` of the rows from `start` on (binary)."""
+        numbers = np.arange(start, start + len(texts), dtype=np.int64)
+        self._held.append(pa.table({"text": texts, "row": pa.array(numbers)}))
+        self._held_rows += len(texts)
+        if self._held_rows >= RUN_ROWS:
+            self._sort()
+
+    def _sort(self) -> None:
+        if not self._held:
+            return
+        table = pa.concat_tables(self._held).sort_by([("text", "ascending"), ("row", "ascending")])
+        self._held, self._held_rows = [], 0
+        path = self._folder / f"run-{len(self._runs)}"
+        self._runs.append(path)
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with local_disk(), pa.ipc.new_stream(str(path), table.schema, options=options) as out:
+            out.write_table(table, max_chunksize=MERGED_ROWS)
+
+    def rows(self) -> Iterator[int]:
+        """All rows, those that begin alike one after the other; equal ones as they stand."""
+        self._sort()
+        with ExitStack() as stack:
+            for _, row in heapq.merge(*(self._read(stack, path) for path in self._runs)):
+                yield row
+
+    def _read(self, stack: ExitStack, path: Path) -> Iterator[tuple[bytes, int]]:
+        with local_disk():
+            file = stack.enter_context(pa.OSFile(str(path)))
+        for batch in pa.ipc.open_stream(file):
+            yield from zip(batch["text"].to_pylist(), batch["row"].to_pylist(), strict=True)
+
+
+def dealt_out(
+    tables: Iterator[tuple[str, pa.Table]], rows: int, folder: Path
+) -> Iterator[tuple[str, pa.Table]]:
+    """(what they are, rows) of all tables, in the order of their column RANK, which holds each of
+    0 to `rows` - 1 once, and which is left out. Memory: a bucket of about BUCKET_BYTES; local
+    disk: all rows, in `folder`."""
+    first = next(tables, None)
+    if first is None:
+        return
+    what, table = first
+    size = table.nbytes / max(1, table.num_rows) * rows
+    buckets = max(1, min(MOST_DEALT, math.ceil(size / BUCKET_BYTES)))
+    each = -(-rows // buckets)
+    paths = [folder / f"bucket-{number}" for number in range(buckets)]
+    with ExitStack() as stack:
+        with local_disk():
+            files = [
+                stack.enter_context(pa.ipc.new_stream(str(path), table.schema)) for path in paths
+            ]
+        while True:
+            _deal(table, each, files)
+            after = next(tables, None)
+            if after is None:
+                break
+            table = after[1]
+    for path in paths:
+        with local_disk(), pa.OSFile(str(path)) as file:
+            found = pa.ipc.open_stream(file).read_all()
+        if found.num_rows:
+            yield what, found.sort_by(RANK).drop_columns([RANK])
+        with suppress(OSError):
+            path.unlink()
+
+
+def _deal(table: pa.Table, each: int, files: Sequence[pa.ipc.RecordBatchStreamWriter]) -> None:
+    ranks = table[RANK].to_numpy()
+    order = np.argsort(ranks, kind="stable")
+    edges = np.searchsorted(ranks[order], np.arange(len(files) + 1) * each)
+    table = table.take(pa.array(order))
+    with local_disk():
+        for number in range(len(files)):
+            part = table.slice(edges[number], edges[number + 1] - edges[number])
+            if part.num_rows:
+                files[number].write_table(part)

@@ -1,0 +1,119 @@
+"""The sweep of arrangements ends in a rate or says plainly that there is none."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from prefect_raybatch.demo import demo_model_path
+from prefect_raybatch.sizing.cards import CARDS
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("sweep", BENCHMARKS / "sweep.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sweep", module)  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+
+
+class Slow:
+    """An engine whose first rows come back only after so many looks at its figures, and its
+    stage: what compiles a grammar before its first step."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.rows, self.lock = looks, 0, threading.Lock()
+        self.ready = threading.Event()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        self.ready.wait(60)
+        with self.lock:
+            self.rows += table.num_rows
+        time.sleep(0.001)
+        return table
+
+    def stats(self) -> dict[str, int]:
+        with self.lock:
+            rows = self.rows
+        self.looks -= 1
+        if self.looks <= 0:
+            self.ready.set()
+        names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "steps")
+        return dict.fromkeys(names, rows)
+
+
+def measured(sweep: ModuleType, engine: Slow) -> dict[str, Any]:
+    return dict(
+        sweep.measured(
+            engine,
+            engine,
+            kind=sweep.TINY["tiny-choice"],
+            name="tiny-choice",
+            seqs=16,
+            rate=100.0,
+            latency=0.01,
+            seconds=0.05,
+            begin=0.0,
+        )
+    )
+
+
+def test_the_window_of_choices_waits_for_the_first_rows(sweep: ModuleType) -> None:
+    """It was over before the first step of a cold engine, so that 0 rows were measured."""
+    found = measured(sweep, Slow(looks=6))
+    assert found["rows"] > 0 and found["seconds"] > 0
+
+
+def test_a_window_without_rows_is_an_error(
+    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "MOST_FIRST", 0.0)
+    engine = Slow(looks=5)  # of which the last ends the window
+    assert "no row came back within" in measured(sweep, engine)["error"]
+
+
+def test_the_report_says_what_was_not_measured(
+    sweep: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line with 0 rows/s, as earlier sweeps wrote them, was divided by."""
+    out = tmp_path / "sweep.jsonl"
+    model = demo_model_path()
+    about = {"size": "demo", "device": "H200", "arrangement": "1x256"}
+    kind = {"prompt": 116, "shared": 0.83, "out": 3, "choice": True, "fitted": True}
+    none = {**about, "kind": "company", **kind, "rows_s": 0.0, "rows": 0}
+    args = argparse.Namespace(
+        out=str(out),
+        size="demo",
+        device="gpu",
+        model=model,
+        max_model_len=256,
+        card=CARDS["H200"],
+        kinds=["company", "triage"],
+    )
+    out.write_text(json.dumps(none) + "\n")
+    sweep.report(args)
+    said = capsys.readouterr().out
+    assert "1x256            company    not measured: no rows" in said
+    assert "no arrangement was measured, so nothing can be said of company, triage" in said
+    good = {**about, "kind": "triage", **kind, "out": 24, "choice": False, "rows_s": 400.0}
+    with out.open("a") as file:
+        file.write(json.dumps(good) + "\n")
+    sweep.report(args)
+    said = capsys.readouterr().out
+    assert "company    no arrangement measured" in said and "400.0" in said
+    assert "nothing can be said" not in said
