@@ -168,6 +168,23 @@ def test_a_null_that_a_table_does_not_take_gives_up_the_whole_commit(tmp_path):
         quiet(pa.schema([("_row", pa.int64())]), TARGETS["delta"][0](tmp_path))
 
 
+@pytest.mark.parametrize("format", ["delta", "iceberg", "sql", "lance"])
+def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(format, tmp_path):
+    more = {"uri": str(tmp_path / "lance-all")} if format == "lance" else {}
+    target = TARGETS[format][0](tmp_path, mode="merge", key=["id"], **more)
+    nights = [
+        pa.table({"id": [1, 2], "a": ["x", "y"], "more": ["m1", "m2"]}),
+        pa.table({"id": [2, 3], "a": ["Y", "Z"]}),
+    ]
+    for plan, night in zip("pq", nights, strict=True):
+        sink = open_sink(PublishTarget.model_validate(target), "key", {})
+        sink.check(night.schema)
+        sink.publish(published_rows(night, plan * 64), lambda step: None)
+    rows = sorted(tuple(row.values()) for row in TARGETS[format][1](tmp_path))
+    kept = "m2" if format == "delta" else None
+    assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
+
+
 def test_iceberg_merges_by_keys_of_several_columns_and_of_each_type(tmp_path, monkeypatch):
     def merged(key: list[str], table: pa.Table, plan: str) -> list[dict[str, Any]]:
         target = iceberg(tmp_path, mode="merge", key=key) | {"table": f"db.{'_'.join(key)}"}
