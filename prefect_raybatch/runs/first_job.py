@@ -3,28 +3,71 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 
+from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.records import Unit
+
+if TYPE_CHECKING:
+    from prefect_raybatch.source import Inventory
 
 MOST_COLUMNS = 40  # named in the file; the rest are counted
+ROWS_READ = 100  # at most, to tell which column has the text
 _TEXT = ("string", "large_string", "string_view")
 _MARKUP = re.compile(r"[{}\[\].:!]")  # what a template takes for more than a name
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def seen_columns(uri: str, options: dict[str, Any] | None = None) -> list[tuple[str, str]]:
-    """(name, type) of each column of a table, of which a CSV's first block is read. Raises as
-    `raybatch plan` for what cannot be read."""
+@dataclass(frozen=True)
+class SeenColumn:
+    """A column of a table; `length` is the mean characters of its first values where it is text."""
+
+    name: str
+    kind: str
+    length: float | None = None
+
+
+def seen_columns(uri: str, options: dict[str, Any] | None = None) -> list[SeenColumn]:
+    """Each column of a table, of which the first rows are read. Raises as `raybatch plan` for what
+    cannot be read."""
     from prefect_raybatch import source
 
     job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
     given = job.source.model_copy(update={"options": options or {}})
-    snapshot = source.needs_snapshot(given)
-    found = source.peek(given) if snapshot else source.inventory(given)
-    return [(name, str(found.schema.field(name).type)) for name in found.schema.names]
+    if source.needs_snapshot(given):
+        schema = source.peek(given).schema
+        rows = next((table for _, table in source.heads(given, 1)), schema.empty_table())
+    else:
+        found = source.inventory(given)
+        schema, rows = found.schema, _first_rows(found, given.options)
+    return [SeenColumn(f.name, str(f.type), _mean_length(rows, f)) for f in schema]
+
+
+def _first_rows(found: Inventory, options: dict[str, Any] | None) -> pa.Table:
+    from prefect_raybatch.stages.block import is_lost, losses
+    from prefect_raybatch.stages.read import ShardReader
+
+    reader = ShardReader(found.files, found.schema, None, options)
+    units = [Unit(0, 0, min(ROWS_READ, reader.rows))]
+    for task in reader.tasks([(units[0], 0)], 1, units_per_task=1, shuffle_seed="first"):
+        for table in reader.read(task):
+            if is_lost(table):
+                raise SourceError(losses(table)[0].message)
+            return table
+    return found.schema.empty_table()
+
+
+def _mean_length(rows: pa.Table, field: pa.Field) -> float | None:
+    if str(field.type) not in _TEXT or field.name not in rows.column_names or not rows.num_rows:
+        return None
+    lengths = pc.utf8_length(rows[field.name].cast(pa.large_string()).slice(0, ROWS_READ))
+    return float(pc.sum(lengths).as_py() or 0) / float(min(ROWS_READ, rows.num_rows))
 
 
 def name_of(uri: str) -> str:
@@ -33,21 +76,20 @@ def name_of(uri: str) -> str:
     return _UNFIT.sub("-", last).strip("-._") or "job"
 
 
-def default_template(columns: list[tuple[str, str]]) -> str:
-    """A question about the first column of text, or about the first of all."""
-    plain = [(name, kind) for name, kind in columns if not _MARKUP.search(name)]
-    texts = [name for name, kind in plain if kind in _TEXT]
-    chosen = (texts or [name for name, _ in plain or columns])[0]
-    return f"What is this? {{{chosen}}}"
+def default_template(columns: list[SeenColumn]) -> str:
+    """A question about the column with the longest text, or about the first where none has any."""
+    plain = [column for column in columns if not _MARKUP.search(column.name)] or columns
+    chosen = max(plain, key=lambda column: column.length or 0.0)  # the first of equal ones
+    return f"What is this? {{{chosen.name}}}"
 
 
 def job_text(
-    columns: list[tuple[str, str]], *, name: str, uri: str, template: str, model: str, output: str
+    columns: list[SeenColumn], *, name: str, uri: str, template: str, model: str, output: str
 ) -> str:
     """The job file, commented. Raises `ConfigError` where these make no job."""
     fields = _fields(name, uri, template, model, output)
     BatchJob.from_dict(fields)
-    shown = [f"#   {column}: {kind}" for column, kind in columns[:MOST_COLUMNS]]
+    shown = [f"#   {column.name}: {column.kind}" for column in columns[:MOST_COLUMNS]]
     if len(columns) > MOST_COLUMNS:
         shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
     put = {key: _scalar(value) for key, value in _leaves(fields)}

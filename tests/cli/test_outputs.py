@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -47,6 +48,21 @@ def test_init_writes_a_job_for_a_table_with_its_columns(table, capsys):
     assert job.prompt.template == "What is this? {Company}"
     text = Path("job.yaml").read_text()
     assert "#   id: int64\n#   a: b: string\n#   Company: string\n" in text
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_init_asks_about_the_longest_text(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"key": "T-0001", "body": "my parcel is late", "by": "Anna", "n": 10**12}] * 3
+    frame = pd.DataFrame([*rows, {**rows[0], "body": None}])
+    if kind == "parquet":
+        frame.to_parquet("in.parquet")
+    elif kind == "csv":
+        frame.to_csv("in.csv", index=False)
+    else:
+        frame.to_json("in.jsonl", orient="records", lines=True)
+    assert said(capsys, "init", f"in.{kind}")[0] == 0
+    assert BatchJob.from_yaml("job.yaml").prompt.template == "What is this? {body}"
 
 
 def test_what_init_leaves_in_comments_can_be_taken_in(table, capsys):

@@ -86,6 +86,8 @@ class Stepped:
         self.answer = answer
         self.seen: list[list[Request]] = []
         self.rows = self.refused = 0
+        self.died: str | None = None
+        self.closed = False
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         self.seen.append(list(requests))
@@ -94,8 +96,11 @@ class Stepped:
         self.refused += sum(completion.error is not None for completion in found)
         return found
 
-    def stats(self) -> dict[str, int]:
-        return {"rows": self.rows, "refused": self.refused}
+    def stats(self) -> dict[str, Any]:
+        return {"rows": self.rows, "refused": self.refused, "died": self.died}
+
+    def close(self) -> None:
+        self.closed = True
 
     def load(self) -> dict[str, float]:
         return {}
@@ -172,6 +177,23 @@ class CrashingEngine(FakeEngine):
         if not passes_by(table) and self.AT in table["id"].to_pylist():
             os._exit(1)
         return super().__call__(table)
+
+
+class PassedOnEngine(CrashingEngine):
+    """Goes from one run to the next; notes each start and each run in the folder `PLACES` of its
+    environment."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self._note("start")
+
+    def take_over(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._note("next")
+
+    def _note(self, what: str) -> None:
+        with open(os.path.join(self.spec.env["PLACES"], f"{what}-{os.getpid()}"), "a") as file:
+            file.write(f"{self.spec.attempt}\n")
 
 
 class Fp8Engine(FakeEngine):
