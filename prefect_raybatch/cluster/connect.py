@@ -21,7 +21,9 @@ from typing import Any
 from prefect_raybatch import nvml
 from prefect_raybatch.cluster.reach import check_reachable
 from prefect_raybatch.cluster.sharing import Shared, User
-from prefect_raybatch.errors import InsufficientResources
+from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
+from prefect_raybatch.cluster.warm_hosts import RayHosts
+from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.sizing.cards import card
@@ -124,7 +126,31 @@ class _Ray:
         return dict(ray.available_resources())
 
 
-SHARED = Shared(_Ray())
+SHARED = Shared(_Ray(), WarmEngines(RayHosts()))
+
+
+@contextmanager
+def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
+    """Keeps engines up between the runs of a flow: the next run in the block whose engines would be
+    started with the same model, arguments and environment finds them ready, prefix cache and all.
+
+        with warm_engines():
+            first = batch_inference(...)
+            second = batch_inference(...)
+
+    The Ray cluster is kept for the block, too, where the runs start one. An engine that waits ends
+    when another run needs its room, after `idle_seconds`, and with the block. They are those of
+    this process: runs with cluster.job_server are Ray jobs of their own and start theirs as ever.
+
+    Raises `ConfigError` for `idle_seconds` that are not above 0.
+    """
+    if not idle_seconds > 0:
+        raise ConfigError(
+            f"warm_engines(idle_seconds={idle_seconds!r}): seconds that an engine waits for the "
+            f"next run; give a number above 0, such as {IDLE_SECONDS:g}"
+        )
+    with SHARED.kept_warm(idle_seconds):
+        yield
 
 
 @contextmanager
@@ -151,16 +177,24 @@ def started_early(job: BatchJob) -> Iterator[None]:
 
 
 @contextmanager
-def admitted(job: BatchJob, have: Capacity, pool: Pool | None, user: User) -> Iterator[None]:
+def admitted(
+    job: BatchJob,
+    have: Capacity,
+    pool: Pool | None,
+    user: User,
+    kind: WarmKind | None = None,
+) -> Iterator[WarmLease | None]:
     """The run's turn on the cluster, for the block: all that it takes, beside the other runs of
-    this process, or all there is without a pool. A local cluster and one elsewhere are the same."""
+    this process, or all there is without a pool. A local cluster and one elsewhere are the same.
+    Gives the lease on engines of a `kind` where they are kept warm, else None."""
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
     if pool is not None:  # as many engines as it may come to, or they would starve the others
         cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job.cluster)
         takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
-    with SHARED.admitted(user, takes, most):
-        yield
+    engines = 0 if pool is None else pool.engines
+    with SHARED.admitted(user, takes, most, kind, engines) as lease:
+        yield lease
 
 
 @contextmanager

@@ -129,9 +129,10 @@ def _attempt(
     if not run.probed:  # the plan is an earlier attempt's: what that found may since have changed
         store.probe()
     from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
     from prefect_raybatch.cluster.sharing import User
 
+    more: dict[str, Any] = {"engine": engine} if engine else {}
     whoami.note()
     compare_code(store)
     user, capacity = held or (User(job.name), None)
@@ -157,7 +158,8 @@ def _attempt(
             log.warning(warning)
         monitor.meter = meter_for(needed, capacity, size.pool, spent).after(monitor.meter)
         check_cost(job.limits, monitor.meter.whole, plan.shards, int(driver.done.sum()))
-        stack.enter_context(cluster.admitted(needed, capacity, size.pool, user))
+        kind = None if looks_up else warm_kind_of(job, plan.model, size, **more)
+        warm = stack.enter_context(cluster.admitted(needed, capacity, size.pool, user, kind))
         if increment is not None and not looks_up:  # what a report reckons savings by
             whoami.note(gpus=size.pool.gpus[1])
         pipeline = Pipeline(
@@ -171,7 +173,8 @@ def _attempt(
             # Another attempt may be alive. Ours is noted before we look, so that of two that start
             # at the same moment one at least sees the other.
             shuffle=attempt if len(ledger.attempts()) > 1 else None,
-            **({"engine": engine} if engine else {}),
+            warm=warm,
+            **more,
         )
         monitor.engines, monitor.starts = pipeline.engines, pipeline.starts
         pipeline.on_pass = monitor.pass_began

@@ -18,13 +18,15 @@ import pynvml
 import pytest
 from chaos.cluster import Nodes
 from helpers import environ
-from helpers.engines import FAILS, FakeEngine
+from helpers.engines import FAILS, FakeEngine, PassedOnEngine
 from helpers.nvidia import Card, show
 from helpers.small import make_job
 from helpers.spanning import SpanningEngine
 
+from prefect_raybatch import warm_engines
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
@@ -130,6 +132,53 @@ def test_engines_fill_all_gpus_evenly_and_start_together(gpu_cluster: None, tmp_
     found = run_placed(tmp_path, 2 * GPUS, engines_per_gpu=2)  # replicas: auto
     assert Counter(gpu for gpus in found for gpu in gpus) == {str(i): 2 for i in range(GPUS)}
     assert all(len(gpus) == 1 for gpus in found)
+
+
+def passed_on(
+    folder: Path, places: Path, name: str, rows: range, engines: int = 1
+) -> tuple[set[str], set[str]]:
+    """Runs a small job on that many engines; the processes that have started one there so far, and
+    those that have passed one on."""
+    table = pa.table({"id": list(rows), "Company": [f"Company {i}" for i in rows]})
+    pq.write_table(table, folder / f"{name}.parquet")
+    places.mkdir(exist_ok=True)
+    job = make_job(
+        name=name,
+        source={"uri": str(folder / f"{name}.parquet"), "rows_per_shard": 1},
+        engine={"num_cpus": 0.5, "replicas": engines, "env": {"PLACES": str(places)}},
+        output={"uri": str(folder / name)},
+        limits={"max_failed": 1, "engine_deaths": 1},
+    )
+    run = plan_run(job, "key")
+    progress = infer_run(job, run, engine=PassedOnEngine)
+    finalize_run(job, run, progress)
+    dead = PassedOnEngine.AT in rows
+    assert progress.tally.rows == len(rows) and progress.tally.failed == dead
+    notes = [file.name.split("-") for file in places.iterdir()]
+    started, passed = ({pid for what, pid in notes if what == kind} for kind in ("start", "next"))
+    return started, passed
+
+
+def test_engines_are_passed_on_from_run_to_run_and_give_their_gpus_back(
+    gpu_cluster: None, tmp_path: Path
+) -> None:
+    import ray
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    with warm_engines():
+        started, _ = passed_on(tmp_path, one, "first", range(100, 104))
+        assert len(started) == 1
+        # Takes it over. A row ends its process, and another one takes its place, until that row is
+        # left out.
+        after, passed = passed_on(tmp_path, one, "second", range(2, 6))
+        assert passed >= started and after > started
+        # It waits with its GPU, and goes for engines of another environment that take them all.
+        others, _ = passed_on(tmp_path, other, "third", range(300, 304), engines=GPUS)
+        assert len(others) == GPUS and not others & after
+    until = time.monotonic() + 60
+    while ray.available_resources().get("GPU") != GPUS and time.monotonic() < until:
+        time.sleep(0.1)
+    assert ray.available_resources()["GPU"] == GPUS
 
 
 def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path: Path) -> None:
