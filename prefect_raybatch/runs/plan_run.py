@@ -231,7 +231,7 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         store = ledger.store if copied else None
         tokens = length_of_job(job, run_key, counting.of_files(job, resolved.model, found, store))
         log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
-        for note in tokens.notes:
+        for note in (*tokens.notes, *tokens.hints):
             log.warning("%s", note)
         context = tokens.context()
     plan, tables = planning.make_plan(
