@@ -1,10 +1,10 @@
-"""Two jobs, the second on the first one's result, with one Ray cluster.
+"""Two jobs, the second on the first one's result, with one Ray cluster and the same engine.
 
     python flows/chained.py FOLDER
 
 The first job names each company's industry, the second asks about that answer. The second result
 has the columns of both: `_row` and `response` are the first job's, `_row_2` and `response_2` its
-own. Ray is started once; a job that finds it connected uses it and leaves it as it is.
+own. Ray is started once, and the second job finds the first one's engine up.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 from prefect import flow
 
-from prefect_raybatch import BatchJob, RunReport, batch_inference
+from prefect_raybatch import BatchJob, RunReport, batch_inference, warm_engines
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import companies
 
@@ -62,15 +61,9 @@ def chained(folder: str, rows: int = 200, day: date | None = None) -> RunReport:
     table = Path(folder) / "companies.parquet"
     if not table.exists():
         write_companies(table, rows)
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(include_dashboard=False, log_to_driver=False)
-    try:
+    with warm_engines():
         first = batch_inference(first_job(folder), f"industries-{night}")
         return batch_inference(second_job(folder, first), f"groups-{night}")
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 `from prefect_raybatch import BatchJob, batch_inference, retry_failed, backfill_job`, the tasks
 `plan_shards`,
 `infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `finalize_partial`,
-`reconcile_jobs` and `restart_crashed` and the blocks `RayCluster`, `ObjectStore` and
-`BatchInferenceJob` are the whole of the Python interface; the rest may move.
+`warm_engines`, `reconcile_jobs` and `restart_crashed` and the blocks `RayCluster`, `ObjectStore`
+and `BatchInferenceJob` are the whole of the Python interface; the rest may move.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefect_raybatch.cluster.connect import warm_engines
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
     from prefect_raybatch.flow.flows import (
@@ -54,6 +55,7 @@ _HOMES = {
     "restart_crashed": "flow.reconcile",
     "retry_failed": "flow.flows",
     "tune_job": "flow.flows",
+    "warm_engines": "cluster.connect",
 }
 __all__ = [
     "BatchInferenceJob",
@@ -76,6 +78,7 @@ __all__ = [
     "restart_crashed",
     "retry_failed",
     "tune_job",
+    "warm_engines",
 ]
 
 

@@ -383,6 +383,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "restart_crashed",
         "retry_failed",
         "tune_job",
+        "warm_engines",
     ]
     for name in prefect_raybatch.__all__:
         assert getattr(prefect_raybatch, name) is not None

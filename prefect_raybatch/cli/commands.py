@@ -409,7 +409,9 @@ def reap(
 
 @app.command()
 def reconcile(
-    job_server: Annotated[str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265")],
+    job_server: Annotated[
+        str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265 or ray-cluster/NAME")
+    ],
     dry_run: Annotated[bool, typer.Option(help="Say what would be done, do nothing.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -136,9 +136,9 @@ def show_plan(found: DryRun) -> None:
     table = _grid()
     where = f"in {counted(found.files, f'{found.format} file')}"
     if found.table is not None and found.format in TABLE_FORMATS:
-        made = f" of {found.table['made']}" if "made" in found.table else ""
-        title = TABLE_FORMATS[found.format].title
-        where = f"of a {title} source at version {found.table['version']}{made}"
+        version, made = found.table["version"], found.table.get("made")
+        when = f" of {made}" if made not in (None, version) else ""
+        where = f"of {TABLE_FORMATS[found.format].source} at version {version}{when}"
     table.add_row("input", escape(f"{counted(found.rows, 'row')} {where}"))
     typed = (f"{name}: {kind}" for name, kind in zip(found.columns, found.types, strict=True))
     table.add_row("columns", escape(", ".join(typed)))
@@ -223,7 +223,7 @@ def _show_prompts(tokens: PromptLengths) -> None:
     for low, high, rows in tokens.histogram:
         bar = "#" * math.ceil(40 * rows / most)
         out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
-    for note in tokens.notes:
+    for note in (*tokens.notes, *tokens.hints):
         out.print(f"  {note}", markup=False)
     for one in tokens.examples:
         print_prompt(f"{one.file}, row {one.row:,}", one.tokens, one.text)

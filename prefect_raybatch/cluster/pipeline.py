@@ -7,25 +7,28 @@ import gc
 import logging
 import math
 import threading
+import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import pyarrow as pa
-from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.data import ActorPoolStrategy, DataContext, Dataset, ExecutionResources
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
+from prefect_raybatch.cluster.warm import WarmKind, WarmLease
+from prefect_raybatch.cluster.warm_actors import Forwarder, warm_kind
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.drains import Draining
-from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.failures import NODE_LOST, Loss
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
@@ -49,6 +52,7 @@ from prefect_raybatch.stages.ray_internals import (
     forget_starts,
     limit_in_flight,
     map_actors,
+    node_is_leaving,
     stop_pass,
     tell_start,
     told_starts,
@@ -60,9 +64,6 @@ from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
-NODE_LOST = Loss(
-    "NodeLost", "a node of the cluster was lost, with what it was working on or had kept"
-)
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
@@ -75,7 +76,7 @@ class Pipeline:
 
     `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
     read in place; `shuffle` (any text) decides the order of the shards; `on_pass` is called before
-    the engines of a pass start.
+    the engines of a pass start; `warm` are engines that outlast the run.
     """
 
     job: BatchJob
@@ -88,6 +89,7 @@ class Pipeline:
     shuffle: str | None = None
     engine: type = EngineStage
     on_pass: Callable[[], None] = lambda: None
+    warm: WarmLease | None = None
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
@@ -166,7 +168,15 @@ class Pipeline:
                 context.autoscaling_config,
                 actor_pool_util_upscaling_threshold=_threshold(self.size, isolated),
             )
-            return self._dataset(units, isolated)
+            hosts = None
+            if self.warm is not None:
+                hosts = self.warm.engines(self._pool(len(units), isolated).min_size)
+                # They stand in none of Ray Data's pools: it would give what they hold to its tasks.
+                held = self.warm.holds
+                context.execution_options.exclude_resources = ExecutionResources(
+                    cpu=held.get("CPU", 0.0), gpu=held.get("GPU", 0.0)
+                )
+            return self._dataset(units, isolated, hosts)
 
     def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineSpec | None, Finish]:
         """What a block goes through: the stage after reading, what engines are told, and finish.
@@ -175,6 +185,8 @@ class Pipeline:
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
+        if self.warm is None:  # a forwarder would go on sending to an engine that gives back
+            spec = replace(spec, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
@@ -200,7 +212,9 @@ class Pipeline:
             return replace(prepare, keying=keying), spec, finish
         return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
 
-    def _dataset(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+    def _dataset(
+        self, units: Sequence[Unit], isolated: bool, hosts: Sequence[Any] | None = None
+    ) -> Dataset:
         first, spec, finish = self.stages(isolated)
         prepared = (
             ShardDatasource(self.reader, self.read_tasks(units, isolated))
@@ -212,14 +226,16 @@ class Pipeline:
         if self.job.engine.stage == "ray.data.llm":
             rows = max(unit.rows for unit in units)
             return self._ray_llm(prepared, spec, isolated, rows, finish)
-        answered = map_actors(
-            prepared,
-            self.engine,
-            fn_constructor_args=[spec],
-            compute=self._pool(len(units), isolated),
-            **_batches(),
-            **self._placed(self.engine_resources()),
-        )
+        if hosts is None:
+            stage: type = self.engine
+            given: list[Any] = [spec]
+            placed = self._placed(resources_of(self.job, self.size))
+        else:
+            stage, given = Forwarder, [spec, hosts, uuid.uuid4().hex]
+            placed = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 0}
+        pool = self._pool(len(units), isolated)
+        made = {"fn_constructor_args": given, "compute": pool}
+        answered = map_actors(prepared, stage, **made, **_batches(), **placed)
         return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
 
     def _ray_llm(
@@ -249,7 +265,8 @@ class Pipeline:
     def engines(self) -> dict[str, int]:
         """How many engine actors are in which of Ray's states."""
         ray_llm = self.job.engine.stage == "ray.data.llm"
-        return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else self.engine.__name__})")
+        stage = Forwarder if self.warm is not None else self.engine
+        return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else stage.__name__})")
 
     def starts(self) -> list[dict[str, float]]:
         """How far the starts of the pass's engines have come."""
@@ -303,21 +320,39 @@ class Pipeline:
 
     def engine_resources(self) -> dict[str, Any]:
         """What Ray sets aside for each engine, and how often it starts one again."""
-        engine = self.job.engine
-        resources: dict[str, Any] = {
-            "num_cpus": engine.num_cpus,
-            # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
-            # died is not retried by Ray, and the driver runs what is missing alone.
-            "max_restarts": 3,
-            "max_task_retries": 0,
-        }
-        if self.size.pool.device == "gpu":
-            # Rounded down to what Ray counts in, so that all of them fit.
-            whole = engine.gpus_per_replica / self.size.pool.engines_per_gpu
-            resources["num_gpus"] = math.floor(whole * 1000) / 1000
-            if engine.accelerator_type:
-                resources["accelerator_type"] = engine.accelerator_type
-        return resources
+        return resources_of(self.job, self.size)
+
+
+def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
+    """What Ray sets aside for each engine of a job, and how often it starts one again."""
+    engine = job.engine
+    resources: dict[str, Any] = {
+        "num_cpus": engine.num_cpus,
+        # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
+        # died is not retried by Ray, and the driver runs what is missing alone.
+        "max_restarts": 3,
+        "max_task_retries": 0,
+    }
+    if size.pool.device == "gpu":
+        # Rounded down to what Ray counts in, so that all of them fit.
+        whole = engine.gpus_per_replica / size.pool.engines_per_gpu
+        resources["num_gpus"] = math.floor(whole * 1000) / 1000
+        if engine.accelerator_type:
+            resources["accelerator_type"] = engine.accelerator_type
+    return resources
+
+
+def warm_kind_of(
+    job: BatchJob, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
+) -> WarmKind | None:
+    """What the engines of a run with that (pinned) model are, where they can wait for another
+    run. Not those of ray.data.llm, such as may span nodes, and of a pool that grows and shrinks."""
+    fewest, most = size.pool.replicas
+    if job.engine.stage != "vllm" or job.engine.spans_nodes or fewest != most:
+        return None
+    task = Pooling.of(job, models.with_tokenizer(model, job.engine))
+    spec = engine_spec(job, dict(model), size, task=task)
+    return warm_kind(engine, spec, resources_of(job, size), size.concurrent)
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
@@ -361,6 +396,7 @@ def _settings() -> Iterator[DataContext]:
     with DataContext.current(context), warnings.catch_warnings():
         # Ray wants named arguments, but has no name for max_restarts and max_task_retries.
         warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
+        warnings.filterwarnings("ignore", message=".*exclude_resources.*")
         yield context
 
 

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.errors import ConfigError, JobStopped
 
 log = logging.getLogger(__name__)
@@ -74,10 +75,11 @@ class Shared:
     def __init__(
         self,
         ray: RayAccess,
+        warm: WarmEngines,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.ray, self.clock, self.sleep = ray, clock, sleep
+        self.ray, self.warm, self.clock, self.sleep = ray, warm, clock, sleep
         self._changed = threading.Condition()
         self._users: list[User] = []
         self._door: list[User] = []  # those who want to become users, in the order they came
@@ -111,11 +113,29 @@ class Shared:
             self._leave(user)
 
     @contextmanager
+    def kept_warm(self, idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
+        """Cluster and engines outlast the runs within the block: the next run finds them up. Its
+        end ends both; an engine that waits longer than `idle_seconds` goes before."""
+        self.warm.keep(idle_seconds)
+        try:
+            yield
+        finally:
+            self.warm.drop(idle_seconds)
+            with self._changed:
+                self._end_unused()
+
+    @contextmanager
     def admitted(
-        self, user: User, needs: Mapping[str, float], total: Mapping[str, float]
-    ) -> Iterator[None]:
+        self,
+        user: User,
+        needs: Mapping[str, float],
+        total: Mapping[str, float],
+        kind: WarmKind | None = None,
+        most: int = 0,
+    ) -> Iterator[WarmLease | None]:
         """All of `needs` for the block, after waiting until they fit into `total` beside those of
-        the other runs. Whoever is alone always gets its turn."""
+        the other runs. Whoever is alone always gets its turn. Gives the lease on engines of a
+        `kind`, `most` of them, where engines are kept warm."""
 
         def ready() -> bool:
             return self._turns[0] is user and (not self._claims or not self._short(needs, total))
@@ -129,8 +149,9 @@ class Shared:
                 self._turns.remove(user)
                 self._changed.notify_all()
         try:
-            self._until_free(user, needs)
-            yield
+            with self.warm.lease(kind, most) as lease:
+                self._until_free(user, needs, {} if lease is None else lease.holds)
+                yield lease
         finally:
             with self._changed:
                 del self._claims[user]
@@ -222,10 +243,13 @@ class Shared:
                 self._wait(user, ready, why)
                 self._check(address)
                 start = not self.ray.joined()
+                if not start and self._outgrown(address, cpus):
+                    self._end_unused(outgrown=True)
+                    start = True
                 if start:
                     self._start(address, cpus)
-                elif not self._users:  # somebody's own, who also ends it
-                    self._ours, self._worked = False, False
+                elif not self._users and not self._kept:  # somebody's own, who also ends it
+                    self._ours, self._worked = False, self.warm.kept
                 self._users.append(user)
             finally:
                 self._door.remove(user)
@@ -247,18 +271,38 @@ class Shared:
                 if self.ray.joined():  # a signal arrived after Ray had started: end it here
                     self.ray.end()
                 raise
+        self.warm.forget()  # of a cluster that its owner has ended
         self._ours, self._address, self._cpus, self._worked = True, address, cpus, False
 
     def _leave(self, user: User) -> None:
         with self._changed:
             self._users.remove(user)
             try:
-                if not self._users and self._ours:
-                    self._ours = False
-                    with self._unlocked():
-                        self.ray.end()
+                self._end_unused()
             finally:
                 self._changed.notify_all()
+
+    @property
+    def _kept(self) -> bool:
+        """Whether the cluster is one of ours that waits for its next run."""
+        return self._ours and self.warm.kept and self.ray.joined()
+
+    def _outgrown(self, address: str | None, cpus: int) -> bool:
+        """Whether the cluster that waits for its next run is another one than that needs."""
+        if self._users or not self._kept:
+            return False
+        return address != self._address or (address is None and cpus > self._cpus)
+
+    def _end_unused(self, outgrown: bool = False) -> None:
+        """Ends a cluster of ours that nobody uses or keeps for another run."""
+        if self._busy or self._users or not self._ours or (self.warm.kept and not outgrown):
+            return
+        self._ours = False
+        with self._unlocked():
+            self.warm.end_idle()
+            if self.ray.joined():
+                self.ray.end()
+        self._changed.notify_all()
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
@@ -308,17 +352,25 @@ class Shared:
             f"waits until there is room{behind}"
         )
 
-    def _until_free(self, user: User, needs: Mapping[str, float]) -> None:
-        """Waits until Ray says that the needs are free: actors of a run that has ended let go of
-        their resources some time after it."""
+    def _until_free(
+        self, user: User, needs: Mapping[str, float], holds: Mapping[str, float]
+    ) -> None:
+        """Waits until Ray says that the needs are free, but for what the run `holds` already:
+        actors of a run that has ended let go of their resources some time after it. Engines that
+        wait for another run make room."""
         with self._changed:
             if not self._worked:
                 return
             until = self.clock() + (BESIDE if len(self._claims) > 1 else LET_GO)
         while not user.stopped.is_set():
             free = self.ray.free()
-            if all(free.get(name, 0.0) + ROUNDING >= need for name, need in needs.items()):
+            short = {
+                name: need - holds.get(name, 0.0) - free.get(name, 0.0)
+                for name, need in needs.items()
+            }
+            if all(lack <= ROUNDING for lack in short.values()):
                 return
+            self.warm.make_room(short)
             if self.clock() > until:
                 log.debug("%s starts though Ray says that only %s are free", user.name, dict(free))
                 return

@@ -57,6 +57,11 @@ class Loss:
         return self.kind in (ENGINE_DIED, BLOCK_HUNG)
 
 
+NODE_LOST = Loss(
+    "NodeLost", "a node of the cluster was lost, with what it was working on or had kept"
+)
+
+
 @dataclass(frozen=True)
 class FailureKey:
     """By what failed rows are counted: the stage, the class of the error, its message."""

@@ -177,16 +177,16 @@ def _cancel(work: Sequence[Future[NightRun]]) -> None:
 
 @contextmanager
 def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
-    """Holds the cluster of all nights, so that one that is started here is started once; gives what
-    stops the runs that are in it."""
-    if job.cluster.job_server is not None:  # the runs are jobs of their own
+    """Holds the cluster of all nights, so that one that is started here is started once, and the
+    engines between two nights; gives what stops the runs that are in it."""
+    if job.cluster.access.job_server is not None:  # the runs are jobs of their own
         yield lambda: None
         return
     from prefect_raybatch.cluster.connect import SHARED, connected
     from prefect_raybatch.cluster.sharing import User
 
     keeper = User(f"back-fill of {job.name}")
-    with connected(job, keeper):
+    with SHARED.kept_warm(), connected(job, keeper):
         yield lambda: SHARED.stop_all(but=keeper)
 
 

@@ -93,6 +93,8 @@ GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
+GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -105,7 +107,8 @@ class EngineSpec:
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
     encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
-    tokens cost it, None where that is not known."""
+    tokens cost it, None where that is not known; `leaving` says, in the actor, whether its node is
+    to leave the cluster."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -125,6 +128,7 @@ class EngineSpec:
     encodes: bool = False
     tell: phases.TellStart | None = None
     work: Work | None = None
+    leaving: Callable[[], bool] | None = None
 
 
 def engine_spec(
@@ -203,19 +207,48 @@ class EngineStage:
     _meter = Meter(None)
 
     def __init__(self, spec: EngineSpec):
-        self.spec = spec
-        self._meter = Meter(spec.work)
-        self._lock, self._id = threading.Lock(), uuid.uuid4().hex
+        self._lock = threading.Lock()
         self.engine: SteppedEngine | None = None
-        self._refused: Loss | None = None
-        self._note = note.Note(spec.attempt)
-        self._left = self._note.left()
-        self._early = EarlyStopping(spec.early_stop, self._token_bytes)
+        self._bind(spec)
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
         self.ready()
+
+    def _bind(self, spec: EngineSpec) -> None:
+        """All that is of one run."""
+        self.spec, self._id = spec, uuid.uuid4().hex
+        self._meter = Meter(spec.work)
+        self._refused: Loss | None = None
+        self._labels = None
+        self._note = note.Note(spec.attempt)
+        self._left = self._note.left()
+        self._early = EarlyStopping(spec.early_stop, self._token_bytes)
+
+    def take_over(self, spec: EngineSpec) -> None:
+        """Works for another run from now on, with the engine that is up; `spec` differs from the
+        one before in nothing that the engine was started with. No block may be inside."""
+        with self._lock:
+            self._bind(spec)
+            engine = self.engine
+            if engine is not None and not (self._take_labels() and engine.stats()["died"] is None):
+                self.engine = None
+                engine.close()
+        if self.ready() is not engine or engine is None:
+            return
+        self._meter.begin(engine)
+        if self._early.concerns(spec.sampling):
+            self._early.ready()
+        self._marks = phases.StartMarks.of_warm()
+        self._teller = phases.StartTeller(spec.tell, self._marks, lambda: 0.0, self._id).start()
+
+    def close(self) -> None:
+        """Ends the engine, so that its GPU is free."""
+        with self._lock:
+            engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
 
     def ready(self) -> SteppedEngine | None:
         """The live engine, started anew after a death; None with `_refused` set when it cannot."""
@@ -239,13 +272,8 @@ class EngineStage:
 
     def _begin_working(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
-        if self.spec.labels and self._labels is None:
-            try:
-                tokenizer = load_tokenizer(*models.tokenizer_place(self.spec.model))
-                self._labels = LabelTokens.of(tokenizer, self.spec.labels)
-            except Exception as error:
-                self._refused = Loss(type(error).__name__, str(error), fatal=True)
-                return
+        if not self._take_labels():
+            return
         left, self._left = self._left, None
         starts = prompts = 1
         if left is not None:  # the note of an actor that died and that this one replaces
@@ -265,6 +293,18 @@ class EngineStage:
             self._note.over()
         else:
             self._note.write(note.ROWS)
+
+    def _take_labels(self) -> bool:
+        """Reads the tokens of the labels, where their probabilities are asked for. False where that
+        cannot be done: `_refused` says why."""
+        if self.spec.labels and self._labels is None:
+            try:
+                tokenizer = load_tokenizer(*models.tokenizer_place(self.spec.model))
+                self._labels = LabelTokens.of(tokenizer, self.spec.labels)
+            except Exception as error:
+                self._refused = Loss(type(error).__name__, str(error), fatal=True)
+                return False
+        return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
         """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
@@ -423,11 +463,16 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """The block, or none of its rows when another driver committed its shard meanwhile.
+        """The block, or none of its rows when another driver committed its shard meanwhile; given
+        back where this engine's node leaves, which would take what is begun now with it.
 
         Reading looks as well, but runs ahead: blocks can wait here for long.
         """
-        if self.spec.done is None or passes_by(table):
+        if passes_by(table):
+            return table
+        if self.spec.leaving is not None and self.spec.leaving():
+            return lost_all(table, GIVEN_BACK)
+        if self.spec.done is None:
             return table
         try:
             if all(self.spec.done(unit.shard) for unit in units_of(table)):

@@ -26,6 +26,14 @@ class Meter:
         self._engine: Any = None
         self._steps, self._busy = 0, 0.0  # of that engine, when it told last
 
+    def begin(self, engine: SteppedEngine) -> None:
+        """What the engine has done for others before counts for nothing."""
+        if self.work is None:
+            return
+        found = engine.stats()
+        with self._lock:
+            self._engine, self._steps, self._busy = engine, found["steps"], found["busy_s"]
+
     def run(self, engine: SteppedEngine, requests: Sequence[Request]) -> list[Completion]:
         """The engine's answers, counted. Raises what its `run` raises."""
         if self.work is None:

@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import FAILS, FakeEngine
 from helpers.heard import wait_for
+from helpers.hosts import FakeHosts
 from helpers.small import make_job
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
 from prefect_raybatch.job.batch_job import BatchJob
@@ -108,7 +110,7 @@ def ray() -> FakeRay:
 
 @pytest.fixture
 def shared(ray: FakeRay) -> Shared:
-    return Shared(ray, sleep=lambda _: None)
+    return Shared(ray, WarmEngines(FakeHosts()), sleep=lambda _: None)
 
 
 def test_runs_that_start_at_once_start_one_cluster_and_the_last_one_ends_it(
@@ -224,7 +226,7 @@ def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -
 
     broken = FakeRay()
     broken.start = start  # type: ignore[method-assign]
-    door = Shared(broken)
+    door = Shared(broken, WarmEngines(FakeHosts()))
     for _ in range(2):
         with pytest.raises(InsufficientResources), door.joined(User("a"), None, 2):
             pass
@@ -233,7 +235,7 @@ def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -
 
 def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) -> None:
     ray = FakeRay(lingers=3)
-    found = Runs(Shared(ray, sleep=lambda _: None))
+    found = Runs(Shared(ray, WarmEngines(FakeHosts()), sleep=lambda _: None))
     found.start("a", 1)
     found.until("a works")
     assert ray.lingers == 3  # nobody was there before it
@@ -280,11 +282,12 @@ import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.warm import WarmEngines
 
 there, at_work = [], threading.Event()
 shared = Shared(SimpleNamespace(
     joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
-))
+), WarmEngines(None))
 
 def work(name):
     user = User(name)

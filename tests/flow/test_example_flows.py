@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 from helpers.nights import Nights
 from helpers.prefect_server import ROOT
 
@@ -28,8 +27,6 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Echo:
     """In place of Ray and vLLM."""
     made = Echo(tmp_path)
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", made.infer)
-    monkeypatch.setattr(ray, "init", lambda **options: None)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.syspath_prepend(str(ROOT / "flows"))
     yield made
     for name in ("nightly_increment", "chained"):

@@ -15,6 +15,7 @@ from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
+    POSITION,
     TIMES,
     TOKENS,
     Failure,
@@ -40,10 +41,12 @@ class FakeEngine:
         if passes_by(table):
             return table
         errors = table[ERROR].to_pylist()
-        for i, number in enumerate(table["id"].to_pylist()):
+        # The asks of a run that keeps answers hold only the columns that the prompt is made of.
+        numbers = table["id" if "id" in table.column_names else POSITION].to_pylist()
+        for i, number in enumerate(numbers):
             if number == self.FAILS and errors[i] is None:
                 errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-        return with_answers(table, errors, [f"answer {i}" for i in table["id"].to_pylist()])
+        return with_answers(table, errors, [f"answer {number}" for number in numbers])
 
 
 def with_answers(
@@ -83,6 +86,8 @@ class Stepped:
         self.answer = answer
         self.seen: list[list[Request]] = []
         self.rows = self.refused = 0
+        self.died: str | None = None
+        self.closed = False
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         self.seen.append(list(requests))
@@ -91,8 +96,11 @@ class Stepped:
         self.refused += sum(completion.error is not None for completion in found)
         return found
 
-    def stats(self) -> dict[str, int]:
-        return {"rows": self.rows, "refused": self.refused}
+    def stats(self) -> dict[str, Any]:
+        return {"rows": self.rows, "refused": self.refused, "died": self.died}
+
+    def close(self) -> None:
+        self.closed = True
 
     def load(self) -> dict[str, float]:
         return {}
@@ -152,6 +160,13 @@ class FineEngine(FakeEngine):
     FAILS = -1
 
 
+class NoEngine:
+    """Nobody may start it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        raise AssertionError("an engine was started")
+
+
 class CrashingEngine(FakeEngine):
     """Ends its process, without a word, on the block that holds one row."""
 
@@ -162,6 +177,23 @@ class CrashingEngine(FakeEngine):
         if not passes_by(table) and self.AT in table["id"].to_pylist():
             os._exit(1)
         return super().__call__(table)
+
+
+class PassedOnEngine(CrashingEngine):
+    """Goes from one run to the next; notes each start and each run in the folder `PLACES` of its
+    environment."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self._note("start")
+
+    def take_over(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._note("next")
+
+    def _note(self, what: str) -> None:
+        with open(os.path.join(self.spec.env["PLACES"], f"{what}-{os.getpid()}"), "a") as file:
+            file.write(f"{self.spec.attempt}\n")
 
 
 class Fp8Engine(FakeEngine):

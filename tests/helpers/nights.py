@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.cluster import connect, pipeline
 from prefect_raybatch.cluster.sharing import Shared
+from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt, Unit
@@ -39,6 +40,7 @@ from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 from .engines import Stepped, with_answers
+from .hosts import FakeHosts
 from .small import receipts
 
 CPU = Capacity(2.0, 0.0, 1, "local")
@@ -84,7 +86,7 @@ class Nights:
 
     def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
         """`infer_run` with Ray taken out: the door to the cluster is the real one."""
-        shared = Shared(_NoRay())
+        shared = Shared(_NoRay(), WarmEngines(FakeHosts()))
         told = observe or (lambda progress: None)
         with (
             mock.patch.object(connect, "SHARED", shared),

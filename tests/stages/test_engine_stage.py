@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 from helpers.engine_stage import SPEC, block, lost_rows, started
 from helpers.engines import Factory, completion
+from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import demo
@@ -43,7 +44,7 @@ from prefect_raybatch.stages.block import (
     lost,
 )
 from prefect_raybatch.stages.engine import CPU_ENV, EngineSpec, EngineStage, engine_spec
-from prefect_raybatch.stages.vllm import canary, note, stepper
+from prefect_raybatch.stages.vllm import canary, note, phases, stepper
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
 __all__ = ["started"]  # a fixture
@@ -659,3 +660,46 @@ def test_tokens_of_a_bias_are_numbers_again():
     """A job is JSON on its way, and vLLM compares them with numbers."""
     job = make_job(sampling={"logit_bias": {7: 1.5}})
     assert plain_fields(job.asked())["logit_bias"] == {7: 1.5}
+
+
+# --- from one run to the next -----------------------------------------------------------------
+
+
+def test_the_next_run_takes_the_engine_over(started: Any) -> None:
+    told: list[Any] = []
+    stage, factory = started(echo)
+    stage(block(Unit(0, 0, 2)))
+    asked = replace(
+        SPEC, sampling={"max_tokens": 9}, tell=lambda engine, marks: told.append(dict(marks))
+    )
+    stage.take_over(asked)
+    stage(block(Unit(0, 0, 2)))
+    assert len(factory.made) == 1, "no other engine is started"
+    assert [call[0].params for call in factory.made[0].seen] == [SPEC.sampling, asked.sampling]
+    wait_for(lambda: bool(told))
+    assert set(told[0]) == {phases.FIRST_STEP, phases.STEPPED}, "nothing is left to start"
+    stage.close()
+    assert factory.made[0].closed and stage.engine is None
+
+
+def test_what_was_refused_to_one_run_is_tried_again_for_the_next(started: Any) -> None:
+    stage, factory = started(ValueError("no such model"), echo)
+    assert stage.ready() is None
+    stage.take_over(SPEC)
+    assert stage.ready() is factory.made[0]
+
+
+def test_an_engine_that_died_between_two_runs_is_started_anew(started: Any) -> None:
+    stage, factory = started(echo, echo)
+    factory.made[0].died = "killed"
+    stage.take_over(SPEC)
+    assert stage.ready() is factory.made[1] and factory.made[0].closed
+
+
+def test_a_run_whose_labels_cannot_be_read_is_refused_and_holds_no_engine(started: Any) -> None:
+    stage, factory = started(echo)
+    nowhere = {**MODEL, "tokenizer": "/nowhere"}
+    stage.take_over(replace(SPEC, model=nowhere, labels=("a", "b")))
+    assert stage.ready() is None and factory.made[0].closed
+    ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
+    assert fatal and "/nowhere" in why

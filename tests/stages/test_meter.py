@@ -52,6 +52,14 @@ class World:
         self.now, self.steps, self.busy_s = until, self.steps + steps, self.busy_s + busy
 
 
+def test_what_an_engine_did_for_an_earlier_run_is_not_told_by_the_next():
+    world = World(now=7.0, steps=50, busy_s=5.0)
+    world.meter.begin(world.engine)
+    world.work(until=9.0, steps=4, busy=1.5)
+    told = world.meter.tell(world.engine)
+    assert (told.steps, told.up_s, told.idle_s) == (4, 2.0, 0.5)
+
+
 def test_each_shard_tells_what_was_done_since_the_one_before():
     world = World(now=7.0)
     world.work(until=9.0, steps=4, busy=1.5, rows=2)

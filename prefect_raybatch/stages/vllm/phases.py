@@ -67,6 +67,13 @@ class StartMarks:
         self._marks = {ENGINE_IMPORTS: time.time()}
         self._file: IO[bytes] | None = None
 
+    @classmethod
+    def of_warm(cls) -> StartMarks:
+        """Of an engine that was started for another run: there is nothing left to start."""
+        made, now = cls(), time.time()
+        made._marks = {FIRST_STEP: now, STEPPED: now}
+        return made
+
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Processes that are started meanwhile write their phases here; one engine at a time."""

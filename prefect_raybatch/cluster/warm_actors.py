@@ -1,0 +1,199 @@
+"""Ray's side of engines that outlast their run: the actors that hold them, and those of a pass that
+forward its blocks to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.ledger.failures import ENGINE_DIED, NODE_LOST, Loss
+from prefect_raybatch.ledger.records import digest
+from prefect_raybatch.stages.block import lost_all, passes_by
+from prefect_raybatch.stages.engine import EngineSpec
+
+log = logging.getLogger(__name__)
+
+REACH_AGAIN = 1.0  # seconds between two tries to reach an actor that Ray starts anew
+SPARE_CALLS = 16  # beside the blocks: a run that begins, one that asks whether it is idle
+HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone share engines
+
+
+def warm_kind(
+    engine: type, spec: EngineSpec, resources: dict[str, Any], calls: int
+) -> WarmKind | None:
+    """What an engine of this spec and with these `resources` of Ray's is, where it can go from one
+    run to another; None where it cannot: a logits processor of the user's may keep a state."""
+    if spec.arguments.get("logits_processors"):
+        return None
+    counts = {
+        "engine": f"{engine.__module__}.{engine.__qualname__}",
+        "model": spec.model,
+        "arguments": spec.arguments,
+        "env": spec.env,
+        "engines_per_gpu": spec.engines_per_gpu,
+        "gpu_bytes": spec.gpu_bytes,
+        "share": spec.share,
+        "hang_seconds": spec.hang_seconds,
+        "encodes": spec.encodes,
+        # Rows name their adapter by its number among those of the run.
+        "adapted": asdict(spec.adapted),
+        "resources": resources,
+    }
+    try:
+        key = digest(json.dumps(counts, sort_keys=True).encode())
+    except (TypeError, ValueError):  # an argument that is an object
+        return None
+    # A host that dies is started anew by Ray as often as it dies: how often an engine may die is
+    # bounded where runs are driven, and a host has many runs.
+    options = {**resources, "max_restarts": -1, "max_task_retries": 0}
+    takes = {"CPU": float(resources.get("num_cpus", 0)), "GPU": float(resources.get("num_gpus", 0))}
+    return WarmKind(key, engine, options, max(HOST_CALLS, calls) + SPARE_CALLS, takes)
+
+
+class EngineHost:
+    """The engine stage of one run after the other, in an actor that belongs to none of them.
+
+    A run is known by a `token`, one a pass; `by` is the actor of it that forwards blocks.
+    """
+
+    def __init__(self, engine: type):
+        self.engine = engine
+        self.stage: Any = None
+        self._lock, self._begins = threading.Lock(), threading.Lock()
+        self._token, self._by = "", ""
+        self._ready = ""  # the token of the pass that the stage works for
+        self._inside = 0
+
+    def take(self, token: str, by: str) -> bool:
+        """Whether that actor of a pass has this engine, as the first of its pass that asks."""
+        with self._lock:
+            if self._token == token and self._by != by:
+                return False
+            self._token, self._by = token, by
+            return True
+
+    def begin(self, token: str, spec: EngineSpec) -> None:
+        """Works for that pass; returns when the engine is up, or refuses to be."""
+        with self._begins:
+            if self._ready == token:
+                return
+            with self._lock:
+                if left := self._inside:
+                    log.warning("%d blocks of a run that has ended are inside: a new engine", left)
+            if self.stage is not None and (left or not hasattr(self.stage, "take_over")):
+                self._end_stage()
+            if self.stage is None:
+                self.stage = self.engine(spec)
+            else:
+                self.stage.take_over(spec)
+            self._ready = token
+
+    def answer(self, token: str, table: pa.Table) -> pa.Table | None:
+        """What the engine stage makes of a block; None where it does not know the pass, since its
+        process was started anew."""
+        if self._ready != token:
+            return None
+        with self._lock:
+            self._inside += 1
+        try:
+            return self.stage(table)
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def is_idle(self) -> bool:
+        with self._lock:
+            return not self._inside
+
+    def close(self) -> None:
+        """Ends the engine, so that its GPU is free before the actor is."""
+        with self._begins:
+            self._end_stage()
+
+    def _end_stage(self) -> None:
+        stage, self.stage, self._ready = self.stage, None, ""
+        close = getattr(stage, "close", None)
+        if close is not None:
+            close()
+
+
+class Forwarder:
+    """Takes the engine stage's place in a pass: each block goes to an actor that holds an engine,
+    and comes back answered. It holds no resources: those are the host's."""
+
+    def __init__(self, spec: EngineSpec, hosts: Sequence[Any], token: str):
+        import ray
+
+        self.spec, self.token = spec, token
+        # the same for an actor that Ray starts anew, which so finds the host that it had
+        self.id = ray.get_runtime_context().get_actor_id() or ""
+        self._lock = threading.Lock()
+        self.host = self._found(list(hosts))
+        self._begun = False
+        self._begin()
+
+    def _found(self, hosts: list[Any]) -> Any:
+        """A host that no other forwarder of the pass has, of those that are up first. Where others
+        have all of them (one of these has died, and this one takes its place): any."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        up = {host.is_idle.remote(): host for host in hosts}
+        waiting, last = list(up), hosts[0]
+        while waiting:
+            (answer, *_), waiting = ray.wait(waiting, num_returns=1)
+            try:
+                taken = ray.get(up[answer].take.remote(self.token, self.id))
+            except RayActorError as error:
+                log.warning("an engine's actor cannot be had: %s", error)
+                continue
+            last = up[answer]
+            if taken:
+                break
+        return last
+
+    def _begin(self) -> None:
+        """The host works for this pass; waits for one that Ray starts anew after a death."""
+        import ray
+        from ray.exceptions import ActorUnavailableError
+
+        with self._lock:
+            while not self._begun:
+                try:
+                    ray.get(self.host.begin.remote(self.token, self.spec))
+                    self._begun = True
+                except ActorUnavailableError:
+                    time.sleep(REACH_AGAIN)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The block as the engine stage gives it on; never raises for what befalls an engine."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        if passes_by(table):
+            return table
+        try:
+            while True:
+                self._begin()
+                made = ray.get(self.host.answer.remote(self.token, table))
+                if made is not None:
+                    return made
+                self._begun = False
+        except RayActorError as error:
+            self._begun = False
+            if "node has died" in str(error):
+                return lost_all(table, NODE_LOST)
+            return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error)))
+
+
+def _how_it_died(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"the process of the engine's actor ended: {told[:300]}"

@@ -1,0 +1,58 @@
+"""Ray as `warm` asks for it: the actors that hold engines started, asked and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from prefect_raybatch.cluster.warm import WarmKind
+
+IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
+ENDING = 30.0  # seconds that engines may take to end by themselves
+
+
+class RayHosts:
+    """The actors, in the cluster that this process is in."""
+
+    def make(self, kind: WarmKind) -> Any:
+        import ray
+
+        # Imported here: who only looks at a run needs no engine stage.
+        from prefect_raybatch.cluster.warm_actors import EngineHost
+
+        made: Any = ray.remote(EngineHost)
+        options = {name: v for name, v in kind.options.items() if name != "max_task_retries"}
+        return made.options(**options, max_concurrency=kind.calls).remote(kind.engine)
+
+    def idle(self, hosts: Sequence[Any]) -> list[bool]:
+        return [found is True for found in self._asked([(h, "is_idle") for h in hosts], IDLE_WAIT)]
+
+    def end(self, hosts: Sequence[Any], kindly: bool) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        if kindly:
+            self._asked([(host, "close") for host in hosts], ENDING)
+        for host in hosts:
+            with contextlib.suppress(Exception):  # of a cluster that has ended, with its actors
+                ray.kill(host)
+
+    def _asked(self, calls: Sequence[tuple[Any, str]], seconds: float) -> list[Any]:
+        """What the hosts answer, all together in so many seconds; errors in place of answers."""
+        import ray
+
+        found: list[Any] = []
+        until = time.monotonic() + seconds
+        try:
+            references = [getattr(host, method).remote() for host, method in calls]
+        except Exception as error:  # handles of a cluster that has ended
+            return [error] * len(calls)
+        for reference in references:
+            try:
+                found.append(ray.get(reference, timeout=max(0.0, until - time.monotonic())))
+            except Exception as error:
+                found.append(error)
+        return found

@@ -1,0 +1,394 @@
+"""Engines that outlast their run: leases, room for others, the cluster that is kept for them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from helpers.heard import wait_for
+from helpers.hosts import FakeHosts
+from helpers.small import MODEL, make_job
+
+from prefect_raybatch import warm_engines
+from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
+from prefect_raybatch.cluster.warm_actors import EngineHost, warm_kind
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+
+KIND = WarmKind("a", EngineStage, {}, 8, {"CPU": 1.0, "GPU": 1.0})
+OTHER = replace(KIND, key="b")
+
+
+class FakeRay:
+    """A cluster with what the hosts leave of it; notes its starts and ends."""
+
+    def __init__(self, hosts: FakeHosts, there: bool = False):
+        self.hosts, self.there = hosts, there
+        self.made: list[Any] = []
+
+    def joined(self) -> bool:
+        return self.there
+
+    def start(self, address: str | None, cpus: int) -> None:
+        self.there = True
+        self.made.append((address, cpus))
+
+    def end(self) -> None:
+        self.there = False
+        self.made.append("end")
+
+    def free(self) -> dict[str, float]:
+        return self.hosts.free
+
+
+@pytest.fixture
+def hosts() -> FakeHosts:
+    return FakeHosts(cpus=4.0, gpus=2.0)
+
+
+@pytest.fixture
+def warm(hosts: FakeHosts) -> WarmEngines:
+    return WarmEngines(hosts)
+
+
+def used(warm: WarmEngines, kind: WarmKind, count: int = 1, most: int = 2) -> list[Any]:
+    """What a run of one pass with so many engines gets."""
+    with warm.lease(kind, most) as lease:
+        assert lease is not None
+        return lease.engines(count)
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_engines_go_from_run_to_run_until_nobody_keeps_them(
+    warm: WarmEngines, hosts: FakeHosts
+) -> None:
+    warm.keep()
+    assert used(warm, KIND, 2) == used(warm, KIND, 2) == [0, 1]
+    assert used(warm, OTHER) == [2], "an engine of another kind is no stand-in"
+    assert used(warm, KIND, 1, most=1) == [0]
+    assert not hosts.ended
+    warm.drop()
+    assert sorted(hosts.ended) == [(0, True), (1, True), (2, True)]
+    with warm.lease(KIND, 2) as lease:
+        assert lease is None, "nobody keeps engines"
+
+
+def test_two_runs_at_once_have_engines_of_their_own(warm: WarmEngines, hosts: FakeHosts) -> None:
+    warm.keep()
+    with warm.lease(KIND, 1) as one, warm.lease(KIND, 1) as two:
+        assert one is not None and two is not None
+        assert one.engines(1) == [0] and two.engines(1) == [1]
+        assert one.holds == {"CPU": 1.0, "GPU": 1.0}
+        warm.drop()
+        assert not hosts.ended, "what is in use ends with its run"
+    assert sorted(hosts.ended) == [(0, True), (1, True)]
+
+
+def test_an_engine_with_something_left_in_it_is_no_runs_heir(
+    warm: WarmEngines, hosts: FakeHosts
+) -> None:
+    warm.keep()
+    with warm.lease(KIND, 2) as lease:
+        assert lease is not None and lease.engines(2) == [0, 1]
+        hosts.busy = {0}  # or dead
+        assert lease.engines(2) == [1, 2], "the next pass has another in its place"
+        hosts.busy = {1}  # as a run leaves it that was stopped
+    assert hosts.ended == [(0, False), (1, False)]
+    assert used(warm, KIND) == [2]
+
+
+def test_a_kind_that_cannot_be_kept_is_started_as_ever(warm: WarmEngines) -> None:
+    warm.keep()
+    with warm.lease(None, 2) as lease:
+        assert lease is None
+
+
+def test_the_engine_that_waited_longest_makes_room_and_no_more_than_needed(
+    warm: WarmEngines, hosts: FakeHosts
+) -> None:
+    warm.keep()
+    used(warm, KIND)
+    used(warm, OTHER)
+    assert not warm.make_room({"CPU": 0.0, "GPU": -1.0})
+    assert warm.make_room({"CPU": 0.5, "GPU": 0.5})
+    assert hosts.ended == [(0, True)]
+    assert not warm.make_room({"memory": 1.0}), "none holds any"
+    assert used(warm, OTHER) == [1]
+
+
+def test_engines_that_wait_too_long_go(hosts: FakeHosts) -> None:
+    now = [0.0]
+    warm = WarmEngines(hosts, lambda: now[0])
+    warm.keep(100.0)
+    warm.keep(30.0)
+    used(warm, KIND)
+    now[0] = 60.0
+    warm.tidy()
+    assert not hosts.ended, "one of those who keep them wants them for longer"
+    warm.drop(100.0)
+    warm.tidy()
+    assert hosts.ended == [(0, True)]
+    warm.drop(30.0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_time_to_wait_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"warm_engines\(idle_seconds=.*above 0"):
+        warm_engines(seconds).__enter__()
+
+
+# --- the cluster ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ray(hosts: FakeHosts) -> FakeRay:
+    return FakeRay(hosts)
+
+
+@pytest.fixture
+def shared(ray: FakeRay, warm: WarmEngines) -> Shared:
+    return Shared(ray, warm, sleep=lambda _: None)
+
+
+def run_on(
+    shared: Shared, kind: WarmKind | None = KIND, cpus: int = 4, address: str | None = None
+) -> list[Any]:
+    """A run of one pass with an engine that takes a CPU and a GPU; the engine that it had."""
+    user = User("run")
+    needs = {"CPU": 2.0, "GPU": 1.0}
+    with (
+        shared.joined(user, address, cpus),
+        shared.admitted(user, needs, {"CPU": 4.0, "GPU": 2.0}, kind, 1) as lease,
+    ):
+        return [] if lease is None else lease.engines(1)
+
+
+def test_the_cluster_is_started_once_for_all_runs_of_the_block(
+    shared: Shared, ray: FakeRay, hosts: FakeHosts
+) -> None:
+    assert run_on(shared) == [] and ray.made == [(None, 4), "end"]
+    with shared.kept_warm():
+        assert run_on(shared) == run_on(shared) == [0]
+        assert ray.made[2:] == [(None, 4)]
+        with shared.kept_warm():
+            pass
+        assert run_on(shared) == [0]
+    assert ray.made[3:] == ["end"] and hosts.ended == [(0, True)]
+
+
+def test_a_run_of_another_kind_gets_the_room_of_engines_that_wait(
+    shared: Shared, hosts: FakeHosts
+) -> None:
+    with shared.kept_warm():
+        assert run_on(shared) == [0]
+        assert run_on(shared, OTHER) == [1] and not hosts.ended, "there is room for both"
+        third = replace(KIND, key="c")
+        assert run_on(shared, third) == [2]
+        assert hosts.ended == [(0, True)]
+        assert run_on(shared, OTHER) == [1]
+        assert run_on(shared, None) == [] and hosts.ended[1:] == [(2, True)]
+
+
+@pytest.mark.parametrize(("cpus", "address"), [(6, None), (4, "elsewhere:6379")])
+def test_a_run_that_the_kept_cluster_does_not_suit_gets_another(
+    shared: Shared, ray: FakeRay, hosts: FakeHosts, cpus: int, address: str | None
+) -> None:
+    with shared.kept_warm():
+        run_on(shared)
+        assert run_on(shared, KIND, cpus, address) == [1]
+        assert ray.made == [(None, 4), "end", (address, cpus)] and hosts.ended == [(0, True)]
+    assert ray.made[3:] == ["end"]
+
+
+def test_a_cluster_of_the_callers_own_is_kept_by_the_caller(
+    shared: Shared, ray: FakeRay, hosts: FakeHosts
+) -> None:
+    ray.there = True
+    with shared.kept_warm():
+        assert run_on(shared) == run_on(shared) == [0]
+        assert run_on(shared, OTHER) == [1] and run_on(shared, replace(KIND, key="c")) == [2]
+        assert hosts.ended == [(0, True)], "there, too, who waits makes room"
+    assert ray.there and not ray.made and len(hosts.ended) == 3
+
+
+def test_engines_of_a_cluster_that_its_owner_has_ended_are_forgotten(
+    shared: Shared, ray: FakeRay, hosts: FakeHosts
+) -> None:
+    with shared.kept_warm():
+        run_on(shared)
+        ray.there = False
+        assert run_on(shared) == [1] and not hosts.ended
+    assert hosts.ended == [(1, True)]
+
+
+def test_the_block_ends_what_a_run_that_failed_has_left(
+    shared: Shared, ray: FakeRay, hosts: FakeHosts
+) -> None:
+    def failing() -> None:
+        with (
+            shared.kept_warm(),
+            shared.joined(User("run"), None, 4),
+            shared.admitted(User("run"), {}, {}, KIND, 1) as lease,
+        ):
+            assert lease is not None and lease.engines(1) == [0]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        failing()
+    assert hosts.ended == [(0, True)] and ray.made == [(None, 4), "end"]
+
+
+# --- what an engine is ----------------------------------------------------------------------------
+
+SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0}, {"max_num_seqs": 8}, env={"A": "1"})
+
+
+def kind_of(spec: EngineSpec = SPEC, engine: type = EngineStage, **more: Any) -> WarmKind | None:
+    given = {"resources": {"num_cpus": 1, "num_gpus": 0.5}, "calls": 4, **more}
+    return warm_kind(engine, spec, given["resources"], given["calls"])
+
+
+def test_runs_that_ask_otherwise_share_an_engine() -> None:
+    asks = replace(
+        SPEC,
+        sampling={"temperature": 1.0, "choice": ["a"]},
+        attempt="other",
+        done=lambda shard: True,
+        sort=False,
+        merge=False,
+        labels=("a",),
+        early_stop="decided",
+        tell=lambda engine, marks: None,
+    )
+    kind = kind_of()
+    assert kind is not None and kind == kind_of(asks) == kind_of(calls=9)
+    assert kind.takes == {"CPU": 1.0, "GPU": 0.5} and kind.calls > 9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {**MODEL, "identity": "1" * 64}},
+        {"arguments": {"max_num_seqs": 9}},
+        {"env": {"A": "2"}},
+        {"engines_per_gpu": 2},
+        {"gpu_bytes": 1},
+        {"share": {"gpu_memory_utilization": 0.5}},
+        {"hang_seconds": 5.0},
+        {"encodes": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_an_engine_is_started_with_tells_it_from_others(change: dict[str, Any]) -> None:
+    assert kind_of(replace(SPEC, **change)) != kind_of()
+
+
+def test_so_do_its_adapters_its_stage_and_what_it_holds() -> None:
+    one, two = ({"a": {"source": "a", "revision": None, "identity": x}} for x in "12")
+    adapted = [replace(SPEC, adapted=replace(SPEC.adapted, pinned=some)) for some in (one, two)]
+    kinds = [kind_of(), *map(kind_of, adapted), kind_of(engine=EngineHost)]
+    kinds += [kind_of(resources={"num_cpus": 2}), kind_of(calls=1000)]
+    assert len({(kind.key, kind.calls) for kind in kinds if kind is not None}) == len(kinds)
+
+
+def test_an_engine_with_a_state_of_the_users_or_with_objects_is_not_kept() -> None:
+    mine = {"logits_processors": ["mine:Processor"]}
+    assert kind_of(replace(SPEC, arguments=mine)) is None
+    assert kind_of(replace(SPEC, arguments={"compilation_config": object()})) is None
+
+
+# --- the actor that holds one ---------------------------------------------------------------------
+
+
+class Stage:
+    """Notes what is done to it; a block waits for `gate`."""
+
+    gate: threading.Event | None = None
+
+    def __init__(self, spec: EngineSpec):
+        self.specs, self.closed = [spec.attempt], False
+
+    def take_over(self, spec: EngineSpec) -> None:
+        self.specs.append(spec.attempt)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        return table.append_column("by", pa.array([self.specs[-1]] * table.num_rows))
+
+
+TABLE = pa.table({"x": [1, 2]})
+
+
+def begun(host: EngineHost, token: str, **spec: Any) -> Any:
+    host.begin(token, replace(SPEC, attempt=token, **spec))
+    return host.stage
+
+
+def test_a_host_serves_one_pass_after_the_other_with_one_engine() -> None:
+    host = EngineHost(Stage)
+    assert host.answer("one", TABLE) is None, "its process is new and knows no pass"
+    stage = begun(host, "one")
+    assert begun(host, "one") is begun(host, "two") is stage and stage.specs == ["one", "two"]
+    answer = host.answer("two", TABLE)
+    assert answer is not None and answer["by"].to_pylist() == ["two", "two"]
+    assert host.answer("one", TABLE) is None, "a pass that is over"
+    host.close()
+    assert stage.closed and host.answer("two", TABLE) is None
+
+
+def test_blocks_of_a_run_that_was_stopped_do_not_work_beside_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Stage, "gate", gate)
+    host = EngineHost(Stage)
+    stage = begun(host, "one")
+    inside = threading.Thread(target=host.answer, args=("one", TABLE), daemon=True)
+    inside.start()
+    wait_for(lambda: not host.is_idle())
+    assert begun(host, "two") is not stage and stage.closed
+    gate.set()
+    inside.join(60)
+    wait_for(host.is_idle)
+
+
+def test_a_stage_that_cannot_be_passed_on_is_made_anew() -> None:
+    class Plain:
+        def __init__(self, spec: EngineSpec):
+            self.spec = spec
+
+    host = EngineHost(Plain)
+    assert begun(host, "one") is not begun(host, "two")
+
+
+def test_each_forwarder_of_a_pass_takes_a_host_of_its_own() -> None:
+    host = EngineHost(Stage)
+    assert host.take("one", "a") and host.take("one", "a"), "its own, again after a death"
+    assert not host.take("one", "b")
+    assert host.take("two", "b"), "of the next pass"
+
+
+def test_the_job_is_asked_only_where_engines_can_be_kept() -> None:
+    from prefect_raybatch.cluster.pipeline import warm_kind_of
+    from prefect_raybatch.sizing.sizes import Capacity, sizes_of
+
+    def kind(**engine: Any) -> WarmKind | None:
+        job = make_job(engine={"model": "demo", **engine})
+        have = Capacity(8, 2, 1, "here", (2,), (), 4.0, 80 << 30)
+        size = sizes_of(job, 1000, 100.0, have, None, "", planned=100)
+        return warm_kind_of(job, MODEL, size)
+
+    assert kind() is not None
+    assert kind(replicas=[1, 2]) is None
+    assert kind(stage="ray.data.llm") is None
+    assert kind(tensor_parallel_size=2, distributed_executor_backend="ray") is None
