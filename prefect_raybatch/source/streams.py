@@ -6,6 +6,7 @@ import codecs
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import pyarrow as pa
@@ -30,8 +31,13 @@ def open_text(file: File, encoding: str, unbroken: bool = False) -> Iterator[Any
         text: Any = stream
         if encoding != "utf-8":  # a short read would be the end of a block to pyarrow
             text = io.BufferedReader(Recoded(stream, encoding))
-        text = Unbroken(text) if unbroken else text
-        yield text if text is stream else pa.PythonFile(text, mode="r")
+        if unbroken:
+            text = Unbroken(text)
+        try:
+            yield text if text is stream else pa.PythonFile(text, mode="r")
+        finally:
+            if unbroken:
+                text.end()
 
 
 @contextmanager
@@ -75,16 +81,25 @@ class Unbroken:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._held = stream, b""
+        self._ended, self._reading = False, Lock()
 
     def read(self, size: int) -> bytes:
-        data: bytes = self._stream.read(size - len(self._held))
-        data, self._held = (self._held + data if self._held else data), b""
-        if data[-1:] == b"\r" and len(data) > 1:
-            data, self._held = data[:-1], data[-1:]
-        return data
+        with self._reading:
+            if self._ended:
+                return b""
+            data: bytes = self._stream.read(size - len(self._held))
+            data, self._held = (self._held + data if self._held else data), b""
+            if data[-1:] == b"\r" and len(data) > 1:
+                data, self._held = data[:-1], data[-1:]
+            return data
 
     def close(self) -> None:
         """Whoever opened the stream closes it."""
+
+    def end(self) -> None:
+        """Nothing is read any more: pyarrow's threads, which read ahead, find the end."""
+        with self._reading:
+            self._ended = True
 
 
 class Recoded(io.RawIOBase):
