@@ -154,7 +154,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         loaded = with_blocks(with_run_words(job, run.run_key))
         report = finalize(loaded, run, progress)
         _show_report(job, report)
-        show_nights(loaded, run.run_key, tell=not run.finished)
+        show_nights(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -226,7 +226,8 @@ def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
             yield
     except Exception as error:
         if was_told(error) and not isinstance(error, StoreError):
-            show_nights(with_blocks(with_run_words(job, run.run_key)), run.run_key)
+            loaded = with_blocks(with_run_words(job, run.run_key))
+            show_nights(loaded, run.run_key, output=job.output.uri)
         raise
 
 
