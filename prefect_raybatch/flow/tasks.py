@@ -34,6 +34,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
@@ -161,6 +162,10 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
+            # Last, so that it is what the page shows first: such a run is completed and green.
+            for one in report.advice:
+                if one.about == DEADLINE_MISSED:
+                    get_run_logger().warning("%s: %s; take %s", one.about, one.evidence, one.change)
             materialize_result(report, job, loaded.source)
             if not job.output.publish:  # else it is completed by `publish_run`
                 RunEvents(run.run_key, job.name).completed(report)
