@@ -57,7 +57,7 @@ ANY_JOB = {
 
 def check_prefect(patient: Patient) -> Iterator[Finding]:
     """Whether the API answers, which one it is, and whether its version fits."""
-    url = _api_url()
+    url = prefect_api()
     here = metadata.version("prefect")
     if url is None:
         yield warned(
@@ -84,7 +84,7 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
 def check_api() -> None:
     """Raises `PrefectUnavailable` within 5 s when Prefect's API is set and does not answer: a flow
     would end there with a long traceback."""
-    url = _api_url()
+    url = prefect_api()
     if url is not None and (trouble := _api_trouble()):
         raise PrefectUnavailable(
             f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START_PREFECT}, or "
@@ -107,7 +107,8 @@ def _api_trouble() -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
 
 
-def _api_url() -> str | None:
+def prefect_api() -> str | None:
+    """URL of Prefect's API by its environment or profile; None where a flow starts its own."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -238,7 +239,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
-    if url := _api_url():
+    if url := prefect_api():
         yield "Prefect's server", f"{url}/health"
     job = patient.keyed()
     if job and job.output.uri.startswith("s3"):

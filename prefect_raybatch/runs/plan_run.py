@@ -210,8 +210,9 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     job, attempt = resolved.job, uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
     if dataset is not None:
+        given = job.source
         found = source.snapshot_dataset(
-            dataset, ledger.store, attempt, job.source.limit, job.source.columns
+            dataset, ledger.store, attempt, given.limit, given.columns, partial(copying_for, job)
         )
     elif copied:
         found = source.snapshot(job.source, ledger.store, attempt, partial(copying_for, job))
