@@ -189,22 +189,23 @@ class Heard(Listener):
 
 
 @pytest.mark.parametrize(
-    ("age", "phase", "said"),
+    ("age", "phase", "known", "said"),
     [
-        (3.0, INFERRING, INFERRING),
-        (3.0, STARTING, STARTING),
-        (600.0, INFERRING, UNHEARD),  # of a driver that is gone
-        (3.0, ENDED, UNHEARD),  # of the one before
-        (None, "", UNHEARD),
+        (3.0, INFERRING, 5, INFERRING),
+        (3.0, STARTING, 5, STARTING),
+        (3.0, STARTING, 0, INFERRING),  # it was written before the first commit
+        (600.0, INFERRING, 5, UNHEARD),  # of a driver that is gone
+        (3.0, ENDED, 5, UNHEARD),  # of the one before
+        (None, "", 0, UNHEARD),
     ],
 )
 def test_who_attaches_says_what_the_driver_does(
-    world: World, age: float | None, phase: str, said: str
+    world: World, age: float | None, phase: str, known: int, said: str
 ) -> None:
     world.small.commit(0)
     world.submitted()
     if age is not None:
-        beat = Beat(time.time() - age, phase=phase, engines={"ALIVE": 1})
+        beat = Beat(time.time() - age, phase=phase, done=known, engines={"ALIVE": 1})
         world.small.store.put(heartbeat_path("theirs"), beat.to_bytes())
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
