@@ -1,5 +1,6 @@
-"""Captions of images from Parquet to the result: the flow under a real Prefect, killed in the
-middle; real Ray, a real (tiny) vision model, and what tables hold in place of images."""
+"""Captions of images from a Lance data set to the result: the flow under a real Prefect, killed in
+the middle; real Ray, a real (tiny) vision model, what tables hold in place of images; and the night
+after, which takes the captions over."""
 
 from __future__ import annotations
 
@@ -11,27 +12,30 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers import environ
-from helpers.engines import FakeEngine
+from helpers.engines import FakeEngine, NoEngine
 from helpers.prefect_server import Prefect
 from helpers.processes import until
 from helpers.ray_head import Head
 from helpers.vision import make_vision_model
 from PIL import Image
 
-from prefect_raybatch import RunReport
+from prefect_raybatch import BatchJob, RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run, load_report
 from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
@@ -81,10 +85,11 @@ from functools import partial
 import image_captions
 from helpers.engines import FineEngine
 from prefect_raybatch.remote import follower
+from prefect_raybatch.stages.block import SHARD
 
 class First(FineEngine):
     def __call__(self, table):
-        if table["id"][0].as_py():
+        if table[SHARD][0].as_py():
             time.sleep(600)
         return super().__call__(table)
 
@@ -93,13 +98,15 @@ image_captions.image_captions(*sys.argv[1:])
 """
 
 
+def album(ids: Iterable[int], images: Sequence[bytes | None]) -> pa.Table:
+    return pa.table({"id": list(ids), "image": [{"bytes": i, "path": None} for i in images]})
+
+
 def prepare(folder: Path) -> list[str]:
     """The flow with a job of its own for a tiny model and few rows; its arguments."""
     images = [BAD[n][0] if n in BAD else photo(n) for n in range(ROWS)]
-    images[5] = images[4]  # asked about once
-    table = pa.table({"id": range(ROWS), "image": [{"bytes": i, "path": None} for i in images]})
-    (folder / "photos").mkdir()
-    pq.write_table(table, folder / "photos" / "a.parquet", row_group_size=5)
+    images[5] = images[4]  # prepared once
+    lance.write_dataset(album(range(ROWS), images), str(folder / "photos"), max_rows_per_file=10)
     shutil.copy(FLOWS / "image_captions.py", folder)
     (folder / "first.py").write_text(FIRST)
     job = yaml.safe_load((FLOWS / "image_captions.yaml").read_text())
@@ -108,6 +115,7 @@ def prepare(folder: Path) -> list[str]:
     job["engine"]["max_model_len"] = 512
     job["sampling"]["max_tokens"] = 8
     job["limits"] = {"max_failed_fraction": 0.5}
+    job["output"]["keep_answers"] = 30  # for the next night
     job["cluster"] = {"prepare": {"concurrency": 1}}  # each such process imports vLLM
     (folder / "image_captions.yaml").write_text(yaml.safe_dump(job))
     model = make_vision_model(folder / "model")
@@ -126,6 +134,10 @@ class Told:
     def table(self, kind: str) -> pa.Table:
         files = sorted(Path(self.uri, kind).glob("*.parquet"))
         return pa.concat_tables([pq.ParquetFile(file).read() for file in files])
+
+    def captions(self) -> dict[int, str]:
+        data = self.table("data")
+        return dict(zip(data["_row"].to_pylist(), data["caption"].to_pylist(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +164,7 @@ def told(
             )
 
     def commits() -> int:
-        return len(list((uri / "_raybatch/commits").glob("*.json")))
+        return len(list((uri / "_raybatch/asks/_raybatch/commits").glob("*.json")))
 
     flow = start("first.py")
     until(lambda: commits() or flow.poll() is not None, 150, "the first commit")
@@ -202,6 +214,25 @@ def test_a_retry_needs_nothing_but_the_quarantine(told: Told) -> None:
     report = finalize_run(child.job, child.run, progress)
     assert (report.good, report.failed) == (1, len(BAD) - 1)
     data = pq.read_table(f"{child.run.uri}/data").to_pylist()
-    assert data == [{"caption": "answer 20", "_row": 20}]
+    assert data == [{"caption": "answer 1", "_row": 20}]  # the second that is asked, after row 3
     root, _, key = told.uri.rpartition("/")
     assert verify_chain(open_store(root), key).ok
+
+
+def test_the_night_after_takes_captions_over_by_the_bytes_of_the_images(told: Told) -> None:
+    """Rows are gone, and one came back under another number: no engine is needed."""
+    root, _, _ = told.uri.rpartition("/out/")
+    photos = lance.dataset(f"{root}/photos")
+    photos.delete("id < 8")
+    photos.insert(album([ROWS], [photo(0)]))
+    value = yaml.safe_load(Path(root, "image_captions.yaml").read_text())
+    value["source"]["uri"], value["output"]["uri"] = f"{root}/photos", f"{root}/out"
+    value["engine"]["model"], value["reuse"] = f"{root}/model", told.uri
+    job = BatchJob.from_dict(value)
+    run = plan_run(job, "next")
+    report = finalize_run(job, run, infer_run(job, run, engine=NoEngine))
+    left, before = [n for n in range(8, ROWS) if n not in BAD], told.captions()
+    assert (report.reuse["reused"], report.reuse["asked"]) == (len(left) + 1, 0)
+    data = pq.read_table(f"{run.uri}/data")["caption"].to_pylist()
+    assert data == [before[n] for n in [*left, 0]]
+    assert verify(open_store(run.uri)).ok

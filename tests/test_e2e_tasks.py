@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import write_deltalake
 from helpers import targets, tiny_models
-from helpers.engines import VectorEngine
+from helpers.engines import NoEngine, VectorEngine
 from helpers.ray_head import Head
+from pyiceberg.catalog import load_catalog
 
 from prefect_raybatch import BatchJob, demo
 from prefect_raybatch.ledger.family import place
@@ -181,46 +182,51 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
     verdict = verify_chain(*place(str(run_dir)))
     assert verdict.ok and verdict.quarantined == 0, verdict
-    _next_night(value, table, made, tmp_path)
+    _next_nights(value, table, made, tmp_path)
 
 
-def _next_night(
+def _next_nights(
     value: dict[str, Any], table: pa.Table, before: list[dict[str, Any]], folder: Path
 ) -> None:
-    """Rows of a database, in another order, take the vectors that are there, and no engine is
-    started; they are published to four kinds of tables."""
+    """Rows of a database, in another order, and then some of them in an Iceberg table take the
+    vectors that are there, and no engine is started; they are published to four kinds of tables."""
     known = [i for i in reversed(range(ROWS)) if i not in LATER]
     with sqlite3.connect(folder / "rows.db") as base:
         base.execute("create table companies (id integer, text text, adapter text)")
         rows = [tuple(row.values()) for row in table.take(known).to_pylist()]
         base.executemany("insert into companies values (?, ?, ?)", rows)
     query = "select id, text, adapter from companies order by id desc"
-    source = {"uri": f"sqlite:///{folder}/rows.db", "query": query, "rows_per_shard": 20}
-    (folder / "lake").mkdir()
+    database = {"uri": f"sqlite:///{folder}/rows.db", "query": query}
+    lake = iceberg_source(folder, table.take(known[:20]))
+    vectors = {row["id"]: row["vector"] for row in before}
     made_of = {"delta": targets.delta_rows, "iceberg": targets.iceberg_rows}
     made_of |= {"lance": targets.lance_rows, "sql": targets.sql_rows}
-    publish = [getattr(targets, name)(folder / "lake") for name in made_of]
-    output = {**value["output"], "publish": publish}
-    job = BatchJob.from_dict({**value, "source": source, "output": output, "reuse": "latest"})
-    run = plan_run(job, "night")
-    report = finalize_run(job, run, infer_run(job, run, engine=NoEngine))
-    assert (report.reuse["reused"], report.reuse["asked"]) == (len(known), 0)
-    vectors = {row["id"]: row["vector"] for row in before}
-    made = pq.read_table(folder / "out" / "night" / "data").to_pylist()
-    assert [(row["id"], row["vector"]) for row in made] == [(i, vectors[i]) for i in known]
-    assert verify_chain(*place(str(folder / "out" / "night"))).ok
-    publish_run(job, run.uri)
-    for read in made_of.values():
-        there = {row["id"]: row["vector"] for row in read(folder / "lake")}
-        told = {i: json.loads(v) if isinstance(v, str) else v for i, v in there.items()}
-        assert told == {i: vectors[i] for i in known}
+    for key, source, ids in (("sql", database, known), ("lake", lake, known[:20])):
+        (folder / key).mkdir()
+        publish = [getattr(targets, name)(folder / key) for name in made_of]
+        output = {**value["output"], "publish": publish}
+        more = {"source": {**source, "rows_per_shard": 20}, "output": output, "reuse": "latest"}
+        job = BatchJob.from_dict({**value, **more})
+        run = plan_run(job, key)
+        report = finalize_run(job, run, infer_run(job, run, engine=NoEngine))
+        assert (report.reuse["reused"], report.reuse["asked"]) == (len(ids), 0)
+        made = pq.read_table(folder / "out" / key / "data").to_pylist()
+        assert [(row["id"], row["vector"]) for row in made] == [(i, vectors[i]) for i in ids]
+        assert verify_chain(*place(run.uri)).ok
+        publish_run(job, run.uri)
+        for read in made_of.values():
+            there = {row["id"]: row["vector"] for row in read(folder / key)}
+            told = {i: json.loads(v) if isinstance(v, str) else v for i, v in there.items()}
+            assert told == {i: vectors[i] for i in ids}
 
 
-class NoEngine:
-    """Nobody may start it."""
-
-    def __init__(self, spec: Any) -> None:
-        raise AssertionError("an engine was started")
+def iceberg_source(folder: Path, table: pa.Table) -> dict[str, Any]:
+    """The fields of a source that is a table of a new catalog, with these rows."""
+    (folder / "lakehouse").mkdir()
+    catalog = load_catalog(None, **targets.catalog(folder / "lakehouse"))
+    catalog.create_namespace("db")
+    catalog.create_table("db.rows", schema=table.schema).append(table)
+    return {"uri": "db.rows", "catalog": targets.catalog(folder / "lakehouse")}
 
 
 def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
@@ -231,14 +237,17 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     folders = adapters(tmp_path, "ab")
     under = [None if i in LATER else "ab"[i % 2] for i in range(ROWS)]
     table = pa.table({"id": range(ROWS), "text": [text(i) for i in range(ROWS)], "adapter": under})
-    pq.write_table(table, tmp_path / "in.parquet")
+    source = iceberg_source(tmp_path, table)
     value = job_dict(tmp_path, {name: str(folder) for name, folder in folders.items()})
+    value["source"] |= source
     value["prompt"]["on_null"] = "empty"  # the model alone, which a CPU cannot do beside adapters
     value["sampling"] = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
     del value["engine"]["task"]
     value["output"] |= {"column": "answer", "extras": []}
     before = begun(tmp_path, value, ray_head, "FineEngine")
     assert 0 < len(before) < ROWS // PER_SHARD // 2
+    catalog = load_catalog(None, **source["catalog"])
+    catalog.load_table("db.rows").delete("id < 30")  # the run keeps the snapshot that it began with
 
     job = BatchJob.from_dict(value)
     run = plan_run(job, "k")

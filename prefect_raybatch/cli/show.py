@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -137,9 +136,9 @@ def show_plan(found: DryRun) -> None:
     table = _grid()
     where = f"in {counted(found.files, f'{found.format} file')}"
     if found.table is not None and found.format in TABLE_FORMATS:
-        made = f" of {found.table['made']}" if "made" in found.table else ""
-        title = TABLE_FORMATS[found.format].title
-        where = f"of a {title} source at version {found.table['version']}{made}"
+        version, made = found.table["version"], found.table.get("made")
+        when = f" of {made}" if made not in (None, version) else ""
+        where = f"of {TABLE_FORMATS[found.format].source} at version {version}{when}"
     table.add_row("input", escape(f"{counted(found.rows, 'row')} {where}"))
     typed = (f"{name}: {kind}" for name, kind in zip(found.columns, found.types, strict=True))
     table.add_row("columns", escape(", ".join(typed)))
@@ -224,7 +223,7 @@ def _show_prompts(tokens: PromptLengths) -> None:
     for low, high, rows in tokens.histogram:
         bar = "#" * math.ceil(40 * rows / most)
         out.print(f"  {low:>{wide},} - {high:>{wide},}  {rows:>7,} {bar}", markup=False)
-    for note in tokens.notes:
+    for note in (*tokens.notes, *tokens.hints):
         out.print(f"  {note}", markup=False)
     for one in tokens.examples:
         print_prompt(f"{one.file}, row {one.row:,}", one.tokens, one.text)
@@ -237,7 +236,8 @@ def print_prompt(where: str, tokens: int, text: str) -> None:
     out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
 
 
-def show_report(report: RunReport, fresh: bool) -> None:
+def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
+    """`page`: it was made by a flow, which Prefect shows."""
     if not fresh:
         out.print(f"run {report.run_key} is finished already; nothing was started.")
     out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
@@ -267,11 +267,14 @@ def show_report(report: RunReport, fresh: bool) -> None:
     for one in report.advice:
         out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
         out.print(f"        [bold]->[/] {escape(one.change)}")
-    _print_page()
+    if page:
+        _print_page()
 
 
 def _print_page() -> None:
-    url = os.environ.get("PREFECT_API_URL")
+    from prefect_raybatch.doctor.services import prefect_api
+
+    url = prefect_api()
     if url:
         out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
     else:

@@ -5,7 +5,8 @@ An attempt's GPU time stands in its heartbeats, so that a killed one is counted 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ class CostMeter:
         self.before = before or Spent()
         self.gpu_seconds = 0.0
         self.gpus = 0.0  # that are held now
+        self._beside = 0.0  # of these, by what is no engine of a pass
         self._at: float | None = None
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
@@ -86,7 +88,21 @@ class CostMeter:
             self.gpu_seconds += self.gpus * max(0.0, now - self._at)
         living = alive(states)
         engines = max(living, min(sum(states.values()), self.fewest))
-        self._at, self.gpus = now, engines * self.gpus_an_engine
+        self._at, self.gpus = now, engines * self.gpus_an_engine + self._beside
+
+    @contextmanager
+    def holding(self, gpus: float) -> Iterator[None]:
+        """For the block something beside the engines of a pass holds GPUs: a trial's engine."""
+        self._beside += gpus
+        try:
+            yield
+        finally:
+            self._beside -= gpus
+
+    def after(self, earlier: CostMeter) -> CostMeter:
+        """This meter, going on from what the same attempt has counted by another."""
+        self.gpu_seconds = earlier.gpu_seconds
+        return self
 
     @property
     def cost(self) -> float | None:

@@ -53,11 +53,6 @@ def check_precision(job: BatchJob) -> None:
             f"{field} compares answers, and engine.task {job.engine.task} gives vectors or "
             "numbers; write fp8 or leave it out"
         )
-    if job.keeps_answers:
-        raise ValueError(
-            f"{field} does not go with reuse or output.keep_answers yet: kept answers are known "
-            "by the precision that they were made in; write fp8 or leave it out"
-        )
     if job.engine.spans_nodes:
         raise ValueError(
             f"{field} takes an engine on one node; leave distributed_executor_backend: ray out, "

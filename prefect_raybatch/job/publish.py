@@ -114,9 +114,8 @@ class PublishTarget(Group):
         for names in (self.key, self.partition_by):
             if len(set(names)) < len(names):
                 raise ValueError(f"{', '.join(names)}: a column stands there twice")
-        if self.mode == "merge" and kind in ("iceberg", "parquet", "jsonl"):
-            why = " (pyiceberg's upsert is several snapshots)" if kind == "iceberg" else ""
-            raise ValueError(f"{where} cannot merge in one commit{why}; append, or choose another")
+        if self.mode == "merge" and kind in ("parquet", "jsonl"):
+            raise ValueError(f"{where} cannot merge in one commit; append, or choose another")
         if kind == "lance" and self.mode == "append" and "{run_key}" not in (self.uri or ""):
             raise ValueError(
                 "lance cannot fence an append: put {run_key} into uri, which makes a data set a "

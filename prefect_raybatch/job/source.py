@@ -242,7 +242,7 @@ class Source(Group):
                 "and name a table or data set alone"
             )
         if name is not None and len(self.uris) > 1:
-            raise ValueError(f"uri: a {TABLE_FORMATS[name].title} source is one; name it alone")
+            raise ValueError(f"uri: {TABLE_FORMATS[name].source} is one; name it alone")
         if self.catalog and name != "iceberg":
             raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):

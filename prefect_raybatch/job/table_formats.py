@@ -31,6 +31,11 @@ class TableFormat:
     schemes: Sequence[str] = SCHEMES
 
     @property
+    def source(self) -> str:
+        """A source of this format, in words."""
+        return f"{'an' if self.title in ('Iceberg', 'SQL') else 'a'} {self.title} source"
+
+    @property
     def own_schemes(self) -> tuple[str, ...]:
         return tuple(scheme for scheme in self.schemes if scheme not in SCHEMES)
 

@@ -59,6 +59,17 @@ class AnswerPart:
 
 
 @dataclass(frozen=True)
+class TakenPrecision:
+    """The engine arguments that the run `by` (its key) had decided on, against `min_agreement`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    decided: Mapping[str, str]
+    min_agreement: Number
+    by: str
+
+
+@dataclass(frozen=True)
 class Increment:
     """`Plan.increment`: `ledger` is `rows` in the run itself and `asks` in the run of its asks.
 
@@ -67,7 +78,8 @@ class Increment:
     taken over, and `asks` is the plan of the asks. `earlier` are the runs they are from, the
     newest first; `differs` says which fields differ from its context, so that nothing was. Of the
     asks, `weights` names the table with the rows that wait for each, of `rows` in all. `seconds`:
-    engine time that one of the earlier answers took, None where that is not known.
+    engine time that one of the earlier answers took, None where that is not known. `precision`: of
+    a job that tries fewer bits, what is decided since answers are taken over.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -86,6 +98,7 @@ class Increment:
     weights: str | None = None
     rows: Count = 0
     seconds: Number | None = None
+    precision: TakenPrecision | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without what equals its default."""

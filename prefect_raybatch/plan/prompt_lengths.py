@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.plan.prefix_hints import prefix_hints
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -72,11 +74,13 @@ class PromptLengths:
     over: float
     notes: tuple[str, ...] = ()
     examples: tuple[PromptExample, ...] = ()
+    hints: tuple[str, ...] = ()  # what would let prompts share more
 
     def context(self) -> dict[str, Any]:
         """What a plan keeps (`Plan.context`)."""
         names = ("max_model_len", "why", "rows", "median", "p99", "most")
-        return {name: getattr(self, name) for name in names}
+        hints = {"hints": list(self.hints)} if self.hints else {}
+        return {**{name: getattr(self, name) for name in names}, **hints}
 
 
 def of_files(
@@ -89,7 +93,8 @@ def of_files(
     """Of Parquet files, spread over all their rows. `store` is the run's where they are its
     snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
     prompt."""
-    return measure(job, model, _spread(job, found, store, sample), sample)
+    rows = sum(file.rows for file in found.files)
+    return measure(job, model, _spread(job, found, store, sample), sample, rows=rows)
 
 
 def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
@@ -152,6 +157,7 @@ class _Seen:
     failures: list[Any] = field(default_factory=list)
     longest: dict[str, Any] = field(default_factory=dict)
     first: list[tuple[str, int, Any]] = field(default_factory=list)  # file, row, token ids
+    values: list[dict[str, Any]] = field(default_factory=list)  # of the columns of a template
 
 
 def measure(
@@ -160,8 +166,10 @@ def measure(
     blocks: Iterable[Block],
     sample: int = SAMPLE_ROWS,
     seconds: float = SAMPLE_SECONDS,
+    rows: int | None = None,
 ) -> PromptLengths:
-    """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block."""
+    """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block.
+    `rows` are those of the whole input, where that is known."""
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
@@ -182,8 +190,9 @@ def measure(
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
+    fields = template_fields(job.prompt.template) if job.prompt.template else ()
     for uri, start, table in blocks:
-        _look(seen, prepare, job.drawn.max_tokens, uri, start, table)
+        _look(seen, prepare, job.drawn.max_tokens, uri, start, table, fields)
         # The first block loads the reader and the tokenizer, which says nothing about the others.
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
@@ -194,10 +203,20 @@ def measure(
             f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
             f"length cannot be told{first}"
         )
-    return _summary(job, pinned, seen, time.monotonic() - began)
+    made = _summary(job, pinned, seen, time.monotonic() - began)
+    tokens = sum(seen.sizes) / len(seen.sizes)
+    return replace(made, hints=prefix_hints(job, rows or len(seen.sizes), seen.values, tokens))
 
 
-def _look(seen: _Seen, prepare: Any, longest: int, uri: str, start: int, table: pa.Table) -> None:
+def _look(
+    seen: _Seen,
+    prepare: Any,
+    longest: int,
+    uri: str,
+    start: int,
+    table: pa.Table,
+    fields: Sequence[str] = (),
+) -> None:
     import numpy as np
 
     from prefect_raybatch.stages.block import Failure
@@ -220,6 +239,8 @@ def _look(seen: _Seen, prepare: Any, longest: int, uri: str, start: int, table: 
         seen.needs.append(len(ids) + request.answer(longest))
         seen.keys.append(key)
         seen.requests.add((key, repr(request.sampling)))
+    if fields:
+        seen.values += table.select(fields).to_pylist()
 
 
 def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:

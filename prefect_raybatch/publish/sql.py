@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,20 @@ from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE
 
 OURS = "_raybatch_published"
 INSERT_ROWS = 1000  # of one INSERT
+# About what a column holds, by the type that its values have in Python.
+COLUMN_KINDS: dict[type, pa.DataType] = {
+    **{bool: pa.bool_(), int: pa.int64(), float: pa.float64(), Decimal: pa.decimal128(38, 9)},
+    **{date: pa.date32(), datetime: pa.timestamp("us"), time: pa.time64("us")},
+    **{bytes: pa.binary()},
+}
+NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_boolean)
+# What goes there without loss, by what a column holds; into any other column all that is text, too.
+FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
+    **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
+    **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
+    **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
+    **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
+}
 
 
 class SqlSink(Sink):
@@ -38,9 +53,14 @@ class SqlSink(Sink):
             engine.dispose()
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """By name and nullability: types differ from database to database, and it converts."""
+        """By name, nullability and kind: widths differ from database to database, and it
+        converts."""
         named = {field.name: field.type for field in wanted}
-        shown = [pa.field(f.name, named.get(f.name, pa.null()), f.nullable) for f in there]
+        shown = []
+        for field in there:
+            given = named.get(field.name, pa.null())
+            fits = any(test(given) for test in FITTING_KINDS.get(field.type, (lambda kind: True,)))
+            shown.append(field.with_type(given) if fits else field)
         return super().fit(wanted, pa.schema(shown), whole)
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
@@ -90,7 +110,7 @@ class SqlSink(Sink):
                 turn = marks.c.hash == self._turn
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
             where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
-            for batch in _values(rows, wanted, engine.dialect.name):
+            for batch in _values(rows, wanted, engine.dialect.name, _unpacked(table)):
                 if keys:
                     named = [{f"k_{name}": row[name] for name in keys} for row in batch]
                     connection.execute(table.delete().where(where), named)
@@ -140,14 +160,18 @@ class SqlSink(Sink):
         return f"merge {self.target.table}"[:64]
 
     def _reflected(self, engine: Any) -> Any:
-        from sqlalchemy import MetaData, Table
+        from sqlalchemy import MetaData, Table, Uuid
         from sqlalchemy.exc import NoSuchTableError
 
         schema, _, name = (self.target.table or "").rpartition(".")
         try:
-            return Table(name, MetaData(schema=schema or None), autoload_with=engine)
+            table = Table(name, MetaData(schema=schema or None), autoload_with=engine)
         except NoSuchTableError:
             return None
+        for column in table.columns:
+            if isinstance(column.type, Uuid):  # a result has them as text
+                column.type = Uuid(as_uuid=False)
+        return table
 
     def hopeless(self, error: Exception) -> str | None:
         from sqlalchemy.exc import DataError, IntegrityError, NotSupportedError, ProgrammingError
@@ -179,8 +203,28 @@ class SqlSink(Sink):
 
 
 def _columns(table: Any) -> pa.Schema:
-    """Names and nullability; the types are the database's own."""
-    return pa.schema([pa.field(c.name, pa.null(), bool(c.nullable)) for c in table.columns])
+    """Names, nullability, and about what they hold; null where that cannot be told."""
+    return pa.schema([pa.field(c.name, _kind(c), bool(c.nullable)) for c in table.columns])
+
+
+def _kind(column: Any) -> pa.DataType:
+    try:
+        return COLUMN_KINDS.get(column.type.python_type, pa.null())
+    except NotImplementedError:
+        return pa.null()
+
+
+def _unpacked(table: Any) -> dict[str, Callable[[Any], Any]]:
+    """What the values of columns that are not flat in the database become, by column."""
+    from sqlalchemy import ARRAY, JSON
+
+    found: dict[str, Callable[[Any], Any]] = {}
+    for column in table.columns:
+        if isinstance(column.type, JSON):
+            found[column.name] = lambda value: json.loads(_json(value))
+        elif isinstance(column.type, ARRAY):
+            found[column.name] = lambda value: value
+    return found
 
 
 def _create(engine: Any, table: Any) -> None:
@@ -217,13 +261,18 @@ def _sql_type(kind: Any, dialect: str) -> Any:
     return sql.Text()
 
 
-def _values(rows: AnsweredRows, wanted: pa.Schema, dialect: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows as a database's driver takes them: nested values as JSON text, in SQLite decimals as
-    text, too."""
+def _values(
+    rows: AnsweredRows,
+    wanted: pa.Schema,
+    dialect: str,
+    unpacked: dict[str, Callable[[Any], Any]],
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows as a database's driver takes them: nested values as JSON text unless `unpacked` names
+    their column, in SQLite decimals as text, too."""
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
         if kinds.is_nested(given.type):
-            change[given.name] = _json
+            change[given.name] = unpacked.get(given.name, _json)
         elif kinds.is_timestamp(given.type) and given.type.tz:
             change[given.name] = _utc
         elif kinds.is_decimal(kept.type) and dialect == "sqlite":

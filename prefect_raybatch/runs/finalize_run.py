@@ -25,7 +25,6 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -36,6 +35,7 @@ from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
+from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.starts import read_starts
 from prefect_raybatch.sizing.shards import (
@@ -103,7 +103,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     )
     starts = read_starts(ledger)
     made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
-    made = replace(made, precision=read_precision(store))
+    made = replace(made, precision=precision_of(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         days = job.output.keep_answers if job.keeps_answers else 0.0  # only to put rows in order
@@ -206,6 +206,7 @@ def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
     seqs = sequences_seen(engine, tally.stats.figures()) or SEQUENCES
     concurrent = concurrent_batches(engine, plan.rows_per_shard, seqs)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
+    hints = [str(hint) for hint in (plan.context or {}).get("hints", ())]
     found = problems(
         rows=plan.rows,
         rows_per_shard=plan.rows_per_shard,
@@ -213,7 +214,7 @@ def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
         engines=certain_engines(engine),
         seqs=seqs,
     )
-    return [shards, *found]
+    return [shards, *found, *hints]
 
 
 def of_whom(plan: Plan) -> list[str]:

@@ -23,12 +23,13 @@ from prefect_raybatch.ledger.increments import (
     AnswerPart,
     Increment,
     RowCounts,
+    TakenPrecision,
     asks_ledger,
 )
-from prefect_raybatch.ledger.layout import REUSED_FOLDER, table_path
+from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.plan_tables import to_parquet
-from prefect_raybatch.ledger.record_files import put_record_proved
+from prefect_raybatch.ledger.record_files import put_table
 from prefect_raybatch.ledger.records import Plan, digest, load
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
@@ -39,10 +40,11 @@ from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
+from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import Store, open_store
 
 log = logging.getLogger(__name__)
 ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over
@@ -134,7 +136,10 @@ def planned(
     is there."""
     join, earlier = worked.join, worked.earlier
     reused = _copy_answers(worked, store, attempt)
-    asks = _plan_asks(worked, resolved, store, attempt, context) if join.asked else None
+    precision = _precision(resolved, earlier)
+    asks = None
+    if join.asked:
+        asks = _plan_asks(worked, resolved, store, attempt, context, precision)
     counts = join.counts
     log.info(
         "reuse: %d rows take over answers, %d share another row's, %d are asked",
@@ -154,7 +159,15 @@ def planned(
         counts=counts,
         rows=worked.rows.rows,
         seconds=earlier.seconds,
+        precision=precision,
     )
+
+
+def _precision(resolved: Resolved, earlier: Earlier) -> TakenPrecision | None:
+    job, retry = resolved.job, resolved.retry
+    root = open_store(job.output.uri, job.output.options or None) if retry else None
+    parent = root.sub(retry["parent"]) if root is not None and retry else None
+    return taken_precision(job, [store for store, _ in earlier.held], parent)
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:
@@ -169,7 +182,7 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
         pq.write_table(table, out, compression="zstd", row_group_size=PLACES_A_GROUP)
         data = out.getvalue()
         name = f"places-{digest(data)[:16]}.parquet"
-        put_record_proved(store, table_path(name), data)
+        put_table(store, name, data)
         yield name
 
 
@@ -232,6 +245,7 @@ def _plan_asks(
     store: Store,
     attempt: str,
     context: dict[str, Any] | None,
+    precision: TakenPrecision | None,
 ) -> Plan:
     """Writes the input of the asks and the tables of their plan; the plan itself is begun later,
     with the bytes that the run's plan holds."""
@@ -256,10 +270,11 @@ def _plan_asks(
             merge=worked.keying.merge,
             weights=name,
             rows=worked.rows.rows,
+            precision=precision,
         ).to_dict(),
     )
     for table, data in {**named, name: weights}.items():
-        put_record_proved(ledger.store, table_path(table), data)
+        put_table(ledger.store, table, data)
     return replace(plan, parent=None)  # of a retry, the run itself has it
 
 

@@ -20,6 +20,7 @@ from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.precision import precision_tries, with_precision
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
@@ -139,16 +140,23 @@ def _attempt(
     with ExitStack() as stack:
         stack.enter_context(monitor)
         capacity = capacity or stack.enter_context(cluster.connected(job, user))
-        monitor.dashboard = cluster.dashboard_url()
+        monitor.dashboard, monitor.leaving = cluster.dashboard_url(), cluster.leaving
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
-        job = decided_job(job, plan, shards, ledger, capacity, user, attempt, engine)
+        if looks_up:
+            job = with_precision(job, {})  # its asks have decided
+        elif precision_tries(job.engine):
+            stored = sized.for_attempt(with_precision(job, {}), plan, ledger, capacity)
+            monitor.meter = meter_for(job, capacity, stored.pool, spent)
+            decision = (plan, shards, ledger, capacity, user, attempt, engine)
+            halted = partial(_halted, user, monitor)
+            job = decided_job(job, *decision, monitor.meter, halted)
         needed = without_engine(job) if looks_up else job
         size = sized.for_attempt(needed, plan, ledger, capacity)
         cluster.check_fit(needed, capacity, size.pool)
         for warning in () if looks_up else size.warnings:
             log.warning(warning)
-        monitor.meter = meter_for(needed, capacity, size.pool, spent)
+        monitor.meter = meter_for(needed, capacity, size.pool, spent).after(monitor.meter)
         check_cost(job.limits, monitor.meter.whole, plan.shards, int(driver.done.sum()))
         kind = None if looks_up else warm_kind_of(job, plan.model, size, **more)
         warm = stack.enter_context(cluster.admitted(needed, capacity, size.pool, user, kind))
@@ -216,15 +224,18 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
     thread ends also a run in another one, in which it is not raised."""
     from prefect_raybatch.driver.stall import interruptible
 
-    def halted() -> RayBatchError | None:
-        return user.halted() or monitor.spent
-
     # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
     # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
     told = limits.fail_on_stall or limits.max_cost is not None
     if told or threading.current_thread() is not threading.main_thread():
+        halted = partial(_halted, user, monitor)
         return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, halted)
     return pipeline
+
+
+def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
+    """Why the run is to stop now."""
+    return user.halted() or monitor.spent
 
 
 def _note_stop(whoami: Whoami, stop: Stop) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -24,6 +25,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.ledger.increments import TakenPrecision, asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.precision import (
@@ -36,7 +38,7 @@ from prefect_raybatch.ledger.precision import (
 from prefect_raybatch.ledger.records import Plan, Unit
 from prefect_raybatch.report.report import settings_text
 from prefect_raybatch.sizing.agreement import confidence_of_each, lower_bound, trial_rows
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -60,12 +62,16 @@ def decided_job(
     user: User,
     attempt: str,
     engine: type | None = None,
+    meter: CostMeter | None = None,
+    halted: Callable[[], RayBatchError | None] | None = None,
 ) -> BatchJob:
     """The job in the precision that its run has decided on; decides where that is still open.
 
-    A run that retries rows of another takes over its decision. Raises `CorruptRun` where shards are
-    committed and no decision is there, `ConfigError` where the rows cannot show what is asked
-    for, `EngineStartError` and `EngineFailure` where the model as it is stored does not work.
+    A run that retries rows of another takes over its decision, and so does one that takes over
+    answers: those of two precisions do not mix. `meter` counts what the trial's engines hold, and
+    `halted` says why it is to stop. Raises `CorruptRun` where shards are committed and no decision
+    is there, `ConfigError` where the rows cannot show what is asked for, `EngineStartError` and
+    `EngineFailure` where the model as it is stored does not work.
     """
     if not precision_tries(job.engine):
         return job
@@ -77,9 +83,11 @@ def decided_job(
                 "they were asked (precision.json) is missing; put it back, or run the job under a "
                 "new run key"
             )
-        note = _of_parent(job, plan)
+        note = _of_parent(job, plan) or _of_plan(plan)
         if note is None:
-            note = _Bench(job, plan, shards, ledger, have, user, attempt, engine).decide()
+            bench = _Bench(job, plan, shards, ledger, have, user, attempt, engine)
+            bench.meter, bench.halted = meter or bench.meter, halted or bench.halted
+            note = bench.decide()
         note = note_precision(ledger.store, note)
     log.info("precision: %s", said(note))
     return with_precision(job, note.decided)
@@ -110,6 +118,45 @@ def _of_parent(job: BatchJob, plan: Plan) -> PrecisionNote | None:
     return None if found is None else replace(found, by=plan.parent, tries=(), itself=None)
 
 
+def _of_plan(plan: Plan) -> PrecisionNote | None:
+    """The decision by which the answers were made that a run takes over, as its plan keeps it."""
+    increment = increment_of(plan)
+    if increment is None or increment.precision is None:
+        return None
+    taken = increment.precision
+    return PrecisionNote(taken.decided, taken.min_agreement, (), taken.by)
+
+
+def precision_of(store: Store) -> PrecisionNote | None:
+    """What a run has decided, itself or in its asks, or has taken over; None where it has not."""
+    plan = Ledger(store).load_plan()
+    asks = read_precision(asks_ledger(store).store)
+    return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
+
+
+def taken_precision(
+    job: BatchJob, earlier: Sequence[Store], parent: Store | None
+) -> TakenPrecision | None:
+    """What the plan of a run keeps that takes answers over from `earlier` runs, the first one that
+    was named first, or asks again what failed in `parent`; None where it is to decide itself.
+
+    Raises `CorruptRun` where their decision is missing.
+    """
+    stores = [parent] if parent is not None else list(earlier)
+    if not precision_tries(job.engine) or not stores:
+        return None
+    for store in stores:
+        if (found := precision_of(store)) is not None:
+            key = store.uri.rpartition("/")[2]
+            return TakenPrecision(dict(found.decided), found.min_agreement, key)
+    if parent is not None:
+        return None
+    raise CorruptRun(
+        f"{stores[0].uri}: its answers are taken over, and the decision in which precision they "
+        "were asked (precision.json) is missing; put it back, or run the job without reuse"
+    )
+
+
 class _Bench:
     """Asks a sample of a run's rows as the model is stored and as it is tried."""
 
@@ -126,6 +173,8 @@ class _Bench:
     ):
         self.job, self.plan, self.shards, self.ledger = job, plan, shards, ledger
         self.have, self.user, self.attempt, self.engine = have, user, attempt, engine
+        self.meter = CostMeter()
+        self.halted: Callable[[], RayBatchError | None] = user.halted
         self.sample = drawn_rows(shards, plan.rows, trial_rows(job, plan.rows), plan.hash)
 
     def decide(self) -> PrecisionNote:
@@ -201,7 +250,9 @@ class _Bench:
                 f"a sample of the rows is asked first, to decide on the precision "
                 f"({settings_text(arguments)})"
             )
-            yield stack.enter_context(trial_on_worker(engine, stages, resources, self.user.halted))
+            gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
+            stack.enter_context(self.meter.holding(gpus))
+            yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
     def _stages(self, job: BatchJob, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
         from prefect_raybatch.cluster.pipeline import Pipeline

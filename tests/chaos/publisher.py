@@ -32,17 +32,20 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.runs.publish_run import publish_run
 
 LIBRARIES = (deltalake, lance, pyiceberg, sqlalchemy)  # what a publisher has imported
-FORMATS = ("delta", "iceberg", "sql", "lance", "parquet")
+APPENDED = ("delta", "iceberg", "sql", "lance", "parquet")
+MERGED = ("delta", "iceberg", "sql", "lance")
+MODES = [(format, "append") for format in APPENDED] + [(format, "merge") for format in MERGED]
 
 
 class Round:
     """One target, and those that publish to it."""
 
-    def __init__(self, run: Path, folder: Path, format: str, number: int) -> None:
+    def __init__(self, run: Path, folder: Path, format: str, mode: str, number: int) -> None:
         self.run, self.format = run, format
-        self.root = folder / f"{format}-{number}"
+        self.root = folder / f"{format}-{mode}-{number}"
         self.root.mkdir(parents=True)
-        target = {**TARGETS[format][0](self.root), "name": f"{format}-{number}"}
+        more = {"mode": mode, "key": ["_row"]} if mode == "merge" else {}
+        target = {**TARGETS[format][0](self.root, **more), "name": self.root.name}
         value = json.loads((run / "_raybatch/plan.json").read_text())["job"]
         value["output"] = {**value["output"], "publish": [target]}
         self.job = value
@@ -96,12 +99,12 @@ def answered(run: Path) -> int:
 def main(run: str, folder: str, seed: str, rounds: str) -> int:
     rng, found = random.Random(seed), {}
     expected, faults = answered(Path(run)), []
-    for format in FORMATS:
+    for format, mode in MODES:
         seen: dict[str, Any] = {"rounds": 0, "kills": 0}
-        first = Round(Path(run), Path(folder), format, 0)
+        first = Round(Path(run), Path(folder), format, mode, 0)
         took = first.alone(first.publish)
         for number in range(1, int(rounds) + 1):
-            one = Round(Path(run), Path(folder), format, number)
+            one = Round(Path(run), Path(folder), format, mode, number)
             for _ in range(rng.choice([1, 1, 2, 3])):
                 delays = [rng.uniform(0, 1.3 * took) for _ in range(rng.choice([1, 2, 2]))]
                 seen["kills"] += one.killed(delays)
@@ -117,7 +120,7 @@ def main(run: str, folder: str, seed: str, rounds: str) -> int:
                     f"{one.root.name}: {len(rows)} of {expected} rows, up to {most} times"
                 )
             seen["rounds"] += 1
-        found[format] = seen | {"seconds": round(took, 2)}
+        found[f"{format} {mode}"] = seen | {"seconds": round(took, 2)}
     print(json.dumps({"targets": found, "faults": faults}))
     return 1 if faults else 0
 

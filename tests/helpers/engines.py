@@ -15,6 +15,7 @@ from prefect_raybatch.stages.block import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
+    POSITION,
     TIMES,
     TOKENS,
     Failure,
@@ -40,10 +41,12 @@ class FakeEngine:
         if passes_by(table):
             return table
         errors = table[ERROR].to_pylist()
-        for i, number in enumerate(table["id"].to_pylist()):
+        # The asks of a run that keeps answers hold only the columns that the prompt is made of.
+        numbers = table["id" if "id" in table.column_names else POSITION].to_pylist()
+        for i, number in enumerate(numbers):
             if number == self.FAILS and errors[i] is None:
                 errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-        return with_answers(table, errors, [f"answer {i}" for i in table["id"].to_pylist()])
+        return with_answers(table, errors, [f"answer {number}" for number in numbers])
 
 
 def with_answers(
@@ -155,6 +158,13 @@ class FineEngine(FakeEngine):
     """Refuses no row."""
 
     FAILS = -1
+
+
+class NoEngine:
+    """Nobody may start it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        raise AssertionError("an engine was started")
 
 
 class CrashingEngine(FakeEngine):

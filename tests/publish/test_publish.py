@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,6 @@ def numbers(format: str, root: Path) -> list[int]:
     return sorted(row["_row"] for row in TARGETS[format][1](root))
 
 
-def steps_of(job: BatchJob, run: Path) -> list[str]:
-    seen: list[str] = []
-    publish_run(job, str(run), seen.append)
-    return seen
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_run_is_published_once_however_often_it_is_asked(format, run, tmp_path):
     job = made(format, run, tmp_path)
@@ -75,27 +70,30 @@ def test_a_run_is_published_once_however_often_it_is_asked(format, run, tmp_path
     assert report_of(str(run)).published[0].target == format
 
 
+def killed_at_every_step(job: BatchJob, run: Path) -> Iterator[set[str]]:
+    """Publishers, each killed at the first step that none before it was killed at, until one is
+    done: after each of them all steps so far."""
+    seen: set[str] = set()
+
+    def stop(step: str) -> None:
+        if step not in seen:
+            seen.add(step)
+            raise Killed(step)
+
+    done = False
+    while not done:
+        with suppress(Killed):
+            publish_run(job, str(run), stop)
+            done = True
+        yield seen
+    assert seen >= {"opened", "looked", "committed", "recording"}
+
+
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_publisher_that_is_killed_at_any_step_leaves_no_row_twice(format, finished, tmp_path):
-    """Each step is where one is killed; the next one brings the rows there once."""
-    trial = tmp_path / "count"
-    shutil.copytree(finished, trial / "key")
-    steps = len(steps_of(made(format, trial / "key", trial), trial / "key"))
-    assert steps >= 4
-    for killed_at in range(steps):
-        root = tmp_path / str(killed_at)
-        shutil.copytree(finished, root / "key")
-        job, seen = made(format, root / "key", root), []
-
-        def stop(step: str, at: int = killed_at, seen: list[str] = seen) -> None:
-            seen.append(step)
-            if len(seen) > at:
-                raise Killed(step)
-
-        with pytest.raises(Killed):
-            publish_run(job, str(root / "key"), stop)
-        publish_run(job, str(root / "key"))
-        assert numbers(format, root) == ANSWERED, f"killed at {seen[-1]}"
+def test_a_publisher_that_is_killed_at_every_step_leaves_no_row_twice(format, run, tmp_path):
+    for seen in killed_at_every_step(made(format, run, tmp_path), run):
+        if "committed" in seen:
+            assert numbers(format, tmp_path) == ANSWERED, seen
 
 
 def beside(job: BatchJob, run: Path) -> Callable[[str], None]:
@@ -121,27 +119,63 @@ def test_of_two_publishers_at_once_one_brings_the_rows(format, run, tmp_path):
 # --- merging ------------------------------------------------------------------------------------
 
 
-def before(format: str, root: Path, run: Path) -> BatchJob:
-    """A target that holds other answers to the rows, which an earlier run has put there."""
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(first_run(tmp_path_factory.mktemp("older"), {}, text="old").store.uri)
+
+
+@pytest.fixture
+def older(old_run: Path, tmp_path: Path) -> Path:
+    """A run that answered all of the rows."""
+    return Path(shutil.copytree(old_run, tmp_path / "older/key"))
+
+
+def merging(format: str, root: Path, *runs: Path) -> Iterator[BatchJob]:
+    """The job of each run, which merges by id into one target."""
     place = {"uri": str(root / "lance-all")} if format == "lance" else {}
-    job = made(format, run, root, mode="merge", key=["id"], **place)
-    earlier = first_run(root / "before", {}, text="old")
-    publish_run(job_of(Path(earlier.store.uri), *job_targets(job)), earlier.store.uri)
+    target = TARGETS[format][0](root, mode="merge", key=["id"], **place)
+    return (job_of(run, target) for run in runs)
+
+
+def before(format: str, root: Path, run: Path, older: Path) -> BatchJob:
+    """A target that holds other answers to the rows, which an earlier run has put there."""
+    earlier, job = merging(format, root, older, run)
+    publish_run(earlier, str(older))
     return job
 
 
-def job_targets(job: BatchJob) -> list[dict[str, Any]]:
-    return [t.model_dump(exclude_defaults=True) for t in job.output.publish]
+MERGING = ["delta", "iceberg", "sql", "lance"]
 
 
-@pytest.mark.parametrize("format", ["delta", "sql", "lance"])
-def test_a_merge_replaces_rows_of_the_same_key(format, run, tmp_path):
-    job = before(format, tmp_path, run)
+@pytest.mark.parametrize("format", MERGING)
+def test_a_merge_replaces_rows_of_the_same_key(format, run, older, tmp_path):
+    job = before(format, tmp_path, run, older)
     publish_run(job, str(run), beside(job, run))
     rows = {row["id"]: row["response"] for row in TARGETS[format][1](tmp_path)}
     assert sorted(rows) == list(range(20))  # those that failed this time keep the answer they had
     assert all(rows[n] == ("old" if n in FAILED else "answer") + f" {n}" for n in rows)
     assert len(TARGETS[format][1](tmp_path)) == 20
+
+
+@pytest.mark.parametrize("format", MERGING)
+def test_a_merge_that_is_killed_at_every_step_is_there_whole_or_not_at_all(
+    format, run, older, tmp_path
+):
+    job = before(format, tmp_path, run, older)
+    old = [(n, f"old {n}") for n in range(20)]
+    new = [(n, f"{'old' if n in FAILED else 'answer'} {n}") for n in range(20)]
+    for seen in killed_at_every_step(job, run):
+        rows = sorted((row["id"], row["response"]) for row in TARGETS[format][1](tmp_path))
+        assert rows == (new if "committed" in seen else old), seen
+
+
+@pytest.mark.parametrize("format", MERGING)
+def test_of_two_runs_that_merge_at_once_each_key_is_there_once(format, run, older, tmp_path):
+    """The other run merges between this one's look and its commit, where no table was before."""
+    earlier, job = merging(format, tmp_path, older, run)
+    publish_run(job, str(run), beside(earlier, older))
+    rows = sorted((row["id"], row["response"]) for row in TARGETS[format][1](tmp_path))
+    assert rows == [(n, f"{'old' if n in FAILED else 'answer'} {n}") for n in range(20)]
 
 
 def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(tmp_path):
@@ -157,16 +191,17 @@ def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(
 
 
 def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
-    target = TARGETS["delta"][0](tmp_path)
-    parent = first_run(tmp_path / "out", output={"publish": [target]})
+    targets = [TARGETS[format][0](tmp_path) for format in FORMATS]
+    parent = first_run(tmp_path / "out", output={"publish": targets})
     publish_run(None, parent.store.uri)
     child = retried(parent.store.uri)
     report = publish_run(None, child)
-    assert report.published[0].rows == len(FAILED)
-    assert numbers("delta", tmp_path) == list(range(20))
-    publish_run(None, child)
-    publish_run(None, parent.store.uri)
-    assert numbers("delta", tmp_path) == list(range(20))
+    assert [one.rows for one in report.published] == [len(FAILED)] * len(FORMATS)
+    for _ in range(2):
+        for format in FORMATS:
+            assert numbers(format, tmp_path) == list(range(20)), format
+        publish_run(None, child)
+        publish_run(None, parent.store.uri)
 
 
 def test_a_table_that_is_gone_once_it_was_published_to_stays_gone(run, tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import pytest
 from helpers.postgresql import PASSWORD, postgresql
 from helpers.retries import FAILED, first_run, retried
 from helpers.small import make_job, read_json
+from helpers.targets import published_rows
 
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.publish.publish import open_sink
 from prefect_raybatch.runs.publish_run import publish_run
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
@@ -220,6 +225,41 @@ def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
     with pytest.raises(ConfigError, match=r"refuses the rows.*too long"):
         publish_run(job_of(run, target(server, "narrow")), str(run))
     assert rows_of(server, "narrow") == {}  # given up whole
+
+
+def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
+    """JSON, arrays and UUIDs come as texts from a table source, and go back as what they are."""
+    made = '(id int, _row int, "Company" text, {}, response {})'
+    with connect(server) as own:
+        own.execute("CREATE TABLE typed " + made.format("tags jsonb", "text"))
+        own.execute("CREATE TABLE lists " + made.format("tags text[]", "varchar(40)"))
+        own.execute("CREATE TABLE wrong " + made.format("tags json", "integer"))
+        own.execute("CREATE TABLE keyed (id uuid, at date, n smallint)")
+    for table in ("typed", "lists"):
+        forget(server)
+        publish_run(job_of(run, target(server, table, mode="merge", key=["id"])), str(run))
+        shutil.rmtree(run / "_raybatch/published")
+        with connect(server) as own:
+            found = own.execute(f"SELECT id, tags FROM {table} ORDER BY id").fetchall()
+        assert found == [(n, [f"t{n}"]) for n in ANSWERED], table
+    wrong = job_of(run, target(server, "wrong"))
+    columns = pa.schema([("id", pa.int64()), ("Company", pa.string())])
+    columns = columns.append(pa.field("tags", pa.list_(pa.string())))
+    said = "'response' is int64 in the table there and string in the result"
+    for work in (lambda: check_targets_of(wrong, columns), lambda: publish_run(wrong, str(run))):
+        with pytest.raises(ConfigError, match=said):
+            work()
+    assert rows_of(server, "wrong") == {}
+    sink = open_sink(PublishTarget.model_validate(target(server, "keyed")), "key", {})
+    id, day = uuid.uuid4(), date(2026, 7, 1)
+    rows = pa.table({"id": [str(id)], "at": [day], "n": [3]})
+    sink.publish(published_rows(rows, "k" * 64), lambda step: None)
+    with connect(server) as own:
+        assert own.execute("SELECT * FROM keyed").fetchall() == [(id, day, 3)]
+    for column, kind in (("at", pa.timestamp("us")), ("n", pa.float64()), ("n", pa.string())):
+        schema = rows.schema.set(rows.schema.names.index(column), pa.field(column, kind))
+        with pytest.raises(ConfigError, match=f"column '{column}' is .* in the table there"):
+            sink.check(schema)
 
 
 def test_a_job_with_a_password_in_its_url_is_none():

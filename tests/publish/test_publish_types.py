@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 import lance
 import pyarrow as pa
 import pytest
+from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
 from helpers.targets import TARGETS, catalog, iceberg, published_rows
 from pyiceberg.catalog import load_catalog
@@ -111,7 +112,9 @@ def test_a_table_with_another_schema_is_told_when_the_run_is_planned(format, tmp
     assert "fit" in quiet(made.schema.remove(2), target)[0]  # one that may be null
     with pytest.raises(ConfigError, match=r"has no column 'new' \(columns: _row, answer, more\)"):
         quiet(made.schema.append(pa.field("new", pa.string())), target)
-    if format != "sql":  # a database converts
+    with pytest.raises(ConfigError, match=r"'_row' is int64 in the table .*string in the result"):
+        quiet(made.schema.set(0, pa.field("_row", pa.string())), target)
+    if format != "sql":  # a database makes text of it
         with pytest.raises(ConfigError, match=r"'answer' is .*string in the table .*double"):
             quiet(made.schema.set(1, pa.field("answer", pa.float64())), target)
 
@@ -166,6 +169,78 @@ def test_a_null_that_a_table_does_not_take_gives_up_the_whole_commit(tmp_path):
         quiet(pa.schema([("_row", pa.int64())]), TARGETS["delta"][0](tmp_path))
 
 
+@pytest.mark.parametrize("format", ["delta", "iceberg", "sql", "lance"])
+def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(format, tmp_path):
+    more = {"uri": str(tmp_path / "lance-all")} if format == "lance" else {}
+    target = TARGETS[format][0](tmp_path, mode="merge", key=["id"], **more)
+    nights = [
+        pa.table({"id": [1, 2], "a": ["x", "y"], "more": ["m1", "m2"]}),
+        pa.table({"id": [2, 3], "a": ["Y", "Z"]}),
+    ]
+    for plan, night in zip("pq", nights, strict=True):
+        sink = open_sink(PublishTarget.model_validate(target), "key", {})
+        sink.check(night.schema)
+        sink.publish(published_rows(night, plan * 64), lambda step: None)
+    rows = sorted(tuple(row.values()) for row in TARGETS[format][1](tmp_path))
+    kept = "m2" if format == "delta" else None
+    assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
+
+
+def test_iceberg_merges_by_keys_of_several_columns_and_of_each_type(tmp_path, monkeypatch):
+    def merged(key: list[str], table: pa.Table, plan: str) -> list[dict[str, Any]]:
+        target = iceberg(tmp_path, mode="merge", key=key) | {"table": f"db.{'_'.join(key)}"}
+        sink = open_sink(PublishTarget.model_validate(target), "key", {})
+        sink.publish(published_rows(table, plan * 64), lambda step: None)
+        found = load_catalog(None, **catalog(tmp_path)).load_table(target["table"])
+        return list(found.scan().to_arrow().sort_by("n").to_pylist())
+
+    days = [date(2026, 7, d) for d in (1, 1, 2, 2)]
+    values = {
+        **{"day": days, "name": ["it's", "b", "it's", "b"], "n": [0, 1, 2, 3]},
+        **{"at": [datetime(2026, 7, 1, hour, tzinfo=UTC) for hour in range(4)]},
+        **{"price": [Decimal(f"{i}.50") for i in range(4)], "raw": [bytes([i]) for i in range(4)]},
+    }
+    first = pa.table(values)
+    later = first.slice(1, 2).append_column("more", pa.array(["x", "y"]))
+    first = first.append_column("more", pa.nulls(4, pa.string()))
+    wanted = [first.to_pylist()[0], *later.to_pylist(), first.to_pylist()[3]]
+    for key in (["day", "name"], ["at"], ["price"], ["raw"], ["n", "at", "name"]):
+        assert merged(key, first, "p") == first.to_pylist()
+        assert merged(key, later, "q") == wanted, key
+        assert merged(key, later, "q") == wanted, key
+    monkeypatch.setattr("prefect_raybatch.publish.iceberg.MOST_GROUPS", 1)
+    with pytest.raises(ConfigError, match=r"key day, name makes 2 groups .*merge by one column"):
+        merged(["day", "name"], first, "r")
+
+
+def test_a_merge_into_an_iceberg_table_with_deletes_brings_no_deleted_row_back(tmp_path):
+    target = iceberg(tmp_path, mode="merge", key=["id"])
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    rows = pa.table({"id": pa.array(range(6), pa.int64()), "a": ["x"] * 6})
+    lake = load_catalog(None, **catalog(tmp_path))
+    made = lake.create_table("db.answers", rows.schema, properties={"format-version": "2"})
+    made.append(rows)
+    delete_positions(made, tmp_path, [0, 2])
+    later = pa.table({"id": pa.array([1, 2, 9], pa.int64()), "a": ["y"] * 3})
+    sink.publish(published_rows(later, "q" * 64), lambda step: None)
+    found = sorted((row["id"], row["a"]) for row in TARGETS["iceberg"][1](tmp_path))
+    assert found == [(1, "y"), (2, "y"), (3, "x"), (4, "x"), (5, "x"), (9, "y")]
+    delete_equal(lake.load_table("db.answers"), tmp_path, "id", [4])
+    with pytest.raises(ConfigError, match="equality deletes, which pyiceberg cannot apply"):
+        sink.publish(published_rows(later, "r" * 64), lambda step: None)
+
+
+def test_a_merge_into_an_iceberg_table_with_partitions_is_refused_when_it_is_planned(tmp_path):
+    target, schema = iceberg(tmp_path, mode="merge", key=["_row"]), TABLE.schema.remove(2)
+    made = load_catalog(None, **catalog(tmp_path)).create_table(
+        "db.answers", schema=pa.schema([("_row", pa.int64()), ("flag", pa.bool_())])
+    )
+    with made.update_spec() as change:
+        change.add_identity("flag")
+    with pytest.raises(ConfigError, match="is partitioned, where pyiceberg's merges"):
+        quiet(schema, target)
+
+
 def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
     table = pa.table({"_row": list(range(6)), "day": ["1/7", "2", None] * 2, "a": ["x"] * 6})
     for format in ("parquet", "jsonl", "delta"):
@@ -202,8 +277,12 @@ def test_a_plan_checks_the_columns_that_it_knows(tmp_path):
 
 def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("prefect_raybatch.publish.base.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'needs deltalake, .*pip install "prefect-raybatch\[del'):
-        quiet(TABLE.schema, TARGETS["delta"][0](tmp_path))
+    modules = {"delta": "deltalake", "iceberg": "pyiceberg", "lance": "lance", "sql": "sqlalchemy"}
+    for format, module in modules.items():
+        extra = "postgresql" if format == "sql" else format
+        said = rf'{format}: needs {module}, .*pip install "prefect-raybatch\[{extra}\]"'
+        with pytest.raises(ConfigError, match=said):
+            quiet(TABLE.schema, TARGETS[format][0](tmp_path))
 
 
 def test_a_password_comes_from_the_environment_and_is_never_shown(monkeypatch, tmp_path):

@@ -540,3 +540,22 @@ def test_more_rows_than_can_be_sorted_are_asked_as_they_stand(
     assert "engine.order: run is left out: 4 rows are more than 3" in caplog.text
     with pytest.raises(ConfigError, match=r"engine\.order: run: ray\.data\.llm"):
         ordered(nights, stage="ray.data.llm")
+
+
+def test_the_report_repeats_what_would_let_prompts_share_more(
+    nights: Nights, caplog: pytest.LogCaptureFixture
+) -> None:
+    nights.write(
+        *(f"review {i}" for i in range(120)), about=[f"shop {i % 2} " * 9 for i in range(120)]
+    )
+    job = nights.job(
+        reuse=None,
+        source={"uri": str(nights.folder / "in.parquet"), "rows_per_shard": 60},
+        prompt={"template": "Say {text}\nof {about}"},
+        engine={"max_model_len": "auto"},
+    )
+    told = dry_run(job).tokens
+    assert told is not None and len(told.hints) == 1
+    assert told.hints[0].startswith("prompt.template: with its fields in the order {about}, {text}")
+    report = nights.night("n1", job)
+    assert told.hints[0] in report.notes and told.hints[0] in caplog.text

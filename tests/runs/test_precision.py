@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from helpers.engines import Fp8Engine
+from helpers.nights import Nights
 from helpers.small import input_rows, job_dict, make_job
 
 from prefect_raybatch.cluster import connect, trial_actor
 from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.precision import precision_tries, with_precision
@@ -30,6 +33,7 @@ from prefect_raybatch.report.report import markdown
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.precision import decided_job, drawn_rows, said
+from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.trial import TrialEngine, compared
@@ -78,16 +82,16 @@ def job_of(folder: Path, engine: dict[str, Any], **groups: Any) -> BatchJob:
     )
 
 
+@contextmanager
+def here(engine: type, stages: Any, *_: Any) -> Iterator[Any]:
+    trial = TrialEngine(engine, stages)
+    yield trial.outcomes
+    trial.close()
+
+
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Small]:
     """A run whose trials are made in this process."""
-
-    @contextmanager
-    def here(engine: type, stages: Any, *_: Any) -> Iterator[Any]:
-        trial = TrialEngine(engine, stages)
-        yield trial.outcomes
-        trial.close()
-
     monkeypatch.setattr(trial_actor, "trial_on_worker", here)
     monkeypatch.setattr(connect, "admitted", lambda *_: nullcontext())
 
@@ -253,7 +257,6 @@ def test_failed_rows_agree_where_they_fail_alike():
     ("change", "told"),
     [
         ({"engine": {"quantization": "try-fp8", "task": "embed"}}, "engine.task embed"),
-        ({"output": {"uri": "o", "keep_answers": "30d"}}, "keep_answers"),
         (
             {
                 "engine": {
@@ -296,3 +299,68 @@ def test_with_ray_the_run_is_asked_as_was_decided(local_ray, tmp_path):
         assert "Asked with quantization: fp8; limits.min_agreement is 0.5" in page
         assert f"{one.agreed:,} ({one.agreement:.2%})" in page
         assert one.disagreeing[0].tried in page
+
+
+def test_a_trial_counts_as_cost_while_its_engines_hold_gpus(planned, monkeypatch):
+    held: list[float] = []
+
+    class Meter(CostMeter):
+        @contextmanager
+        def holding(self, gpus: float) -> Iterator[None]:
+            with super().holding(gpus):
+                self.see(0.0, {})
+                self.see(10.0, {})
+                held.append(self.gpus)
+                yield
+
+    gpus = Capacity(cpus=4, gpus=1, nodes=1, address="here", gpus_by_node=(1,))
+    run = planned()
+    job = run.job.model_copy(update={"engine": run.job.engine.model_copy(update={"device": "gpu"})})
+    monkeypatch.setattr(connect, "check_fit", lambda *_: None)
+    meter = Meter(3600.0)
+    user = User("trial", run.said.append)
+    known = (run.plan, run.shards, run.ledger, gpus, user, "attempt", Fp8Engine)
+    assert decided_job(job, *known, meter).engine.model_extra == {"quantization": "fp8"}
+    assert held == [1.0, 1.0] and meter.gpu_seconds >= 20.0
+    meter.see(99.0, {})
+    assert meter.gpus == 0.0
+    later = CostMeter(3600.0, 1.0, 1).after(meter)
+    assert later.whole == meter.cost and later.whole >= 20.0
+
+
+def test_nights_that_take_answers_over_stay_in_one_precision(tmp_path, monkeypatch):
+    """Also where a night asked nothing, and the night that decided is gone; a retry too."""
+    trials: list[str] = []
+
+    def trial(engine: type, stages: Any, *more: Any) -> Any:
+        trials.append("trial")
+        return here(Fp8Engine, stages)
+
+    monkeypatch.setattr(trial_actor, "trial_on_worker", trial)
+    monkeypatch.setattr(connect, "admitted", lambda *_: nullcontext())
+    nights = Nights(tmp_path)
+    nights.refuses = lambda prompt: "bad" in prompt
+    env = {Fp8Engine.NOTES: str(tmp_path / "notes")}
+    job = nights.job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 100},
+        prompt={"template": "Say {text}\n{id}"},
+        engine={"quantization": "try-fp8", "env": env},
+        limits={"min_agreement": 0.5, "max_failed_fraction": 1.0},
+    )
+    texts = [f"row {i}" for i in range(210)]
+    for key, more in (("n1", ["bad"]), ("n2", []), ("n3", ["new"])):
+        nights.write(*texts, *more, id=list(range(210 + len(more))))
+        report = nights.night(key, job)
+        assert report.precision is not None
+        assert report.precision.decided == {"quantization": "fp8"}
+        if key == "n1":
+            assert report.precision.tries and trials == ["trial"] * 2
+            retried = plan_retry(str(tmp_path / "out" / "n1"))
+            assert isinstance(retried, Retry)
+            child = nights.drive(retried.job, retried.run)
+            assert child.precision is not None and child.precision.by == "n1"
+        else:
+            assert not report.precision.tries and report.precision.by in ("n1", "n1.r1", "n2")
+            for gone in (tmp_path / "out").glob("n1*"):
+                shutil.rmtree(gone)
+    assert trials == ["trial"] * 2

@@ -23,6 +23,7 @@ from helpers.table_sources import (
 from pyiceberg.catalog import Catalog, load_catalog
 from s3server import S3Server
 
+from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
@@ -135,7 +136,7 @@ def test_partitions_columns_filter_and_all_kinds_of_values_come_through(tmp_path
         assert ids(kept) == fitting and kept.column_names == ["who", "id"], text
 
 
-def test_a_plan_keeps_the_snapshot_and_no_key_of_the_catalog(tmp_path, catalog):
+def test_a_plan_keeps_the_snapshot_and_no_key_of_the_catalog(tmp_path, catalog, capsys):
     table = table_of(catalog, "orders", companies(0, 30))
     how = {**properties(tmp_path), "s3.secret-access-key": "SECRET-1"}
     job = make_job(
@@ -144,7 +145,10 @@ def test_a_plan_keeps_the_snapshot_and_no_key_of_the_catalog(tmp_path, catalog):
         engine={"model": "demo"},
     )
     assert "SECRET-1" not in f"{job!r} {job.model_dump_json()}"
-    assert dry_run(job).rows == 20
+    seen = dry_run(job)
+    assert seen.rows == 20
+    show_plan(seen)
+    assert "20 rows of an Iceberg source at version" in capsys.readouterr().out
     run = plan_run(job, "one")
     store = open_store(str(tmp_path / "out/one"))
     kept = Ledger(store).load_plan()

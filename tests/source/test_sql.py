@@ -186,6 +186,8 @@ def test_postgresql_types_come_from_the_database(server, tmp_path):
     kinds = {field.name: str(field.type) for field in made.schema}
     assert kinds["n"] == "int32" and kinds["at"] == "timestamp[us, tz=UTC]"
     assert "decimal128(38, 2)" in kinds["d"]
+    few = "SELECT * FROM generate_series(1, (SELECT 30))"  # of which the database expects 1,000
+    assert peek(Source(uri=server, query=few, options=KEYS)).rows == 30
     assert PASSWORD not in json.dumps(dict(made.table)) and "reader" not in made.table["uri"]
 
 

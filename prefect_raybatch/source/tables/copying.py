@@ -48,8 +48,8 @@ def peek_at(format: str, source: Source) -> Inventory:
     """What `snapshot_of` would give, guessed from metadata and the first rows. Writes nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
-        looked, sample = chosen.sample()
-        rows = looked if table.rows is None else table.rows
+        looked, sample, whole = chosen.sample()
+        rows = looked if whole or table.rows is None else table.rows
         if source.filter and looked:
             rows = max(1, round(rows * sample.num_rows / looked))
         rows = rows if source.limit is None else min(rows, source.limit)
@@ -94,16 +94,16 @@ class _Chosen:
             if kept.num_rows:
                 yield kept.select(self._names)
 
-    def sample(self) -> tuple[int, pa.Table]:
-        """(rows looked at, those of them that fit)."""
+    def sample(self) -> tuple[int, pa.Table, bool]:
+        """(rows looked at, those of them that fit, whether these are all that there are)."""
         looked, found = 0, [self.schema.empty_table()]
         for table in self._read(None):
             looked += table.num_rows
             kept = table if self._filter is None else self._filter.keep(table)
             found.append(kept.select(self._names))
             if looked >= GUESS_ROWS:
-                break
-        return looked, pa.concat_tables(found)
+                return looked, pa.concat_tables(found), False
+        return looked, pa.concat_tables(found), True
 
     def _read(self, pushed: Filter | None) -> Iterator[pa.Table]:
         needed = self._filter.columns if self._filter else ()

@@ -1,0 +1,137 @@
+"""What another order of a template's fields, or of the rows, would let prompts share. Pure.
+
+Told from sampled rows: a field that few rows differ in, put first, is computed once for many of
+them. How many distinct beginnings so many rows have is extrapolated from how many the sample has
+once and twice (R. K. Colwell et al., "Models and estimators linking individual-based and
+sample-based rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5,
+2012, equation 9). Lengths are characters, by which a prompt's tokens are shared out.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prefect_raybatch.job import tasks
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.words import counted
+
+MOST_FIELDS = 8  # of a template: each set of them is counted
+LEAST_SAMPLED = 100  # sampled
+WORTH = 0.1  # of a prompt's tokens: less is not worth a change
+USUAL_SHARD = 4000  # rows of a large run's shard where the job gives none
+TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all else counts as new
+
+
+@dataclass(frozen=True)
+class TemplateCells:
+    """The fields of a template, mean characters of each with the text before it, of what stands
+    around them, and the values of the sampled rows."""
+
+    fields: tuple[str, ...]
+    sizes: tuple[float, ...]
+    around: tuple[float, float]  # before the first, after the last
+    values: Sequence[tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, job: BatchJob, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
+        """None where prompts are not made of a template's fields, or begin with images."""
+        if job.prompt.template is None or job.prompt.images.used or len(rows) < LEAST_SAMPLED:
+            return None
+        parts = list(string.Formatter().parse(job.prompt.template))
+        fields = tuple(name for _, name, _, _ in parts if name is not None)
+        if not fields or len(set(fields)) < len(fields) or len(fields) > MOST_FIELDS:
+            return None
+        values = [tuple(row.get(name) for name in fields) for row in rows]
+        literals = [len(text) for text, name, _, _ in parts if name is not None]
+        means = (np.mean([len(str(row[i])) for row in values]) for i in range(len(fields)))
+        sizes = tuple(a + float(b) for a, b in zip(literals, means, strict=True))
+        tail = sum(len(text) for text, name, _, _ in parts if name is None)
+        return cls(fields, sizes, (float(len(job.prompt.system or "")), float(tail)), values)
+
+    def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
+        """Of so many rows taken at random, the share of their prompts that need not be computed
+        again: with the fields as they stand, and in the best order, which is the last value."""
+        count = len(self.fields)
+        distinct = [self._distinct(held, rows) for held in range(1 << count)]
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for held in range(1, 1 << count):
+            last = (f for f in range(count) if held >> f & 1)
+            best.append(
+                min(
+                    (
+                        best[held ^ 1 << f][0] + distinct[held] * self.sizes[f],
+                        (*best[held ^ 1 << f][1], f),
+                    )
+                    for f in last
+                )
+            )
+        now = sum(distinct[(2 << f) - 1] * self.sizes[f] for f in range(count))
+        whole = rows * (sum(self.sizes) + sum(self.around))
+        rest = self.around[0] + distinct[-1] * self.around[1]
+        order = tuple(self.fields[f] for f in best[-1][1])
+        return 1 - (now + rest) / whole, 1 - (best[-1][0] + rest) / whole, order
+
+    def _distinct(self, held: int, rows: int) -> float:
+        """How many values the fields of the set `held` have together in so many rows."""
+        chosen = [f for f in range(len(self.fields)) if held >> f & 1]
+        if not chosen:
+            return 1.0
+        return distinct_of(Counter(tuple(row[f] for f in chosen) for row in self.values), rows)
+
+
+def distinct_of(seen: Counter[Any], rows: int) -> float:
+    """How many distinct values `rows` rows have, by those of a sample of them."""
+    counts = np.array(list(seen.values()))
+    sample, found = int(counts.sum()), len(counts)
+    if rows <= sample:
+        return float((1 - (1 - rows / sample) ** counts).sum())
+    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    more = rows - sample
+    if twice < TWICE:
+        return found + more * once / sample
+    unseen = once**2 / (2 * twice)
+    return found + unseen * (1 - (1 - once / (sample * unseen + once)) ** more) if once else found
+
+
+def prefix_hints(
+    job: BatchJob, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
+) -> tuple[str, ...]:
+    """A line for each change that would share more, for an input of `rows` rows; `tokens` are those
+    of a mean prompt."""
+    if tasks.pools(job.engine.task) or job.engine.order == "input" or job.engine.stage != "vllm":
+        return ()
+    cells = TemplateCells.of(job, sampled)
+    if cells is None:
+        return ()
+    shard = min(rows, job.source.rows_per_shard or USUAL_SHARD)
+    reach = rows if job.asks_apart else shard
+    now, best, order = cells.shared(reach)
+    far, far_best, _ = cells.shared(rows)
+    where = "over the run" if job.asks_apart else f"in a shard of {counted(shard, 'row')}"
+    made = []
+
+    def told(before: float, after: float) -> str:
+        return (
+            f"about {after:.0%} of a prompt's {tokens:,.0f} tokens in place of {before:.0%} "
+            f"({tokens * (1 - after):,.0f} to compute, not {tokens * (1 - before):,.0f})"
+        )
+
+    if best - now >= WORTH:
+        names = ", ".join(f"{{{name}}}" for name in order)
+        more = f", with engine.order: run {far_best:.0%}" if far_best - best >= WORTH else ""
+        made.append(
+            f"prompt.template: with its fields in the order {names} rows would share "
+            f"{told(now, best)} {where}{more}; another prompt may be answered otherwise"
+        )
+    if far - now >= WORTH:
+        made.append(
+            f"engine.order: run would share {told(now, far)}, if the beginnings of the prompts do "
+            "not fit into the KV cache together: rows that begin alike lie in many shards"
+        )
+    return tuple(made)
