@@ -147,7 +147,11 @@ def passed_on(
     job = make_job(
         name=name,
         source={"uri": str(folder / f"{name}.parquet"), "rows_per_shard": 1},
-        engine={"num_cpus": 0.5, "replicas": engines, "env": {"PLACES": str(places)}},
+        engine={
+            "num_cpus": 0.5,
+            "replicas": engines,
+            "env": {"PLACES": str(places), "ENGINES": str(engines)},
+        },
         output={"uri": str(folder / name)},
         limits={"max_failed": 1, "engine_deaths": 1},
     )

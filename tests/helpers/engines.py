@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,11 +183,18 @@ class CrashingEngine(FakeEngine):
 
 class PassedOnEngine(CrashingEngine):
     """Goes from one run to the next; notes each start and each run in the folder `PLACES` of its
-    environment."""
+    environment, and answers nothing before `ENGINES` of them have started."""
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
         self._note("start")
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        env, until = self.spec.env, time.monotonic() + 120
+        while len(list(Path(env["PLACES"]).glob("start-*"))) < int(env["ENGINES"]):
+            assert time.monotonic() < until, "an engine does not start"
+            time.sleep(0.05)
+        return super().__call__(table)
 
     def take_over(self, spec: EngineSpec) -> None:
         self.spec = spec
