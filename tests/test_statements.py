@@ -54,6 +54,8 @@ ELSEWHERE = {
     r"apt-get install ": "the machine has what it needs",
     r"(cd|mkdir|source|export|kill) ": "the reader's shell; tests/tour",
     r"ray start": "tests/helpers/ray_head.py starts a head",
+    r"ray drain-node": "SIGTERM drains a node by the same call: tests/cluster/test_cluster.py",
+    r"ray get-auth-token": "prints a head's token, as in tests/cluster/test_tokens.py",
 }
 # What is rightly refused in this folder, and what is said then.
 REFUSED = {

@@ -130,7 +130,7 @@ def demo(
     if as_json:
         print_json(report.to_dict())
         return
-    show_report(report, fresh)
+    show_report(report, fresh, page=fresh and prefect)
     show_sample(report, ["Index", "Company", "Country", "industry"])
 
 
@@ -237,7 +237,7 @@ def run(
     if as_json:
         print_json(report.to_dict())
     else:
-        show_report(report, fresh)
+        show_report(report, fresh, page=fresh and prefect)
 
 
 @app.command()
@@ -304,7 +304,7 @@ def retry_failed(
     elif isinstance(made, retry.Nothing):
         out.print(f"{made.message}; nothing was started", markup=False)
     else:
-        show_report(made, True)
+        show_report(made, True, page=prefect)
 
 
 @app.command()
@@ -409,7 +409,9 @@ def reap(
 
 @app.command()
 def reconcile(
-    job_server: Annotated[str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265")],
+    job_server: Annotated[
+        str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265 or ray-cluster/NAME")
+    ],
     dry_run: Annotated[bool, typer.Option(help="Say what would be done, do nothing.")] = False,
     as_json: Json = False,
 ) -> None:

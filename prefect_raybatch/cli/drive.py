@@ -82,7 +82,7 @@ def retry_rows(
 
     with _progress(quiet) as show:
         if prefect:
-            report = run_flow("retry_failed", arguments, show, asked.job)
+            report = run_flow("retry_failed", arguments, show, asked.known.job)
             none = "other runs have retried all rows asked for; none is left that failed"
             return report or retry.Nothing(arguments[0], none)
         made = retry.begin(asked)
@@ -92,9 +92,10 @@ def retry_rows(
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """The job with keys from its credentials blocks. The flow gets the job without them and loads
-    them itself, since Prefect keeps a flow's parameters in clear."""
-    if not (job.source.credentials_block or job.output.credentials_block):
+    """The job with keys from its blocks, that of its cluster as well. The flow gets the job without
+    them and loads them itself, since Prefect keeps a flow's parameters in clear."""
+    blocks = (job.source.credentials_block, job.output.credentials_block, job.cluster.block)
+    if not any(blocks):
         return job
     from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow.tasks import with_blocks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -237,7 +236,8 @@ def print_prompt(where: str, tokens: int, text: str) -> None:
     out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
 
 
-def show_report(report: RunReport, fresh: bool) -> None:
+def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
+    """`page`: it was made by a flow, which Prefect shows."""
     if not fresh:
         out.print(f"run {report.run_key} is finished already; nothing was started.")
     out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
@@ -267,11 +267,14 @@ def show_report(report: RunReport, fresh: bool) -> None:
     for one in report.advice:
         out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
         out.print(f"        [bold]->[/] {escape(one.change)}")
-    _print_page()
+    if page:
+        _print_page()
 
 
 def _print_page() -> None:
-    url = os.environ.get("PREFECT_API_URL")
+    from prefect_raybatch.doctor.services import prefect_api
+
+    url = prefect_api()
     if url:
         out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
     else:

@@ -26,6 +26,7 @@ from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms
 from prefect_raybatch.words import counted
@@ -47,7 +48,7 @@ class Needs:
 
 def address_of(cluster: Cluster) -> str | None:
     """The cluster a job would use; None when one is started here."""
-    return cluster.address or os.environ.get("RAY_ADDRESS") or None
+    return cluster.access.address or os.environ.get("RAY_ADDRESS") or None
 
 
 class _Ray:
@@ -55,21 +56,23 @@ class _Ray:
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
-        self._auth_mode: str | None = None  # RAY_AUTH_MODE before Ray was started
+        self._auth: dict[str, str | None] = {}  # Ray's variables for tokens before it was started
+        self.access = ClusterAccess()  # of the cluster that is joined next
 
     def joined(self) -> bool:
         ray = sys.modules.get("ray")
         return ray is not None and bool(ray.is_initialized())
 
     def start(self, address: str | None, cpus: int) -> None:
+        access = self.access if self.access.address == address else ClusterAccess(address)
         if address:
-            check_reachable(address)
+            check_reachable(address, access)
         import ray
 
         # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
-        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth_mode
+        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
 
-        self._auth_mode = os.environ.get("RAY_AUTH_MODE")
+        self._auth = use_token(access.token)
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
         PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
@@ -81,7 +84,7 @@ class _Ray:
             with _sigterm_kept(), _quiet_start(not address):
                 self._lasting(lambda: ray.init(address=address or "local", **quiet))
         except (ConnectionError, RuntimeError, ValueError) as error:
-            put_back_auth_mode(self._auth_mode)
+            put_back_auth(self._auth)
             raise InsufficientResources(
                 f"no Ray cluster answers at {address or 'this machine'}: {error}"
             ) from None
@@ -89,10 +92,10 @@ class _Ray:
     def end(self) -> None:
         import ray
 
-        from prefect_raybatch.stages.ray_internals import put_back_auth_mode
+        from prefect_raybatch.stages.ray_internals import put_back_auth
 
         ray.shutdown()
-        put_back_auth_mode(self._auth_mode)
+        put_back_auth(self._auth)
         self._over.set()
 
     def _lasting(self, start: Callable[[], object]) -> None:
@@ -126,7 +129,8 @@ class _Ray:
         return dict(ray.available_resources())
 
 
-SHARED = Shared(_Ray(), WarmEngines(RayHosts()))
+RAY = _Ray()
+SHARED = Shared(RAY, WarmEngines(RayHosts()))
 
 
 @contextmanager
@@ -159,8 +163,9 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
     one out stops it, and only what was started here.
 
     Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
-    of this process are in another cluster.
+    of this process are in another cluster, and where Ray's token is missing or wrong.
     """
+    RAY.access = job.cluster.access
     with SHARED.joined(user or User(job.name), address_of(job.cluster), local_cpus(job)):
         yield capacity()
 
@@ -169,7 +174,7 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
 def started_early(job: BatchJob) -> Iterator[None]:
     """Starts a local cluster for the job's run while the block gets that run under way; nothing
     where the cluster is elsewhere."""
-    if job.cluster.job_server or address_of(job.cluster):
+    if job.cluster.access.job_server or address_of(job.cluster):
         yield
         return
     with SHARED.started_early(None, local_cpus(job)):
@@ -263,7 +268,7 @@ def capacity() -> Capacity:
 def glance(job: BatchJob) -> Capacity | None:
     """What can be told of the job's cluster without joining it: all of one that this process is in,
     this machine where the run starts one itself; None for one that is elsewhere."""
-    if job.cluster.job_server:
+    if job.cluster.access.job_server:
         return None
     with SHARED.visited() as there:
         if there:
@@ -315,6 +320,20 @@ def nodes() -> set[str]:
                 socket.create_connection(place, KNOCK).close()
                 found.add(node["NodeID"])
     return found
+
+
+def leaving() -> dict[str, float | None]:
+    """The addresses of nodes that are to leave the cluster this process is in, and the seconds that
+    each has left; None where nobody said."""
+    from prefect_raybatch.stages.ray_internals import leaving_nodes
+
+    found = leaving_nodes() if is_joined() else {}
+    if not found:
+        return {}
+    import ray
+
+    names = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    return {names.get(id, id[:8]): left for id, left in found.items()}
 
 
 def is_joined() -> bool:

@@ -52,6 +52,7 @@ from prefect_raybatch.stages.ray_internals import (
     forget_starts,
     limit_in_flight,
     map_actors,
+    node_is_leaving,
     stop_pass,
     tell_start,
     told_starts,
@@ -184,6 +185,8 @@ class Pipeline:
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
+        if self.warm is None:  # a forwarder would go on sending to an engine that gives back
+            spec = replace(spec, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 from prefect_raybatch.bounded import within
-from prefect_raybatch.errors import ClusterUnavailable
+from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
+from prefect_raybatch.errors import ClusterUnavailable, ConfigError
+from prefect_raybatch.job.cluster_access import ClusterAccess
 
 CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
 REACH_SECONDS = 4.5  # seconds in all, the name's look-up included, which has no limit of its own
@@ -26,13 +29,42 @@ QUESTION = (
     (b"content-type", b"application/grpc"),
     (b"te", b"trailers"),
 )
+# The health service answers everybody; this one only those whose token is right.
+ALIVE = b"/ray.rpc.NodeInfoGcsService/CheckAlive"
+UNAUTHENTICATED = b"\x0bgrpc-status\x0216"  # gRPC's code for it, in an answer's header
 
 
-def check_reachable(address: str) -> None:
+def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     """Raises `ClusterUnavailable` within 5 s when no Ray head answers at host:port, or for `auto`
-    when none runs on this machine."""
+    when none runs on this machine; `ConfigError` when it refuses our token, or wants one."""
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}; {MEND}")
+    if refused := token_refusal(address, access or ClusterAccess(address)):
+        raise ConfigError(refused)
+
+
+def token_refusal(address: str, access: ClusterAccess) -> str:
+    """What is wrong with the token that we have for the head at the address; "" where nothing is,
+    or where it cannot be told. Ray itself would ask for 20 s, or without end."""
+    token = token_sent(access)
+    try:
+        if not within(REACH_SECONDS, lambda: _refuses(address, token)):
+            return ""
+    except (OSError, TimeoutError):
+        return ""
+    who = f"the Ray cluster at {address}"
+    return token_wrong(who, access) if token else token_missing(who, access)
+
+
+def _refuses(address: str, token: str | None) -> bool:
+    host, port = _host_and_port(address)
+    if host is None or not _plain():
+        return False
+    asked = [(name, ALIVE if name == b":path" else value) for name, value in QUESTION]
+    if token is not None:
+        asked.append((b"authorization", f"Bearer {token}".encode()))
+    with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as line:
+        return UNAUTHENTICATED in _answer(line, asked)
 
 
 def silent(address: str) -> str:
@@ -50,28 +82,36 @@ def _trouble(address: str) -> str:
     place = _running_cluster() if address == "auto" else address
     if not place:
         return "none was started on this machine"
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535 or "://" in place:
+    host, port = _host_and_port(place)
+    if host is None:
         return ""
     where = "" if place == address else f"{place}: "
     try:
-        with socket.create_connection(
-            (host.strip("[]"), int(port)), timeout=CONNECT_SECONDS
-        ) as line:
-            # Behind TLS nothing can be asked without Ray's keys.
-            plain = os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
-            if plain and not _serves(line):
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as line:
+            if _plain() and _answer(line, QUESTION)[:1] != bytes([STATUS_200]):
                 return f"{where}something listens there, but does not answer as a Ray head does"
     except OSError as error:
         return f"{where}{error.strerror or error or type(error).__name__}"
     return ""
 
 
-def _serves(line: socket.socket) -> bool:
-    """Whether a gRPC service answers a question after its health, whatever it says of it."""
-    header = b"".join(
-        b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in QUESTION
-    )
+def _host_and_port(address: str) -> tuple[str | None, int]:
+    """Of an address, also of what `auto` means; no host for one of another form."""
+    place = (_running_cluster() or "") if address == "auto" else address
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535 or "://" in place:
+        return None, 0
+    return host.strip("[]"), int(port)
+
+
+def _plain() -> bool:
+    """Behind TLS nothing can be asked without Ray's keys."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
+
+
+def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The header of a gRPC service's answer to a question; empty where there is none."""
+    header = b"".join(b"\0" + _text(name) + _text(value) for name, value in question)
     line.sendall(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         + _frame(SETTINGS, 0, 0, b"")
@@ -84,16 +124,27 @@ def _serves(line: socket.socket) -> bool:
         try:
             more = line.recv(4096)
         except TimeoutError:
-            return False
+            return b""
         got += more
         while len(got) >= 9 and len(got) >= (size := 9 + int.from_bytes(got[:3])):
             kind, stream, body = got[3], int.from_bytes(got[5:9]), got[9:size]
             if kind == HEADERS and stream == 1:
-                return body[:1] == bytes([STATUS_200])
+                return body
             got = got[size:]
         if not more:
-            return False
-    return False
+            return b""
+    return b""
+
+
+def _text(text: bytes) -> bytes:
+    """A text in a header (RFC 7541, 5.1 and 5.2): its length in seven bits, or more bytes of it."""
+    if len(text) < 127:
+        return bytes([len(text)]) + text
+    more, rest = bytearray([127]), len(text) - 127
+    while rest >= 128:
+        more.append(rest % 128 + 128)
+        rest //= 128
+    return bytes([*more, rest]) + text
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:

@@ -67,7 +67,7 @@ def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]
     with ExitStack() as stack:
         workers = 0
         # With a job server the cluster is elsewhere, and only its jobs work there.
-        if size >= WORTH_A_START and not job.cluster.job_server:
+        if size >= WORTH_A_START and not job.cluster.access.job_server:
             try:
                 found = stack.enter_context(connected(job, User(f"{job.name}: {made}")))
                 # A cluster of our own may count more CPUs than there are.

@@ -115,7 +115,7 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
             else:
                 yield passed(f"GPU {gpu.index}", text)
         return
-    if device == "gpu" and not (patient.job and patient.job.cluster.address):
+    if device == "gpu" and not (patient.job and patient.job.cluster.elsewhere):
         yield failed(
             "GPUs",
             trouble or "none",

@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster.reach import silent
+from prefect_raybatch.cluster.reach import silent, token_refusal
+from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
@@ -55,7 +57,7 @@ ANY_JOB = {
 
 def check_prefect(patient: Patient) -> Iterator[Finding]:
     """Whether the API answers, which one it is, and whether its version fits."""
-    url = _api_url()
+    url = prefect_api()
     here = metadata.version("prefect")
     if url is None:
         yield warned(
@@ -82,7 +84,7 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
 def check_api() -> None:
     """Raises `PrefectUnavailable` within 5 s when Prefect's API is set and does not answer: a flow
     would end there with a long traceback."""
-    url = _api_url()
+    url = prefect_api()
     if url is not None and (trouble := _api_trouble()):
         raise PrefectUnavailable(
             f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START_PREFECT}, or "
@@ -105,7 +107,8 @@ def _api_trouble() -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
 
 
-def _api_url() -> str | None:
+def prefect_api() -> str | None:
+    """URL of Prefect's API by its environment or profile; None where a flow starts its own."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -116,10 +119,10 @@ def _api_url() -> str | None:
 
 def check_cluster(patient: Patient) -> Iterator[Finding]:
     """The cluster a run would use: whether it answers, what it has, whether the job fits."""
-    job = patient.job or BatchJob.from_dict(ANY_JOB)
-    server = getattr(job.cluster, "job_server", None)
-    if server:
-        yield job_server(server)
+    job = patient.keyed() or BatchJob.from_dict(ANY_JOB)
+    access = job.cluster.access
+    if access.job_server:
+        yield job_server(access)
         return
     address = cluster.address_of(job.cluster)
     if address is None:
@@ -128,6 +131,9 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
     if trouble := silent(address):
         yield failed("cluster", f"nobody answers at {address}: {trouble}", remedy)
+        return
+    if refused := token_refusal(address, access):
+        yield failed("cluster", *refused.split(": ", 1))
         return
     found = _join(job)
     if "error" in found:
@@ -163,10 +169,16 @@ def _cpus_needed(job: BatchJob) -> float:
 
 
 def _join(job: BatchJob) -> dict[str, Any]:
+    token = job.cluster.access.token
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    value = job.to_dict()
+    at = {"address": cluster.address_of(job.cluster), "block": None}
+    value["cluster"] = {**value.get("cluster", {}), **at}
     try:
         done = subprocess.run(
             [sys.executable, "-c", JOIN_CLUSTER],
-            input=json.dumps(job.to_dict()),
+            input=json.dumps(value),
+            env={**os.environ, **env},
             capture_output=True,
             text=True,
             timeout=25,
@@ -180,11 +192,21 @@ def _join(job: BatchJob) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
-def job_server(url: str) -> Finding:
+def job_server(access: ClusterAccess) -> Finding:
+    url = str(access.job_server)
     remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
+    token = token_sent(access)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    asked = urllib.request.Request(f"{url}/api/version", headers={**headers, **access.headers})
     try:
-        with urllib.request.urlopen(f"{url}/api/version", timeout=REQUEST_SECONDS) as answer:
+        with urllib.request.urlopen(asked, timeout=REQUEST_SECONDS) as answer:
             there = str(json.load(answer)["ray_version"])
+    except urllib.error.HTTPError as error:
+        who = f"the job server {url}"
+        if error.code in (401, 403):
+            say = token_missing if error.code == 401 else token_wrong
+            return failed("cluster", *say(who, access).split(": ", 1))
+        return failed("cluster", f"{who} does not answer: {error}", remedy)
     except (OSError, ValueError, KeyError) as error:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
     here, text = metadata.version("ray"), f"job server {url}, Ray {there}"
@@ -217,7 +239,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
-    if url := _api_url():
+    if url := prefect_api():
         yield "Prefect's server", f"{url}/health"
     job = patient.keyed()
     if job and job.output.uri.startswith("s3"):

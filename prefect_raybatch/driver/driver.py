@@ -211,6 +211,8 @@ class Driver:
             turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
             self._pass(run_pass, turn, isolated)
             units = self._missing(turn)
+            if units:  # what was given back is no death of a row
+                self._check_draining()
             if isolated:
                 units = self._after_isolation(units, deaths, quarantine)
             if later:
@@ -219,8 +221,6 @@ class Driver:
             works = before > held_at_start
             moved = self._held() > before or (works and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
-            if units and self.draining():
-                continue
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(

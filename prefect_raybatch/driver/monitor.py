@@ -65,6 +65,8 @@ class Monitor:
     ):
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
+        self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
+        self._left: frozenset[str] = frozenset()  # nodes that were told of
         self.on_started: Callable[[Starting], None] = lambda starting: None
         self.starting = Starting()
         self._noted = False
@@ -175,6 +177,7 @@ class Monitor:
         if not self._ended and now - self._asked >= ASK_ENGINES:
             self._asked = now
             self._states = self.engines()
+            self._look_at_nodes()
         counts, latest = self._now(), self.counts
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
@@ -189,6 +192,23 @@ class Monitor:
                 self._beats.nudge()
         if isinstance(self.observe, Listener):
             self.observe.hear(self.beat())
+
+    def _look_at_nodes(self) -> None:
+        """Says once of each node that is to leave what becomes of its work."""
+        try:
+            leaving = self.leaving()
+        except Exception as error:  # for people alone: costs and stalls must be seen all the same
+            log.debug("nodes that leave are not known: %s: %s", type(error).__name__, error)
+            return
+        for node in sorted(leaving.keys() - self._left):
+            left = leaving[node]
+            when = "" if left is None else f" within {left:.0f} s"
+            log.warning(
+                "node %s leaves the cluster%s: its engines commit what they have begun and get "
+                "nothing new, the rest goes to others",
+                *(node, when),
+            )
+        self._left = frozenset(leaving)
 
     def _look_at_start(self) -> None:
         """Asks the engines while they start."""

@@ -30,7 +30,9 @@ from prefect.runtime import flow_run
 from prefect.states import Crashed, Scheduled
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
 from prefect_raybatch.remote.server import JobServer, RayJob
 
@@ -103,14 +105,12 @@ def reconcile_jobs(
 
     Jobs whose flow run has ended, and which no other flow run follows, are stopped. Flow runs that
     are still Running `grace` seconds after their job ended without success, or whose job the
-    server does not know and does not learn of within `settle` seconds, become Crashed. Raises
+    server does not know and does not learn of within `settle` seconds, become Crashed. A saved
+    RayCluster block (ray-cluster/NAME) may stand for the server and its keys. Raises
     `JobServerUnavailable`, `ConfigError`.
     """
-    try:
-        url = Cluster(job_server=job_server).job_server
-    except ValueError as error:
-        raise ConfigError(f"{job_server!r} is no job server: {error}") from None
-    server = JobServer(str(url))
+    access = _access(job_server)
+    server = JobServer(str(access.job_server), access=access)
     with get_client(sync_client=True) as client:
         known = {
             ray_job.id: ray_job for ray_job in server.jobs() if ray_job.id.startswith("raybatch-")
@@ -118,6 +118,19 @@ def reconcile_jobs(
         following = [run for run in _open_runs(client) if _label(run, SERVER_LABEL) == server.url]
         stopped = _orphans(client, server, known, following, dry_run)
         return stopped + _widows(client, server, known, following, dry_run, grace, settle)
+
+
+def _access(job_server: str) -> ClusterAccess:
+    """The job server of that URL or block."""
+    if job_server.startswith("ray-cluster/"):
+        access = access_of(job_server)
+        if access.job_server is None:
+            raise ConfigError(f"the block {job_server} has no job_server; name one that has")
+        return access
+    try:
+        return Cluster(job_server=job_server).access
+    except ValueError as error:
+        raise ConfigError(f"{job_server!r} is no job server: {error}") from None
 
 
 def restart_crashed(

@@ -21,6 +21,7 @@ from prefect_raybatch.errors import RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
+from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, was_told
@@ -307,7 +308,8 @@ logs_in_page = _PageLogs()
 
 
 def with_blocks(job: BatchJob) -> BatchJob:
-    """The job with keys from its credentials blocks put into the store options."""
+    """The job with keys from its credentials blocks put into the store options, and reached on the
+    cluster that `cluster.block` says."""
     source, output = job.source, job.output
     if source.credentials_block:
         options = {**options_of(source.credentials_block), **source.options}
@@ -315,4 +317,7 @@ def with_blocks(job: BatchJob) -> BatchJob:
     if output.credentials_block:
         options = {**options_of(output.credentials_block), **output.options}
         output = output.model_copy(update={"options": options})
-    return job.model_copy(update={"source": source, "output": output})
+    cluster = job.cluster
+    if cluster.block is not None:
+        cluster = cluster.with_access(access_of(cluster.block))
+    return job.model_copy(update={"source": source, "output": output, "cluster": cluster})

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import PrivateAttr, field_validator, model_validator
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import SERVER
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
+
+RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 
 class Stage(Group):
@@ -65,6 +70,36 @@ class Cluster(Group):
         title="Price of a GPU-hour by card",
         text="Such as {H100: 2.5, L4: 0.6}, by Ray's names of cards.",
     )
+    block: str | None = field(
+        8,
+        None,
+        title="RayCluster block",
+        text="Saved RayCluster block, as ray-cluster/NAME, in place of address and job_server: it "
+        "says which of them, with Ray's token and headers.",
+    )
+    _access: ClusterAccess | None = PrivateAttr(None)  # of the block; in no record
+
+    @property
+    def access(self) -> ClusterAccess:
+        """How the cluster is reached. Raises `ConfigError` for a block that nobody has loaded."""
+        if self._access is not None:
+            return self._access
+        if self.block is not None:
+            raise ConfigError(
+                f"cluster.block: {self.block} is not loaded; give the job to `with_blocks` first"
+            )
+        return ClusterAccess(self.address, self.job_server)
+
+    def with_access(self, access: ClusterAccess) -> Cluster:
+        """The same, reached as its block says."""
+        made = self.model_copy()
+        made._access = access
+        return made
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the job names a running cluster to join."""
+        return self.address is not None or self.block is not None
 
     @property
     def priced(self) -> bool:
@@ -103,8 +138,21 @@ class Cluster(Group):
             raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
         return value.rstrip("/")
 
+    @field_validator("block")
+    @classmethod
+    def _block(cls, value: str | None) -> str | None:
+        if value is not None and not RAY_CLUSTER.fullmatch(value):
+            raise ValueError(
+                f"{value!r} names no RayCluster block; write ray-cluster/NAME, as it is saved"
+            )
+        return value
+
     @model_validator(mode="after")
     def _one_way(self) -> Cluster:
+        if self.block and (self.address or self.job_server):
+            raise ValueError(
+                "block says where the cluster is, as address and job_server do; keep one"
+            )
         if self.address and self.job_server:
             raise ValueError(
                 "address is for a driver in the flow's process, job_server for one on the "

@@ -26,7 +26,6 @@ from prefect_raybatch.ledger.layout import (
     SUCCESS,
     attempt_path,
     commit_path,
-    table_path,
 )
 from prefect_raybatch.ledger.many_uris import read_uris
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
@@ -35,7 +34,7 @@ from prefect_raybatch.ledger.record_files import (
     EARLIER_COMMIT,
     put_record,
     put_record_if_absent,
-    put_record_proved,
+    put_table,
     read_record,
     read_table,
 )
@@ -81,7 +80,7 @@ class Ledger:
         job, else raises `PlanMismatch`.
         """
         for name, data in tables.items():
-            put_record_proved(self.store, table_path(name), data)
+            put_table(self.store, name, data)
         if put_record_if_absent(self.store, PLAN, plan.to_bytes()):
             return plan
         winner = self.load_plan()
@@ -149,15 +148,18 @@ class Ledger:
         exact: bool = False,
         on_read: Callable[[Commit], None] = lambda commit: None,
         on_fault: Callable[[CorruptRun], None] | None = None,
+        copies: bool = True,
     ) -> Iterator[Commit]:
         """The commits that `listing` shows, by shard: from checkpoints, the rest one by one.
 
-        `exact` takes nothing from a checkpoint without proof by checksum. `on_read` is called
+        `exact` takes nothing from a checkpoint without proof by checksum; without `copies` nothing
+        is, and each record is read, as one may be rotten of which the listing tells the checksum
+        that it once had. `on_read` is called
         with each commit that was not in a checkpoint. A record that is no commit of this plan
         raises `CorruptRun`, or is given to `on_fault` and left out.
         """
         shards = np.flatnonzero(listing.done).tolist()
-        known = folded(self.store, plan.hash, listing, exact)
+        known = folded(self.store, plan.hash, listing, exact) if copies else {}
         rest = [shard for shard in shards if shard not in known]
         read = read_ahead(partial(self._try_read, plan), rest, READERS, 4 * READERS)
         for shard in shards:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import MANIFEST, SUCCESS, table_path
+from prefect_raybatch.ledger.layout import MANIFEST, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
-from prefect_raybatch.ledger.record_files import put_record_proved, read_table
+from prefect_raybatch.ledger.record_files import put_table, read_table
 from prefect_raybatch.ledger.records import Piece, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.storage import Store, put_proved
@@ -33,7 +33,7 @@ def put_manifest(store: Store, plan: Plan, pieces: Sequence[PieceRow]) -> str | 
         return None
     data = _table(pieces)
     name = f"manifest-{digest(data)[:16]}.parquet"
-    put_record_proved(store, table_path(name), data)
+    put_table(store, name, data)
     return name
 
 

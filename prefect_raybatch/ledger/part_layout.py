@@ -14,12 +14,12 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import KINDS, LAYOUT, table_path
+from prefect_raybatch.ledger.layout import KINDS, LAYOUT
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.record_files import (
     put_record_if_absent,
-    put_record_proved,
+    put_table,
     read_record,
     read_table,
 )
@@ -103,7 +103,7 @@ def spans_table(spans: Sequence[PartSpan]) -> bytes:
 
 def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> None:
     """Writes a layout unless there is one; whose it is that holds, `read_layout` tells."""
-    put_record_proved(ledger.store, table_path(made.table), spans_table(spans))
+    put_table(ledger.store, made.table, spans_table(spans))
     put_record_if_absent(ledger.store, LAYOUT, dump(asdict(made)))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger import layout
-from prefect_raybatch.storage import Store, put_proved
+from prefect_raybatch.storage import Store, put_proved, put_same_proved
 
 
 class Kind(NamedTuple):
@@ -88,6 +88,13 @@ def put_record_proved(store: Store, path: str, data: bytes) -> None:
     """As `put_record`, and looked at once it is there: what others are going to rely on."""
     _check(store, path, data)
     put_proved(store, path, data)
+
+
+def put_table(store: Store, name: str, data: bytes) -> None:
+    """A table likewise, whose name tells its contents: one that is there already is left alone."""
+    path = layout.table_path(name)
+    _check(store, path, data)
+    put_same_proved(store, path, data)
 
 
 def put_record_if_absent(store: Store, path: str, data: bytes, limit: int | None = None) -> bool:

@@ -21,12 +21,11 @@ from prefect_raybatch.ledger.layout import (
     KINDS,
     RESULT_FOLDERS,
     SUCCESS,
-    table_path,
 )
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.record_files import (
     put_record_if_absent,
-    put_record_proved,
+    put_table,
     read_record,
     read_table,
 )
@@ -166,7 +165,7 @@ def put_success(store: Store, success: Success) -> None:
     if len(success.parts) > INLINE_PARTS and success.layout is not None:
         data = to_parquet(_parts_rows(success.parts))
         name = f"parts-{digest(data)[:16]}.parquet"
-        put_record_proved(store, table_path(name), data)
+        put_table(store, name, data)
         success = replace(success, parts=(), parts_table=name)
     put_record_if_absent(store, SUCCESS, success.to_bytes())
 

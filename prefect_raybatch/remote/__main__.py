@@ -41,10 +41,10 @@ def work(uri: str, number: int) -> int:
     plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
     record = records.read(number)
-    job = _with_keys(BatchJob.from_dict(record.job, f"job {number}"))
+    job = BatchJob.from_dict(record.job, f"job {number}")
     # The cluster is the one that runs this: Ray has put its address into the environment.
-    cluster = job.cluster.model_copy(update={"address": "auto", "job_server": None})
-    job = job.model_copy(update={"cluster": cluster})
+    here = {"address": "auto", "job_server": None, "block": None}
+    job = _with_keys(job.model_copy(update={"cluster": job.cluster.model_copy(update=here)}))
     run = Run(
         uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished(plan) is not None
     )

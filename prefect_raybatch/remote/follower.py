@@ -99,7 +99,7 @@ def infer(
     `JobServerUnavailable` and `JobLost` (worth a retry, which finds the job again), `JobStopped`,
     `ConfigError` for secrets that would be shown.
     """
-    if job.cluster.job_server is None:
+    if loaded.cluster.access.job_server is None:
         return infer_run(loaded, run, observe)
     return Follower(job, loaded, run, observe, owner or Owner()).run_to_end()
 
@@ -119,7 +119,8 @@ class Follower:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.job, self.run, self.owner = job, run, owner
-        self.url = str(job.cluster.job_server)
+        self.access = loaded.cluster.access
+        self.url = str(self.access.job_server)
         self.sent, self.env = sendable(job), environment(job)
         self.server_at, self.command, self.sleep = server_at, command, sleep
         ledger = Ledger(open_store(run.uri, loaded.output.options or None))
@@ -172,7 +173,7 @@ class Follower:
 
     def _ask(self, record: Record) -> tuple[JobServer, RayJob | None]:
         if record.server == self.url:
-            server = self.server_at(self.url)
+            server = self.server_at(self.url, access=self.access)
             return server, server.find(record.id)
         server = self.server_at(record.server, patience=OLD_SERVER)
         try:

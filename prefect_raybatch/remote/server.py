@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
+from prefect_raybatch.cluster.tokens import token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
+from prefect_raybatch.job.cluster_access import ClusterAccess
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +63,12 @@ class JobServer:
         patience: float = PATIENCE,
         connect: Callable[[str], Any] | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        access: ClusterAccess | None = None,
     ):
         self.url, self.patience = url, patience
-        self._connect, self._sleep = connect or connect_client, sleep
+        self.access = access or ClusterAccess(job_server=url)
+        self._connect = connect or partial(connect_client, headers=self.access.headers)
+        self._sleep = sleep
         self._made: Any = None
 
     def find(self, id: str) -> RayJob | None:
@@ -123,6 +129,13 @@ class JobServer:
             log.debug("no logs of %s: %s", id, _brief(error))
             return None
 
+    def _refused(self, said: str) -> str:
+        """What Ray's AuthenticationError means: 403 is "Authentication failed" there."""
+        wrong = said.startswith("Authentication failed")
+        return (token_wrong if wrong else token_missing)(
+            f"cluster.job_server: {self.url}", self.access
+        )
+
     def _find(self, id: str) -> RayJob | None:
         try:
             return _job(self._client().get_job_info(id))
@@ -147,11 +160,7 @@ class JobServer:
                 raise
             except Exception as error:
                 if type(error).__name__ == "AuthenticationError":
-                    raise ConfigError(
-                        f"cluster.job_server: {self.url} wants Ray's token: set "
-                        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) for "
-                        "the flow"
-                    ) from None
+                    raise ConfigError(self._refused(str(error))) from None
                 if time.monotonic() + pause > deadline:
                     raise JobServerUnavailable(
                         f"Ray's job server at {self.url} gives no good answer: {_brief(error)}. "
@@ -166,7 +175,8 @@ class JobServer:
                 pause = min(2 * pause, LONGEST_RETRY_PAUSE)
 
 
-def connect_client(url: str) -> Any:
+def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
+    """Ray's client of the server at `url`; `headers` come before those of the environment."""
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
@@ -177,7 +187,7 @@ def connect_client(url: str) -> Any:
         before = os.environ.get(_ENV)
         os.environ[_ENV] = url
         try:
-            return Client(url, headers=_headers())
+            return Client(url, headers={**(_headers() or {}), **(headers or {})} or None)
         finally:
             os.environ.pop(_ENV)
             if before is not None:

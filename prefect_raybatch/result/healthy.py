@@ -53,7 +53,8 @@ def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
     listing = ledger.listing(plan)
-    commits = ledger.commits(plan, listing, exact=True, on_fault=lambda error: fault(str(error)))
+    # The records themselves: finalize reads some, whatever copies there are.
+    commits = ledger.commits(plan, listing, on_fault=lambda e: fault(str(e)), copies=False)
     checked = _checked(commits, shards, fault)
     if member.summary is not None and member.summary.compact:
         yield from _cut_out(member, shards, checked, fault)

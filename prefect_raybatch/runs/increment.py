@@ -26,10 +26,10 @@ from prefect_raybatch.ledger.increments import (
     TakenPrecision,
     asks_ledger,
 )
-from prefect_raybatch.ledger.layout import REUSED_FOLDER, table_path
+from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.plan_tables import to_parquet
-from prefect_raybatch.ledger.record_files import put_record_proved
+from prefect_raybatch.ledger.record_files import put_table
 from prefect_raybatch.ledger.records import Plan, digest, load
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
@@ -182,7 +182,7 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
         pq.write_table(table, out, compression="zstd", row_group_size=PLACES_A_GROUP)
         data = out.getvalue()
         name = f"places-{digest(data)[:16]}.parquet"
-        put_record_proved(store, table_path(name), data)
+        put_table(store, name, data)
         yield name
 
 
@@ -274,7 +274,7 @@ def _plan_asks(
         ).to_dict(),
     )
     for table, data in {**named, name: weights}.items():
-        put_record_proved(ledger.store, table_path(table), data)
+        put_table(ledger.store, table, data)
     return replace(plan, parent=None)  # of a retry, the run itself has it
 
 

@@ -140,7 +140,7 @@ def _attempt(
     with ExitStack() as stack:
         stack.enter_context(monitor)
         capacity = capacity or stack.enter_context(cluster.connected(job, user))
-        monitor.dashboard = cluster.dashboard_url()
+        monitor.dashboard, monitor.leaving = cluster.dashboard_url(), cluster.leaving
         if monitor.dashboard:
             log.info("Ray's dashboard: %s", monitor.dashboard)
         if looks_up:

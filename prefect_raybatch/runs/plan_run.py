@@ -83,7 +83,7 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
     """The run that goes on with a job that differs in what was accepted."""
     if not accepted:
         return run
-    if resolved.job.cluster.job_server is not None:
+    if resolved.job.cluster.access.job_server is not None:
         raise ConfigError(
             "accept: a run as a Ray job (cluster.job_server) cannot go on with a job that differs; "
             "run it without cluster.job_server, or under another --run-key"
@@ -108,8 +108,9 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     job = resolved.job
     check_places(job.source, job.output)
     check_schema_names(job.output)
-    if job.cluster.job_server is None and (address := cluster.address_of(job.cluster)):
-        check_reachable(address)
+    access = job.cluster.access
+    if access.job_server is None and (address := cluster.address_of(job.cluster)):
+        check_reachable(address, access)
     plan = Ledger(store).load_plan()
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)
@@ -214,8 +215,9 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     job, attempt = resolved.job, uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
     if dataset is not None:
+        given = job.source
         found = source.snapshot_dataset(
-            dataset, ledger.store, attempt, job.source.limit, job.source.columns
+            dataset, ledger.store, attempt, given.limit, given.columns, partial(copying_for, job)
         )
     elif copied:
         found = source.snapshot(job.source, ledger.store, attempt, partial(copying_for, job))

@@ -376,7 +376,11 @@ def changed(job: BatchJob, changes: Mapping[str, Any]) -> BatchJob:
     """The job with fields such as engine.max_num_seqs changed."""
     if not changes:
         return job
-    return BatchJob.from_dict(with_fields(job.to_dict(), changes), "the tuned job")
+    made = BatchJob.from_dict(with_fields(job.to_dict(), changes), "the tuned job")
+    if made.cluster.block is None:
+        return made
+    cluster = made.cluster.with_access(job.cluster.access)
+    return made.model_copy(update={"cluster": cluster})
 
 
 def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:

@@ -7,13 +7,13 @@ that none needs memory in proportion to the input.
 from __future__ import annotations
 
 from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.dataset_copies import snapshot_dataset
 from prefect_raybatch.source.find import Inventory, Weights, detect_format, needs_snapshot, reaches
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
     peek,
     snapshot,
-    snapshot_dataset,
     snapshot_tables,
 )
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, BinaryIO
@@ -42,10 +43,12 @@ def csv_tables(
     parse = written.parse_options()
     try:
         check_csv_encoding(file, options.encoding)
-        read = written.read_options(_block_bytes(file, options))
+        block, known_to_fit = _block_bytes(file, options)
+        read = written.read_options(block)
+        text = partial(open_text, file, options.encoding, unbroken=not known_to_fit)
         if written.assumed:
             _check_delimiter(file, written)
-        with open_text(file, options.encoding) as stream:
+        with text() as stream:
             header = pc.open_csv(stream, read, parse).schema.names
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
@@ -59,7 +62,7 @@ def csv_tables(
             quoted_strings_can_be_null=False,
             null_values=["", *options.null_values],
         )
-        with open_text(file, options.encoding) as stream:
+        with text() as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
                 yield pa.Table.from_batches([batch]).rename_columns(chosen)
     except RayBatchError:
@@ -68,23 +71,26 @@ def csv_tables(
         raise SourceError(_explain_csv(file, written, error)) from None
 
 
-def _block_bytes(file: File, options: Csv) -> int:
-    """So many bytes a block that none ends between a carriage return and a line feed: pyarrow takes
-    the two for the end of a row there, also within quotes, and leaves the line feed out.
+def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
+    """Bytes of a block, about streams.BLOCK_BYTES, and whether none is known to end between a
+    carriage return and a line feed: pyarrow takes the two for the end of a row there, also within
+    quotes, and leaves the line feed out.
 
-    About streams.BLOCK_BYTES. Of files that are compressed or recoded nobody knows the blocks.
+    Of files that are compressed or recoded nobody knows the blocks.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
     if plain and size < streams.BLOCK_BYTES:
-        return size + 1  # pyarrow takes memory for a whole block, however small the file is
-    if not options.quote or not plain:
-        return streams.BLOCK_BYTES
+        return size + 1, True  # pyarrow takes memory for a whole block, however small the file is
+    if not options.quote:
+        return streams.BLOCK_BYTES, True
+    if not plain:
+        return streams.BLOCK_BYTES, False
     with file.store.open(file.info.path) if file.cut is None else BytesIO(file.cut.content) as data:
         for block in range(streams.BLOCK_BYTES, streams.BLOCK_BYTES + BLOCK_TRIES):
             if not any(_at(data, at) == b"\r\n" for at in range(block, size, block)):
-                return block
-    return streams.BLOCK_BYTES
+                return block, True
+    return streams.BLOCK_BYTES, False
 
 
 def _at(data: BinaryIO, at: int) -> bytes:

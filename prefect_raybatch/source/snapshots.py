@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -39,9 +38,6 @@ from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables import copying
 from prefect_raybatch.storage import FileInfo, Store, is_remote, read_ahead
 from prefect_raybatch.words import counted
-
-if TYPE_CHECKING:
-    import ray.data
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +77,7 @@ def snapshot(
     made = None
     if source.limit is None and not any(is_web(file.uri) for file in files):
         copier = ShareCopier(reader, run_store, attempt, chosen, *_typing(kind, hive))
-        made = _side_by_side(kind, files, reads, hive, copier, known, everywhere or _in_threads)
+        made = _side_by_side(kind, files, reads, hive, copier, known, everywhere or in_this_process)
 
     def blocks() -> Blocks:
         for file in files:
@@ -106,7 +102,8 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 
 @contextmanager
-def _in_threads(size: int, remote: bool) -> Iterator[Everywhere]:
+def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
+    """`Everywheres` that is threads of this process."""
     yield in_threads(len(os.sched_getaffinity(0)), remote)
 
 
@@ -338,50 +335,6 @@ def _check_unchanged(files: Sequence[File]) -> None:
                 f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
                 f"{now.size}); start again when it is complete"
             )
-
-
-def snapshot_dataset(
-    dataset: ray.data.Dataset,
-    run_store: Store,
-    attempt: str,
-    limit: int | None = None,
-    columns: Sequence[str] | None = None,
-) -> Inventory:
-    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does; blocks are streamed in order.
-
-    Raises SourceError for columns that cannot be written or change type, ConfigError for an
-    unknown column. What the dataset itself raises passes through.
-    """
-    if limit is not None:
-        dataset = dataset.limit(limit)
-    known = dataset.schema(fetch_if_missing=False)
-    if columns is not None and known is not None and set(columns) <= set(known.names):
-        dataset = dataset.select_columns(list(columns))
-    options = dataset.context.execution_options
-
-    def blocks() -> Blocks:
-        ordered, options.preserve_order = options.preserve_order, True
-        try:
-            table: Any
-            for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-                if not table.num_rows:
-                    continue
-                names = check_columns(columns, table.column_names, "the dataset")
-                table = table.select(names)
-                for field in table.schema:
-                    if "PythonObject" in type(field.type).__name__:
-                        raise SourceError(
-                            f"the dataset: column {field.name!r} holds Python objects of no one "
-                            "type; convert it to text, numbers or bytes first"
-                        )
-                yield "the dataset", table
-        finally:
-            options.preserve_order = ordered
-
-    made = copy_tables(blocks, Shape(), run_store, attempt, limit, "dataset")
-    if not made.rows:
-        raise SourceError("the dataset has no rows; there is nothing to do")
-    return made
 
 
 def snapshot_tables(

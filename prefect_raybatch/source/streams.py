@@ -6,6 +6,7 @@ import codecs
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import pyarrow as pa
@@ -23,13 +24,20 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def open_text(file: File, encoding: str) -> Iterator[Any]:
-    """The file's text from the start as UTF-8, whatever it is written in."""
+def open_text(file: File, encoding: str, unbroken: bool = False) -> Iterator[Any]:
+    """The file's text from the start as UTF-8, whatever it is written in. With `unbroken` no read
+    of it ends between a carriage return and a line feed."""
     with open_bytes(file) as stream:
-        if encoding == "utf-8":
-            yield stream
-        else:  # a short read would be the end of a block to pyarrow
-            yield pa.PythonFile(io.BufferedReader(Recoded(stream, encoding)), mode="r")
+        text: Any = stream
+        if encoding != "utf-8":  # a short read would be the end of a block to pyarrow
+            text = io.BufferedReader(Recoded(stream, encoding))
+        if unbroken:
+            text = Unbroken(text)
+        try:
+            yield text if text is stream else pa.PythonFile(text, mode="r")
+        finally:
+            if unbroken:
+                text.end()
 
 
 @contextmanager
@@ -64,6 +72,34 @@ class Raw(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+class Unbroken:
+    """A stream that keeps a carriage return at the end of a read for the next one."""
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._held = stream, b""
+        self._ended, self._reading = False, Lock()
+
+    def read(self, size: int) -> bytes:
+        with self._reading:
+            if self._ended:
+                return b""
+            data: bytes = self._stream.read(size - len(self._held))
+            data, self._held = (self._held + data if self._held else data), b""
+            if data[-1:] == b"\r" and len(data) > 1:
+                data, self._held = data[:-1], data[-1:]
+            return data
+
+    def close(self) -> None:
+        """Whoever opened the stream closes it."""
+
+    def end(self) -> None:
+        """Nothing is read any more: pyarrow's threads, which read ahead, find the end."""
+        with self._reading:
+            self._ended = True
 
 
 class Recoded(io.RawIOBase):

@@ -93,6 +93,8 @@ GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
+GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -105,7 +107,8 @@ class EngineSpec:
     written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
     encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
-    tokens cost it, None where that is not known."""
+    tokens cost it, None where that is not known; `leaving` says, in the actor, whether its node is
+    to leave the cluster."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -125,6 +128,7 @@ class EngineSpec:
     encodes: bool = False
     tell: phases.TellStart | None = None
     work: Work | None = None
+    leaving: Callable[[], bool] | None = None
 
 
 def engine_spec(
@@ -459,11 +463,16 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """The block, or none of its rows when another driver committed its shard meanwhile.
+        """The block, or none of its rows when another driver committed its shard meanwhile; given
+        back where this engine's node leaves, which would take what is begun now with it.
 
         Reading looks as well, but runs ahead: blocks can wait here for long.
         """
-        if self.spec.done is None or passes_by(table):
+        if passes_by(table):
+            return table
+        if self.spec.leaving is not None and self.spec.leaving():
+            return lost_all(table, GIVEN_BACK)
+        if self.spec.done is None:
             return table
         try:
             if all(self.spec.done(unit.shard) for unit in units_of(table)):

@@ -34,6 +34,7 @@ from ray.data._internal.logical.operators import Read
 from ray.data._internal.logical.optimizers import get_physical_ruleset
 from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRule
 from ray.data._internal.output_buffer import OutputBlockSizeOption
+from ray.data._internal.utils.cached_ray_internals import get_draining_nodes
 
 # Loggers of Ray Data: the bars of a pass, and the tracebacks of tasks that are lost.
 PROGRESS_LOG = logging.getLogger("ray.data._internal.progress")
@@ -131,9 +132,8 @@ def limit_in_flight(context: DataContext, blocks: int) -> None:
     starts, engines could answer the whole input (tried: 1,000 of 1,200 rows were lost to one kill).
     """
     context.set_config(Window.BLOCKS, blocks)
-    context.set_config(
-        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, Window]
-    )
+    policies = [*ENABLED_BACKPRESSURE_POLICIES, Window, LeavingNodes]
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
 
 
 class Window(BackpressurePolicy):
@@ -169,6 +169,40 @@ class Window(BackpressurePolicy):
         inside = getattr(op, "internal_input_queue_num_blocks", lambda: 0)()
         waiting = self._topology[op].total_enqueued_output_blocks()
         return int(inside + op.num_active_tasks() + waiting)
+
+
+class LeavingNodes(BackpressurePolicy):
+    """Lets go of engines that have nothing left to do on a node that leaves the cluster.
+
+    Ray gives such an engine no new block, but keeps it: its place in the pool would stay taken, so
+    that no other engine starts elsewhere, and the node would wait for it until its deadline. It is
+    a policy because Ray asks policies each time before it starts tasks; it holds nobody back.
+    """
+
+    def can_add_input(self, op: Any) -> bool:
+        if isinstance(op, ActorPoolMapOperator) and (leaving := get_draining_nodes()):
+            pool: Any = op._actor_pool
+            for actor, state in list(pool._running_actors.items()):
+                if state.actor_location in leaving and not state.num_tasks_in_flight:
+                    pool._release_running_actor(actor)
+        return True
+
+
+def leaving_nodes() -> dict[str, float | None]:
+    """The ids of the nodes that Ray drains (a preemption notice, SIGTERM to `ray start --block`,
+    `ray drain-node`), and the seconds that each has left; None where nobody said."""
+    now = time.time() * 1000
+    return {
+        node: max(0.0, (deadline - now) / 1000) if deadline else None
+        for node, deadline in get_draining_nodes().items()
+    }
+
+
+def node_is_leaving() -> bool:
+    """Whether the node of this worker is one of them."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id() in get_draining_nodes()
 
 
 def _after(op: Any) -> list[Any]:
@@ -220,22 +254,41 @@ def running_cluster() -> str | None:
         return None
 
 
-def put_back_auth_mode(before: str | None) -> None:
-    """Sets RAY_AUTH_MODE to what it was before Ray was started here.
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+
+def use_token(token: str | None) -> dict[str, str | None]:
+    """Has Ray send a token from here on; None leaves that to the environment. Returns Ray's
+    variables as they were, for `put_back_auth`."""
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+
+    before = {name: os.environ.get(name) for name in (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)}
+    if token is not None:
+        os.environ |= {AUTH_MODE_ENV_VAR: "token", TOKEN_VARIABLE: token}
+        _read_auth_again()
+    return before
+
+
+def put_back_auth(before: Mapping[str, str | None]) -> None:
+    """Sets Ray's variables for tokens to what they were before Ray was started here.
 
     `ray.init()` of a local cluster turns token authentication on for the whole process and leaves
     it on. As the driver of a cluster without tokens this process would then turn away the calls of
     that cluster's head, which takes it that nobody refers to our actors any more, and ends them.
     """
-    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+    if all(os.environ.get(name) == value for name, value in before.items()):
+        return
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _read_auth_again()
+
+
+def _read_auth_again() -> None:
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    if os.environ.get(AUTH_MODE_ENV_VAR) == before:
-        return
-    if before is None:
-        del os.environ[AUTH_MODE_ENV_VAR]
-    else:
-        os.environ[AUTH_MODE_ENV_VAR] = before
     Config.initialize("")  # reads the environment again
     AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
 

@@ -14,7 +14,7 @@ from prefect_raybatch.storage.arrow_files import arrow_filesystem
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
-from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved
+from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved, put_same_proved
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
 from prefect_raybatch.storage.s3_settings import (
@@ -43,6 +43,7 @@ __all__ = [
     "open_store",
     "put_file_proved",
     "put_proved",
+    "put_same_proved",
     "read_ahead",
     "s3_settings",
     "split_glob",

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,19 @@ def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
     """`store.put`, again while the store keeps other bytes; BadUpload after TRIES of them."""
     return _proved(store, path, Sums.of(data), lambda: store.put(path, data))
+
+
+def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
+    """As `put_proved`, of a file of which the name tells the content: one that is there with it is
+    left alone. Others may read it by now, and a store could keep it badly this time."""
+    sums = Sums.of(data)
+    for _ in range(2):
+        with suppress(FileNotFoundError):
+            if holds(store, found := store.stat(path), sums):
+                return found
+            break
+        store.put_if_absent(path, data)
+    return put_proved(store, path, data)
 
 
 def put_file_proved(

@@ -53,12 +53,29 @@ class Nodes:
         place = ("--temp-dir", str(self.folder))
         self._start(host, cpus, "--num-gpus", str(gpus), "--address", self.address, *place)
 
-    def _start(self, host: str, cpus: int, *args: str) -> None:
+    def begin_node(self, host: str, cpus: int, gpus: int = 0) -> subprocess.Popen[bytes]:
+        """The same as a machine starts it: `ray start --block`, which takes SIGTERM for a notice
+        that the node must leave. Returns at once."""
+        args = ("--num-gpus", str(gpus), "--address", self.address, "--temp-dir", str(self.folder))
+        with open(self._log(host), "w") as file:
+            return subprocess.Popen(
+                self._command(host, cpus, *args, "--block"),
+                env={**self.env, MARK: self._mark(host)},
+                stdout=file,
+                stderr=file,
+            )
+
+    def _command(self, host: str, cpus: int, *args: str) -> list[str]:
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--node-ip-address", host, "--num-cpus", str(cpus), *args]
         command += ["--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"]
-        command += ["--min-worker-port", "0", "--max-worker-port", "0"]
-        log = self.folder / f"start-{host}.log"
+        return [*command, "--min-worker-port", "0", "--max-worker-port", "0"]
+
+    def _log(self, host: str) -> Path:
+        return self.folder / f"start-{host}.log"
+
+    def _start(self, host: str, cpus: int, *args: str) -> None:
+        command, log = self._command(host, cpus, *args), self._log(host)
         with open(log, "w") as file:
             done = subprocess.run(
                 command,

@@ -23,11 +23,13 @@ from helpers.engines import FAILS, CrashingEngine, FakeEngine, FineEngine
 from helpers.models import LLAMA_8B
 from helpers.small import job_dict, receipts, small_run
 from helpers.targets import jsonl, jsonl_rows
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_raybatch
 from prefect_raybatch import errors
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
+from prefect_raybatch.cli.show import show_report
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -529,8 +531,21 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
+    assert "Prefect page" not in out  # no flow ran
     code, out, _ = call("run", path, "--run-key", "key", "--json")
     assert code == 0 and json.loads(out)["good"] == ROWS - 1
+
+
+@pytest.mark.parametrize(
+    ("url", "page"),
+    [("http://server:4200/api", "http://server:4200/runs"), (None, "prefect server start ")],
+)
+def test_the_page_of_a_flow_is_that_of_prefects_settings(made, capsys, url, page):
+    with temporary_settings({PREFECT_API_URL: url}):
+        show_report(made.report, True, page=True)
+        assert page in " ".join(capsys.readouterr().out.split())
+        show_report(made.report, True)
+        assert "Prefect page" not in capsys.readouterr().out
 
 
 def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(

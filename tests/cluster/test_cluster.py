@@ -7,8 +7,10 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,20 @@ from chaos.cluster import Nodes
 from helpers import environ
 from helpers.engines import FAILS, FakeEngine, PassedOnEngine
 from helpers.nvidia import Card, show
+from helpers.processes import until
 from helpers.small import make_job
 from helpers.spanning import SpanningEngine
 
 from prefect_raybatch import warm_engines
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.block import passes_by, units_of
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 
 GPUS = 2
 ROWS = 48
@@ -55,27 +60,24 @@ class PlacedEngine(FakeEngine):
             time.sleep(0.05)
 
 
-class ScaledEngine(FakeEngine):
-    """Answers when a second engine is there; the last row when that is gone again. `alone` and
-    `never` tell what was waited for in vain."""
-
-    def __init__(self, spec: EngineSpec):
-        super().__init__(spec)
-        self.folder = Path(spec.env["PLACES"])
-        (self.folder / f"{os.getpid()}.json").write_text("[]")
+class HeldEngine(FakeEngine):
+    """Notes each block that it begins, in a folder of its node; answers once its node and, for the
+    last row, all others are told to go on."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        self._wait(lambda: len(list(self.folder.glob("*.json"))) > 1, "alone")
-        if ROWS - 1 in table["id"].to_pylist():
-            self._wait((self.folder / "shrunk").exists, "never")
-        return super().__call__(table)
+        import ray
 
-    def _wait(self, there: Callable[[], bool], vain: str) -> None:
-        until = time.monotonic() + 30
-        while not there() and not (self.folder / vain).exists():
-            if time.monotonic() > until:
-                (self.folder / vain).touch()
-            time.sleep(0.05)
+        table = EngineStage.pending(self, table)  # type: ignore[arg-type]
+        if passes_by(table):
+            return table
+        folder, node = Path(self.spec.env["PLACES"]), ray.get_runtime_context().get_node_id()
+        shards = {unit.shard for unit in units_of(table)}
+        for shard in shards:
+            (folder / node).mkdir(exist_ok=True)
+            (folder / node / f"{shard}-{uuid.uuid4().hex}").touch()
+        waits = [folder / f"go-{node}", *([folder / "go-last"] if ROWS - 1 in shards else [])]
+        until(lambda: all(wait.exists() for wait in waits), 240, "the word to go on")
+        return super().__call__(table)
 
 
 @pytest.fixture(scope="module")
@@ -186,28 +188,88 @@ def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path:
     assert found and all(len(gpus) == 2 for gpus in found)
 
 
-def test_a_range_of_replicas_grows_while_shards_wait_and_shrinks_at_the_end(
-    gpu_cluster: None, tmp_path: Path
+def test_engines_follow_nodes_that_join_and_leave_in_the_middle_of_a_run(
+    gpu_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A range of replicas grows on a node that joins, and shrinks when that is told to leave: what
+    its engine has begun is committed, nothing is done twice, and its process ends. As the last
+    shard runs, the other engines' GPUs are free again."""
+    import ray
+
+    notice = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "200"}
+    nodes = Nodes(
+        ray.get_runtime_context().gcs_address,
+        env={"PYTHONPATH": environ.python_path(), **notice},
+    )
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pq.write_table(table, tmp_path / "in.parquet")
     places = tmp_path / "places"
-    seen = [0]
-    over = threading.Event()
+    places.mkdir()
+    (head,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    job = make_job(
+        source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
+        engine={
+            "num_cpus": 0.5,
+            "replicas": [1, 4],
+            "max_concurrent_batches": 2,
+            "env": {"PLACES": str(places)},
+        },
+        output={"uri": str(tmp_path / "out")},
+        limits={"max_failed": 1},
+    )
+    run = plan_run(job, "key")
+    commits = Path(run.uri) / "_raybatch/commits"
 
-    def watch() -> None:
-        while not over.wait(0.1):
-            seen.append(cluster.actor_states("(ScaledEngine)").get("ALIVE", 0))
-            if max(seen) == 2 and seen[-1] == 1:
-                (places / "shrunk").touch()
+    def begun(node: str) -> list[int]:
+        return [int(file.name.partition("-")[0]) for file in (places / node).glob("*")]
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        run_placed(tmp_path, 2, ScaledEngine, replicas=[1, 2], max_concurrent_batches=2)
-    finally:
-        over.set()
-        watcher.join()
-    assert max(seen) == 2
-    assert not (places / "never").exists(), "the second engine stayed though nothing was left"
+    def engines() -> int:
+        return cluster.actor_states("(HeldEngine)").get("ALIVE", 0)
+
+    outcome: Future[Progress] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(infer_run(job, run, engine=HeldEngine))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    with caplog.at_level("WARNING", "prefect_raybatch"):
+        try:
+            until(lambda: engines() == GPUS, 120, "an engine on each GPU of the head")
+            process = nodes.begin_node("127.0.0.23", 2, gpus=1)
+            until(lambda: len(ray_nodes()) == 2, 120, "the node that joins")
+            (joined,) = ray_nodes() - {head}
+            until(lambda: engines() == GPUS + 1 and len(begun(joined)) > 1, 120, "its engine")
+            process.terminate()
+            until(lambda: "node 127.0.0.23 leaves the cluster" in caplog.text, 120, "the notice")
+            (places / f"go-{joined}").touch()
+            process.wait(120)  # long before its notice is over
+            assert not outcome.done()
+            taken = begun(joined)
+            assert {f"{shard:08d}.json" for shard in taken} <= {p.name for p in commits.iterdir()}
+            until(lambda: engines() == GPUS, 120, "its engine's end")
+            (places / f"go-{head}").touch()
+            until(lambda: engines() == 1, 120, "the engines that have nothing left to do")
+            until(lambda: ray.available_resources().get("GPU", 0) == GPUS - 1, 120, "their GPUs")
+            assert not outcome.done()
+            (places / "go-last").touch()
+            progress = outcome.result(120)
+        finally:
+            for node in (*ray_nodes(), "last"):
+                (places / f"go-{node}").touch()
+            thread.join(120)
+            nodes.stop()
+    assert progress.tally.rows == ROWS and progress.engine_deaths == 0
+    assert sorted(begun(head) + taken) == list(range(ROWS))  # each once
+
+
+def ray_nodes() -> set[str]:
+    import ray
+
+    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
 def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hpack
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -21,7 +23,8 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
-from prefect_raybatch.errors import ClusterUnavailable, InsufficientResources
+from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.runs.plan_run import precheck
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
@@ -209,3 +212,62 @@ def test_a_job_server_is_not_taken_for_a_head(
         output={"uri": str(tmp_path / "out")},
     )
     precheck(job, open_store(str(tmp_path / "out/k")))
+
+
+REFUSED = SETTINGS + (
+    b"\x00\x00\x7d\x01\x05\x00\x00\x00\x01\x88@\x0ccontent-type\x10application/grpc"
+    b"\x00\x0bgrpc-status\x0216\x00\x0cgrpc-message>InvalidAuthToken: Authentication token is"
+    b" missing or incorrect"
+)
+
+
+def test_a_token_that_is_missing_is_told_from_a_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with answering(REFUSED) as address:
+        here, blocks = ClusterAccess(address), ClusterAccess(address, block="ray-cluster/gpus")
+        told = {
+            "none": reach.token_refusal(address, here),
+            "none in the block": reach.token_refusal(address, blocks),
+            "of the block": reach.token_refusal(address, replace(blocks, token="t" * 300)),
+        }
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+        told["of the environment"] = reach.token_refusal(address, here)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        assert reach.token_refusal(address, here) == told["none"]
+        with pytest.raises(ConfigError) as found:
+            reach.check_reachable(address, blocks)
+    assert str(found.value) == told["none in the block"] and "\n" not in str(found.value)
+    assert told["none"].startswith(f"the Ray cluster at {address} wants Ray's token and got none")
+    assert "name that in cluster.block" in told["none"]
+    assert "token of the block ray-cluster/gpus" in told["none in the block"]
+    assert "refuses Ray's token of the block ray-cluster/gpus" in told["of the block"]
+    assert "refuses Ray's token of this environment" in told["of the environment"]
+    with answering(GCS) as address:  # no token is wanted there
+        assert reach.token_refusal(address, ClusterAccess(address)) == ""
+
+
+def test_a_long_token_is_sent_as_it_is() -> None:
+    """One that a cloud signs has a thousand characters."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        got: list[bytes] = []
+
+        def take() -> None:
+            with listening.accept()[0] as line:
+                line.settimeout(10)
+                got.append(b"")
+                while b"t" * 1200 not in got[0]:
+                    got[0] += line.recv(4096)
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert reach.token_refusal(address, ClusterAccess(address, token="t" * 1200)) == ""
+        thread.join(10)
+    frame = got[0][got[0].index(b"\r\n\r\nSM\r\n\r\n") + 10 + 9 :]
+    headers = dict(hpack.Decoder().decode(frame[9 : 9 + int.from_bytes(frame[:3])]))
+    assert headers["authorization"] == "Bearer " + "t" * 1200
+    assert headers[":path"].endswith("/CheckAlive")

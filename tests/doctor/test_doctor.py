@@ -33,6 +33,7 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster_access import ClusterAccess
 
 
 def free_port() -> int:
@@ -349,9 +350,10 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_job_server(version: str, mark: str) -> None:
     with http({"/api/version": {"ray_version": version}}) as url:
-        got = services.job_server(url)
+        got = services.job_server(ClusterAccess(job_server=url))
     assert got.mark == mark and version in got.found
-    assert services.job_server(f"http://127.0.0.1:{free_port()}").mark == "fail"
+    nobody = ClusterAccess(job_server=f"http://127.0.0.1:{free_port()}")
+    assert services.job_server(nobody).mark == "fail"
 
 
 # --- what a job names ---------------------------------------------------------------------------

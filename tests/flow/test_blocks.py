@@ -34,7 +34,9 @@ from prefect_raybatch.flow.blocks import (
     RayCluster,
     options_of,
 )
+from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
 
@@ -148,7 +150,8 @@ def test_prefect_registers_the_blocks_of_the_package_by_its_name(
         (lambda: RayCluster(job_server="head:8265"), "write http://host:8265"),
         (lambda: RayCluster(job_server=f"http://me:{HUSH[0]}@head:8265"), "no job server"),
         (lambda: RayCluster(address="a:1", job_server="http://a:8265"), "keep one"),
-        (lambda: RayCluster(address="a:1", token=HUSH[4]), "for the job server"),
+        (lambda: RayCluster(address="a:1", headers={"X": HUSH[3]}), "for the job server"),
+        (lambda: RayCluster(token=HUSH[4]), "for a running cluster"),
         (lambda: ObjectStore(access_key_id=HUSH[0]), "belong together"),
         (lambda: ObjectStore(session_token=HUSH[2]), "belongs to"),
         (lambda: store(anonymous=True), "keep one"),
@@ -306,6 +309,36 @@ def test_no_secret_is_in_what_is_printed_dumped_or_saved(
         raw = client._client.post("/block_documents/filter", json={})
         assert isinstance(raw, httpx.Response) and raw.status_code == 200
         assert not secret_in(raw.text)
+
+
+def test_a_job_names_the_block_of_its_cluster(prefect_api: None) -> None:
+    """The flow gets its place and its secrets; nothing that is written down has them."""
+    cluster().save("named", overwrite=True)
+    here = job(cluster={"block": "ray-cluster/named", "on_crash": "stop"})
+    with pytest.raises(ConfigError, match="is not loaded"):
+        _ = here.cluster.access
+    loaded = with_blocks(here)
+    access = loaded.cluster.access
+    assert (access.job_server, access.address) == ("http://head:8265", None)
+    assert (access.token, access.headers["X-Key"]) == (HUSH[4], HUSH[3])
+    assert access.block == "ray-cluster/named" and loaded.cluster.on_crash == "stop"
+    assert loaded.to_dict() == here.to_dict()
+    shown = f"{loaded!r} {access!r} {loaded.model_dump()} {loaded.model_dump_json()}"
+    assert not secret_in(shown) and not secret_in(json.dumps(sendable(loaded)))
+
+    RayCluster(address="h:1", token=HUSH[4]).save("named", overwrite=True)
+    triggered = BatchInferenceJob(job=here, cluster=RayCluster(address="h:2", token=HUSH[4]))
+    assert triggered.batch_job().cluster.block is None  # the block's own cluster is in its place
+    assert triggered.environment()["RAY_AUTH_TOKEN"] == HUSH[4]
+    assert with_blocks(here).cluster.access.address == "h:1"
+    with pytest.raises(ConfigError, match=r"cluster\.block: 'ray-cluster/none' cannot be loaded"):
+        with_blocks(job(cluster={"block": "ray-cluster/none"}))
+    for wrong, why in (
+        ({"block": "named"}, "write ray-cluster/NAME"),
+        ({"block": "ray-cluster/named", "address": "auto"}, "keep one"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            job(cluster=wrong)
 
 
 def test_an_unsaved_store_cannot_travel() -> None:

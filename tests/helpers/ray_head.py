@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,6 +98,8 @@ def _is_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float
             try:
                 with urllib.request.urlopen(f"{url}/api/jobs/", timeout=5):
                     return True
+            except urllib.error.HTTPError as error:
+                return error.code == 401  # it is there and wants a token
             except OSError:
                 pass  # the dashboard is not there yet
         time.sleep(0.5)

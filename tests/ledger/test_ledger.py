@@ -91,6 +91,24 @@ def test_a_planner_of_another_job_is_refused_and_changes_nothing(tmp_path):
     assert ledger.load_plan() == first
 
 
+def test_a_table_that_is_there_is_not_written_again_by_whoever_plans_later(tmp_path, monkeypatch):
+    plan, tables = plan_of()
+    first = Ledger(LocalStore(str(tmp_path)))
+    first.create_plan(plan, tables)
+
+    def badly(store, path, data):
+        raise AssertionError(f"{path} might be kept badly, and the plan names it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", badly)
+        assert Ledger(LocalStore(str(tmp_path))).create_plan(plan, tables) == plan
+    path = tmp_path / "_raybatch" / plan.shards_table
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])  # kept badly by an earlier attempt: written anew
+    first.create_plan(plan, tables)
+    assert path.read_bytes() == data
+
+
 def test_no_plan_is_none_and_damage_is_corrupt(tmp_path):
     ledger = Ledger(open_store(str(tmp_path)))
     assert ledger.load_plan() is None

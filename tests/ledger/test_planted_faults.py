@@ -72,6 +72,12 @@ class Spoils(LocalStore):
             self.damage(Path(f"{kept}.spoiled"))
             Path(f"{kept}.spoiled").rename(kept)
 
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        won = super().put_if_absent(path, data)
+        if won:
+            self._spoil(path)
+        return won
+
     def put(self, path: str, data: bytes) -> FileInfo:
         info = super().put(path, data)
         self._spoil(path)

@@ -70,7 +70,7 @@ class World:
             cluster={"job_server": URL, **cluster}, output={"uri": str(self.small.root)}
         )
 
-    def server(self, url: str, patience: float = 300.0) -> JobServer:
+    def server(self, url: str, patience: float = 300.0, access: Any = None) -> JobServer:
         return JobServer(url, min(patience, 5.0), self.heads.__getitem__, lambda seconds: None)
 
     def follower(

@@ -56,6 +56,24 @@ def test_a_driver_ends_between_passes_and_keeps_what_is_committed(tmp_path):
     assert len(passes.calls) == 1
 
 
+def test_a_row_that_was_alone_when_the_run_was_drained_did_not_die_again(tmp_path):
+    """It had killed an engine once: what is given back must not count as the second time."""
+    made = small_run(tmp_path, rows=1, per_shard=1)
+    told: list[bool] = []
+
+    def third(number: int) -> None:
+        if number == 3:
+            told.append(True)
+            passes.silent = True  # given back without a receipt
+
+    passes = Passes(made, poison={(0, 0)}, before=third)
+    driver = Driver(made.plan, made.shards, made.ledger, Limits(), draining=lambda: bool(told))
+    driver.resume()
+    with pytest.raises(RunDrained, match="drained: 0 of 1 shard"):
+        driver.run(passes, passes.quarantine)
+    assert passes.calls[-1][1] and not passes.quarantined
+
+
 def test_a_word_concerns_the_attempts_that_were_there(tmp_path, monkeypatch):
     made = small_run(tmp_path)
     made.ledger.note_attempt("a", {})

@@ -16,6 +16,7 @@ from s3server import S3Server
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import ConfigError, PlanMismatch
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.forks import follow_forks, fork_key
 from prefect_raybatch.ledger.layout import SUPERSEDED_BY, commit_path, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -169,6 +170,28 @@ def test_on_an_s3_server(s3: S3Server, monkeypatch, state: str):
     run, _ = repaired(root, state, piece_rotten if state == "unfinished" else part_rotten)
     fork = go_on(run, f"{root}.m1")
     assert sorted(rows_of(fork.store, "_quarantine")) == [4, 11]
+
+
+def test_a_record_that_rots_where_it_lies_is_lost_whatever_copies_there_are(
+    s3: S3Server, monkeypatch
+):
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    root = "s3://repair/copies/key"
+    run = old_run(root, finished=False)
+    folder = Folder(run.store, run.plan.hash)
+    for shard in range(4):
+        folder.add(run.ledger.read_commit(run.plan, shard))
+    folder.flush(1)
+    read = type(run.store).read
+
+    def rotten(store: Store, path: str, max_bytes: int | None = None) -> bytes:
+        data: bytes = read(store, path, max_bytes)  # type: ignore[arg-type]
+        return data[:50] if (store.uri, path) == (root, commit_path(1)) else data
+
+    monkeypatch.setattr(type(run.store), "read", rotten)
+    found = repair_run(root)
+    assert (found.lost, found.taken) == ((1,), 3)
 
 
 def test_a_repair_that_was_killed_goes_on(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ repeats and loses what finish gives back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from helpers.engines import with_answers
@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.partial_run import finalize_partial
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import Nothing, plan_retry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.block import POSITION, Failure, tag
@@ -36,6 +37,7 @@ from prefect_raybatch.stages.finish import Finish
 from .scheduler import Pool
 from .world import KEY, World
 
+Made = TypeVar("Made")
 TRIES = 3  # of a task, as Prefect repeats what is worth it
 AT_ONCE = 2  # units in the stages of a driver
 
@@ -164,11 +166,46 @@ def take_partial(world: World, wait: int) -> None:
         for _ in range(wait):
             world.scheduler.point("waits")
         try:
-            return _repeated(lambda: finalize_partial(f"{world.root}/{KEY}"))
+            _repeated(lambda: finalize_partial(f"{world.root}/{KEY}"))
+            return
         except (IncompleteRun, NoSuchRun):  # too early
             continue
         except ConfigError:  # too late
             return
+
+
+def mend(world: World, wait: int = 0, calm: bool = False) -> None:
+    """What a person does who believes that a run has lost files: repairs it, and goes on with the
+    fork, if it came to one. `wait`: turns between looks."""
+    for _ in range(1 if calm else 5):
+        for _ in range(wait):
+            world.scheduler.point("waits")
+        if _repeated(lambda: _forked(world)):
+            return finish_fork(world, calm)
+
+
+def _forked(world: World) -> bool:
+    process = world.scheduler.process
+    process.leaves = KEY
+    try:
+        return repair_run(f"{world.root}/{KEY}").run_key is not None
+    except NoSuchRun:
+        return False
+    finally:
+        process.leaves = None
+
+
+def finish_fork(world: World, calm: bool = False) -> None:
+    """Goes on with the fork as with any run."""
+
+    def attempt() -> None:
+        store = world.open(f"{world.root}/{KEY}.m1")
+        ledger = Ledger(store)
+        if (plan := ledger.load_plan()) is not None:
+            progress = infer(world, ledger, plan, calm)
+            finalize_run(world.job, run_of(store, plan, ledger), progress)
+
+    _repeated(attempt)
 
 
 def tidy(world: World, key: str = KEY, times: int = 1, calm: bool = False) -> None:
@@ -189,11 +226,11 @@ def tidy(world: World, key: str = KEY, times: int = 1, calm: bool = False) -> No
         _repeated(attempt)
 
 
-def _repeated(attempt: Callable[[], object]) -> None:
+def _repeated(attempt: Callable[[], Made]) -> Made:
     for left in reversed(range(TRIES)):
         try:
-            attempt()
-            return
+            return attempt()
         except Exception as error:
             if not left or not is_transient(error):
                 raise
+    raise AssertionError

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,47 @@ from .wire import Wire, spoil
 RECENT = 8  # changes of which a listing may know nothing yet
 
 
+class Unsynced:
+    """What would be lost if the power failed: names whose folder was not synced since, each by
+    itself, and the contents of files that were not. Folders count as there once they are made."""
+
+    def __init__(self) -> None:
+        self.watched = False
+        self.names: dict[str, list[bytes | None]] = {}  # path to what was there before each change
+        self.synced: set[int] = set()  # inodes
+
+    def change(self, path: str, before: bytes | None) -> None:
+        if self.watched and local.TEMPORARY not in path:
+            self.names.setdefault(path, []).append(before)
+
+    def sync(self, path: str, inode: int, folder: bool) -> None:
+        self.synced.add(inode)
+        if folder:
+            for name in [name for name in self.names if os.path.dirname(name) == path]:
+                del self.names[name]
+
+    def lose(self, root: str, rng: random.Random) -> Iterator[str]:
+        """Paths of what is lost, in part or whole."""
+        for path, before in sorted(self.names.items()):
+            kept = rng.randrange(len(before) + 1)
+            if kept < len(before):
+                yield path
+                self._restore(path, before[kept])
+        self.names.clear()
+        for path in sorted(Path(root).rglob("*")):
+            if path.is_file() and path.stat().st_ino not in self.synced:
+                yield str(path)
+                data = path.read_bytes()
+                self._restore(str(path), data[: rng.choice([0, len(data) // 2])])
+
+    def _restore(self, path: str, data: bytes | None) -> None:
+        Path(path).unlink(missing_ok=True)
+        if data is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_bytes(data)
+            self.synced.add(os.stat(path).st_ino)
+
+
 class Disk:
     """The calls of `os` that the local store makes below `root`."""
 
@@ -27,6 +70,7 @@ class Disk:
         self.watch: Watch = wire.watch
         self.recent: list[str] = []
         self.ticks = 0
+        self.unsynced = Unsynced()
 
     def inside(self, path: Any) -> bool:
         return isinstance(path, str) and path.startswith(f"{self.root}/")
@@ -46,6 +90,7 @@ class Disk:
 
     def _seen(self, target: str, before: bytes | None) -> None:
         """After a file appeared under a name that is listed."""
+        self.unsynced.change(target, before)
         self.ticks += 1
         when = int(self.scheduler.now * 1e9) + self.ticks
         os.utime(target, ns=(when, when))
@@ -55,6 +100,7 @@ class Disk:
             beside = f"{target}.spoiled"
             Path(beside).write_bytes(spoil(self.content(target) or b"", self.scheduler.rng))
             os.utime(beside, ns=(when, when))
+            self.unsynced.synced.add(os.stat(beside).st_ino)
             os.replace(beside, target)
         self.watch.changed(self.key(target), before, self.content(target))
 
@@ -73,6 +119,7 @@ class Disk:
         self.point("unlink", path)
         before = self.content(path)
         os.unlink(path)
+        self.unsynced.change(path, before)
         if before is not None and local.TEMPORARY not in path:
             self.watch.changed(self.key(path), before, None)
 
@@ -105,15 +152,46 @@ class Disk:
 
     def open(self, path: str, mode: str = "r") -> Any:
         self.point("open", path)
-        return open(path, mode)
+        handle = open(path, mode)  # noqa: SIM115
+        if mode == "xb":
+            self.unsynced.synced.discard(os.fstat(handle.fileno()).st_ino)
+        return handle
+
+    def copyfile(self, source: str, target: str) -> None:
+        shutil.copyfile(source, target)
+        self.unsynced.synced.discard(os.stat(target).st_ino)
+
+    def fsync(self, descriptor: int) -> None:
+        if not self.unsynced.watched:
+            return
+        found = os.fstat(descriptor)
+        path, folder = os.readlink(f"/proc/self/fd/{descriptor}"), stat.S_ISDIR(found.st_mode)
+        if folder:
+            self.point("sync", f"{path}/")
+        self.unsynced.sync(path, found.st_ino, folder)
+
+    def lose(self, rng: random.Random) -> list[str]:
+        """The power fails: keys of what was lost by it."""
+        return [self.key(path) for path in self.unsynced.lose(self.root, rng)]
+
+    def damage(self, key: str, data: bytes | None) -> None:
+        """Other bytes where some are, as if nothing had been written; None: nothing any more."""
+        path = Path(self.root, key)
+        if data is None:
+            return path.unlink()
+        times = path.stat().st_mtime_ns
+        with path.open("r+b") as handle:
+            handle.write(data)
+            handle.truncate()
+        os.utime(path, ns=(times, times))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Puts these calls under the package's local store."""
         calls = ("link", "replace", "unlink", "stat", "mkdir", "rmdir", "scandir", "walk")
-        stand = Stand(os, fsync=lambda descriptor: None, **{c: getattr(self, c) for c in calls})
+        stand = Stand(os, **{c: getattr(self, c) for c in (*calls, "fsync")})
         local.os, local.open = stand, self.open  # type: ignore[attr-defined]
-        local.shutil = Stand(shutil)  # type: ignore[assignment]
+        local.shutil = Stand(shutil, copyfile=self.copyfile)  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -333,6 +333,96 @@ MUTANTS = (
         ),
         quick=True,
     ),
+    Mutant(
+        "table_put",
+        "a table that is there already is written again",
+        (
+            Edit(
+                "ledger.record_files:put_table",
+                "put_same_proved(store, path, data)",
+                "put_proved(store, path, data)",
+            ),
+        ),
+        within=1500,
+    ),
+    Mutant(
+        "tasks_unwaited",
+        "finalize does not wait for the last tasks that write parts on the cluster",
+        (
+            Edit(
+                "cluster.side_by_side:side_by_side",
+                "while under_way:\n            yield _next(under_way)",
+                "pass",
+            ),
+            Edit(
+                "result.finalize:_Work.done",
+                "if wanted:\n        raise",
+                "if False:\n        raise",
+            ),
+            Edit(
+                "result.finalize:_Work.done",
+                "for span in self.spans]",
+                "for span in self.spans if self.path(span) in parts]",
+            ),
+        ),
+        quick=True,
+    ),
+    Mutant(
+        "repair_unread",
+        "a repair takes pieces over without comparing them with their commit",
+        (
+            Edit(
+                "result.healthy:_of_pieces",
+                "data, table = checked_piece(ledger.store, commit.shard, piece)",
+                "data = ledger.store.read(piece_path(piece.path))\n"
+                "        table = pq.read_table(pa.BufferReader(data))",
+            ),
+        ),
+        within=300,
+    ),
+    Mutant(
+        "repair_holes",
+        "a repair takes a shard over of which rows are in a file that is lost",
+        (
+            Edit(
+                "result.healthy:_cut_out",
+                "if not _are_at(numbers - shard.start, positions):",
+                "if False:",
+            ),
+        ),
+        within=300,
+    ),
+    Mutant(
+        "repair_tidies",
+        "a repair deletes the pieces of the run that it has taken over",
+        (
+            Edit(
+                "runs.repair:repair_run",
+                "supersede(old, made.run_key)",
+                "supersede(old, made.run_key)\n"
+                "    old.store.delete(i.path for i in list(old.store.list('_raybatch/pieces')))",
+            ),
+        ),
+        within=200,
+    ),
+    Mutant(
+        "unsynced_file",
+        "on a disk a file appears before its bytes are synced",
+        (Edit("storage.local:LocalStore._land", "os.fsync(handle.fileno())", "pass"),),
+        quick=True,
+    ),
+    Mutant(
+        "unsynced_part",
+        "on a disk a file of the result appears before its bytes are synced",
+        (Edit("storage.local:LocalStore._land_file", "_sync(source)", "pass"),),
+        within=400,
+    ),
+    Mutant(
+        "unsynced_name",
+        "on a disk a name counts before its folder is synced",
+        (Edit("storage.local:LocalStore._land", "_sync(folder)", "pass"),),
+        within=200,
+    ),
 )
 
 

@@ -9,15 +9,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.result.verify_chain import verify_chain
 
 from . import actors, checker
+from .disasters import FORK, PowerLoss, Rot
 from .scheduler import Process, Scheduler
+from .tasks import WorkerCrashed
 from .wire import Weather
 from .world import KEY, World
 
@@ -110,6 +113,9 @@ class Schedule:
         self.befell: dict[str, int] = {}
         self.processes: list[Process] = []
         self.retriers = 0
+        self.first_act = True
+        self.power, self.rot = PowerLoss(world), Rot(world)
+        world.cluster.begin = self.add
         self.scheduler.disturb, self.scheduler.between = self.disturb, self.between
 
     def play(self) -> None:
@@ -122,7 +128,10 @@ class Schedule:
             self.start(f"reaper {number + 1}", lambda t=times: actors.tidy(world, times=t))
         self.retriers = rng.choice([0, 0, 1, 2])
         self.start_taker()
+        self.start_menders()
         self.scheduler.run(self.still)
+        self.first_act = False
+        self.rot.strike()
         self.operate("operator")
         for process in self.processes:  # zombies: what stood still goes on in a finished run
             self.wake(process)
@@ -131,11 +140,13 @@ class Schedule:
         while self.world.wire.late and not self.broken():
             self.world.wire.deliver()
         self.operate("last operator")
+        rotten, tasks = self.rot.happened, self.world.cluster.begun
+        self.befell |= {"file rot": rotten, "repair": self.forked, "task": tasks}
         if not self.broken():
-            files = world.files()
-            self.faults += checker.check(files, KEY, world.rows)
-            left = [key for key in files if "/pieces/" in key and world.compact]
-            self.faults += [f"{key} is left" for key in left]
+            for base, files in self.families().items():
+                self.faults += checker.check(files, base, world.rows)
+                left = [key for key in files if "/pieces/" in key and world.compact]
+                self.faults += [f"{key} is left" for key in left]
 
     def start_taker(self) -> None:
         """In some schedules somebody takes what is there; drawn apart, so that the seeds of the
@@ -145,11 +156,24 @@ class Schedule:
             wait = rng.choice([1, 5, 20])
             self.start("taker", lambda: actors.take_partial(self.world, wait))
 
+    def start_menders(self) -> None:
+        """Where files are to rot, some repair before anybody says that they should; and nobody
+        retries rows of a run that may lose its quarantine."""
+        if self.rot.planned:
+            self.retriers = 0
+            for number in range(self.rot.rng.choice([0, 1, 2])):
+                wait = self.rot.rng.choice([5, 20, 50])
+                mend = partial(actors.mend, self.world, wait)
+                self.start(f"mender {number + 1}", mend)
+
     def start(self, name: str, call: Callable[[], object], disturbed: bool = True) -> Process:
         process = self.world.process(name, disturbed)
+        self.add(process, call)
+        return process
+
+    def add(self, process: Process, call: Callable[[], object]) -> None:
         self.processes.append(process)
         self.scheduler.start(process, call)
-        return process
 
     def operate(self, name: str) -> None:
         """A person runs the same commands again, and nothing happens to them."""
@@ -157,7 +181,10 @@ class Schedule:
             return
 
         def commands() -> None:
-            actors.drive(self.world, calm=True)
+            if self.rot.happened:
+                self.mend()
+            else:
+                actors.drive(self.world, calm=True)
             done = 0
             while done < len(runs := self.runs()):  # a retry may make another, at the end of them
                 actors.retry(self.world, runs[done], calm=True)
@@ -169,9 +196,33 @@ class Schedule:
         if process.error is not None and not self.broken():
             self.faults.append(f"the run cannot be finished: {process.error!r}")
 
+    def mend(self) -> None:
+        """A person drives the run, and repairs it whatever came of that."""
+        with suppress(CorruptRun):
+            actors.drive(self.world, calm=True)
+        actors.mend(self.world, calm=True)
+        if f"{FORK}/_raybatch/plan.json" in self.world.files():
+            actors.finish_fork(self.world, calm=True)
+            self.forked = True
+
+    forked = False  # then only the fork is asked for
+
     def runs(self) -> list[str]:
+        """Keys of all runs that are to be whole in the end."""
+        return sorted(
+            key.partition("/")[0]
+            for files in self.families().values()
+            for key in files
+            if key.endswith("/_raybatch/plan.json")
+        )
+
+    def families(self) -> dict[str, dict[str, bytes]]:
+        """{first run: its files and those of the runs that retry its rows}."""
         files = self.world.files()
-        return sorted({k.partition("/")[0] for k in files if k.endswith("/_raybatch/plan.json")})
+        base = FORK if self.forked else KEY
+        if self.forked or self.rot.planned:
+            files = {k: v for k, v in files.items() if (k.startswith(FORK)) == self.forked}
+        return {base: files}
 
     # --- what happens meanwhile -----------------------------------------------------------------
 
@@ -183,9 +234,13 @@ class Schedule:
             error = process.error
             if error is None or not process.disturbed:
                 continue
-            if not isinstance(error, (RayBatchError, FileNotFoundError)):
+            if not isinstance(error, (RayBatchError, FileNotFoundError, WorkerCrashed)):
                 self.faults.append(f"{process} ended with {error!r}")
-            elif isinstance(error, CorruptRun) and self.world.wire.weather.clear:
+            elif (
+                isinstance(error, CorruptRun)
+                and self.world.wire.weather.clear
+                and (not self.rot.happened)
+            ):
                 self.faults.append(f"{process} says of a sound run: {error}")
         return bool(self.faults)
 
@@ -199,6 +254,10 @@ class Schedule:
     def between(self) -> None:
         """Before each turn: late arrivals, wakings, and retries of a run that has just ended."""
         rng, wire = self.scheduler.rng, self.world.wire
+        if self.first_act and self.power.due:
+            self.power_off()
+        if self.first_act and self.rot.left and self.rot.rng.random() < self.rot.soon:
+            self.rot.strike()
         if wire.late and rng.random() < 0.02:
             wire.deliver()
         for process in self.processes:
@@ -209,6 +268,17 @@ class Schedule:
             number = self.retriers
             self.start(f"retrier {number + 1}", lambda: actors.retry(self.world))
 
+    def power_off(self) -> None:
+        """All that works dies at once, and somebody starts it again."""
+        self.befell["power loss"] = 1
+        self.scheduler.note("... the power fails")
+        for process in self.processes:
+            process.dead = True
+        self.scheduler.end(disturbed=True)
+        self.power.strike()
+        for number in range(self.power.rng.choice([1, 2])):
+            self.start(f"driver {number + 1} again", lambda: actors.drive(self.world))
+
     def disturb(self, process: Process, what: str) -> None:
         if not process.disturbed:
             return
@@ -217,6 +287,7 @@ class Schedule:
         if draw < weather.crash:
             self.note("crash", process)
             process.dead = True
+            self.world.cluster.lost(process)
             if rng.random() < 0.5:  # somebody starts it again
                 name = f"{process.name}'"
                 if process.name.startswith("driver"):
@@ -224,6 +295,7 @@ class Schedule:
         elif draw < weather.crash + weather.stop:
             self.note("stop", process)
             process.frozen = True
+            self.world.cluster.lost(process)
         elif draw < weather.crash + weather.stop + weather.clock:
             self.note("clock set back", process)
             self.scheduler.wall -= rng.choice([1.0, 3600.0])
@@ -243,8 +315,9 @@ class Schedule:
 
     def verify(self) -> None:
         """The package's own proof must agree with the checker's."""
-        found = verify_chain(self.world.open(self.world.root), KEY)
-        self.faults += [f"raybatch verify: {fault}" for fault in found.faults]
+        for base in self.families():
+            found = verify_chain(self.world.open(self.world.root), base)
+            self.faults += [f"raybatch verify: {fault}" for fault in found.faults]
 
 
 @contextmanager

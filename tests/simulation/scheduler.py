@@ -15,7 +15,7 @@ import uuid as real_uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from greenlet import getcurrent, greenlet
 
@@ -41,9 +41,16 @@ class Process:
         self.dead = self.frozen = False
         self.error: BaseException | None = None
         self.ended = False
+        self.leaves: str | None = None  # a run of which it must not change a file now
 
     def __repr__(self) -> str:
         return self.name
+
+
+class Awaited(Protocol):
+    """What a task may wait for."""
+
+    def done(self) -> bool: ...
 
 
 class Task(greenlet):
@@ -52,7 +59,7 @@ class Task(greenlet):
     def __init__(self, scheduler: Scheduler, process: Process, run: Callable[[], Any]) -> None:
         super().__init__(run, scheduler.hub)
         self.process = process
-        self.waits_for: Promise | None = None
+        self.waits_for: Awaited | None = None
 
 
 class Promise(Future):
@@ -189,7 +196,7 @@ class Scheduler:
         if self.process.frozen:
             self._turn()
 
-    def wait(self, promise: Promise) -> None:
+    def wait(self, promise: Awaited) -> None:
         task = self.current
         assert task is not None and self.inside, "waited for outside of the world"
         while not promise.done():
@@ -241,13 +248,14 @@ class Scheduler:
         finally:
             self.current = None
 
-    def end(self) -> None:
-        """Unwinds whoever is left."""
+    def end(self, disturbed: bool = False) -> None:
+        """Unwinds whoever is left, or only those that can be `disturbed`."""
         for _ in range(1000):
             self.tasks = [task for task in self.tasks if not task.dead]
-            if not self.tasks:
+            ending = [task for task in self.tasks if task.process.disturbed or not disturbed]
+            if not ending:
                 return
-            for task in self.tasks:
+            for task in ending:
                 task.process.dead = True
                 self._resume(task)
 

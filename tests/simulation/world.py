@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from helpers.small import MODEL, input_rows, make_job
 
 from prefect_raybatch import storage
+from prefect_raybatch.cluster.side_by_side import workers_for
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.ledger import Ledger
@@ -28,6 +29,7 @@ from prefect_raybatch.storage import LocalStore, S3Store, Store, s3
 from .disk import Disk
 from .s3 import BUCKET, Wired
 from .scheduler import Process, Scheduler, installed, replace
+from .tasks import Cluster
 from .watch import Watch
 from .wire import Weather, Wire
 
@@ -55,6 +57,8 @@ class World:
             Path(self.root).mkdir(parents=True)
         self.disk = Disk(Path(self.root), self.wire)
         self.connection = Wired(self.wire)
+        self.cluster = Cluster(scheduler)
+        self.watch.left_alone = self._left_alone
         self.job = make_job(
             source={"uri": "data/in.parquet", "rows_per_shard": self.per_shard},
             output={"uri": self.root, "compact": self.compact},
@@ -69,6 +73,19 @@ class World:
         if self.kind == "s3":
             return {key: file.data for key, file in self.wire.files.items()}
         return self.disk.files()
+
+    def damage(self, key: str, data: bytes | None) -> None:
+        """The file holds other bytes from now on, or is gone: it says nothing of it."""
+        if self.kind != "s3":
+            self.disk.damage(key, data)
+        elif data is None:
+            del self.wire.files[key]
+        else:
+            self.wire.files[key] = self.wire.files[key]._replace(data=data)
+
+    def _left_alone(self) -> str | None:
+        scheduler = self.scheduler
+        return scheduler.process.leaves if scheduler.inside else None
 
     def open(self, uri: str) -> Store:
         if self.kind == "s3":
@@ -103,6 +120,8 @@ class World:
             stack.enter_context(installed(self.scheduler))
             if self.kind != "s3":
                 stack.enter_context(self.disk.installed())
+            stack.enter_context(self.cluster.installed())
+            stack.enter_context(_replaced(workers_for, self.cluster.workers_for))
             stack.enter_context(_replaced(storage.open_store, self._open_store))
             finalize = sys.modules["prefect_raybatch.result.finalize"].finalize
             stack.enter_context(_replaced(finalize, self._with_small_files(finalize)))

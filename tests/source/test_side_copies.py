@@ -12,7 +12,7 @@ import pytest
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.source import cuts, side_copies, snapshot, streams
+from prefect_raybatch.source import csv_text, cuts, side_copies, snapshot, streams
 from prefect_raybatch.storage import open_store
 
 CUT, BLOCK = 2048, 512
@@ -132,6 +132,25 @@ def test_line_breaks_in_quotes_stay_as_they_are_wherever_a_block_ends(both, tmp_
     rows = [f'"{i}","x\r\ny","z"' for i in range(500)]
     found, shares = both(files(tmp_path / "in", csv(*rows, line="\r\n")))
     assert set(found["b"].to_pylist()) == {"x\r\ny"} and shares > 1
+
+
+@pytest.mark.parametrize("how", ["plain", "gz", "zst", "latin-1", "utf-16", "gz in latin-1"])
+def test_so_they_do_in_files_that_are_compressed_or_recoded(how, both, monkeypatch, tmp_path):
+    """Of a file whose blocks nobody can know; and of a plain one for which no size of a block will
+    do."""
+    monkeypatch.setattr(csv_text, "BLOCK_TRIES", 0)
+    rows = ['"ä","x\r\ny\r\n\r\nz","\r\n"'] * 500
+    encoding = next((name for name in ("latin-1", "utf-16") if name in how), "utf-8")
+    data = csv(*rows, line="\r\n").encode(encoding)
+    end = "csv"
+    if "gz" in how:
+        data, end = gzip.compress(data), "csv.gz"
+    if "zst" in how:
+        data, end = pa.compress(data, codec="zstd", asbytes=True), "csv.zst"
+    found, _ = both(files(tmp_path / "in", data, end=end), csv={"encoding": encoding})
+    assert found.num_rows == 500
+    assert set(found["b"].to_pylist()) == {"x\r\ny\r\n\r\nz"}
+    assert set(found["c"].to_pylist()) == {"\r\n"}
 
 
 def test_a_large_csv_is_cut_and_many_small_ones_are_put_together(both, tmp_path):

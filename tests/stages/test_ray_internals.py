@@ -51,6 +51,12 @@ CONTRACT = {
         "OpState": ["total_enqueued_output_blocks"],
         "": ["logger"],
     },
+    # Nodes that leave.
+    f"{EXECUTION}/operators/actor_pool_map_operator.py": {
+        "ActorPoolMapOperator": ["_actor_pool"],
+        "_ActorPool": ["_running_actors", "_release_running_actor(actor)"],
+        "_ActorState": ["num_tasks_in_flight", "actor_location"],
+    },
     "data/context.py": {"DataContext": ["set_config(key, value)", "get_config(key, default)"]},
     f"{EXECUTION}/streaming_executor.py": {"StreamingExecutor": ["shutdown(force)"]},
     "data/_internal/progress/__init__.py": {"": ["logger"]},

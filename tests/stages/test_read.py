@@ -20,7 +20,15 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreU
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files
 from prefect_raybatch.ledger.records import InputFile, Unit
-from prefect_raybatch.source import inventory, parquet, peek, snapshot, snapshot_dataset
+from prefect_raybatch.source import (
+    dataset_copies,
+    inventory,
+    parquet,
+    peek,
+    snapshot,
+    snapshot_dataset,
+)
+from prefect_raybatch.source.snapshot_writer import SnapshotWriter
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
 from prefect_raybatch.stages.read import ShardReader, Task
@@ -550,6 +558,48 @@ def test_a_dataset_is_copied_in_order(local_ray, tmp_path):
         snapshot_dataset(ray.data.from_items([{"i": 1}]), store, "attempt", columns=["ii"])
     with pytest.raises(SourceError, match="no rows"):
         snapshot_dataset(ray.data.from_items([{"i": 1}]).limit(0), store, "attempt")
+
+
+def test_a_dataset_is_written_by_its_own_tasks(local_ray, tmp_path, monkeypatch):
+    """Here, in the driver, nothing is written but what has to be written once more."""
+    import ray.data
+
+    store = open_store(str(tmp_path / "run"))
+    monkeypatch.setattr(dataset_copies, "SMALL_BYTES", 0)
+    dataset = ray.data.range(1000, override_num_blocks=8).map(lambda row: {"i": row["id"]})
+    with monkeypatch.context() as patch:
+        patch.delattr(SnapshotWriter, "write")
+        found = snapshot_dataset(dataset, store, "attempt")
+    assert found.rows == 1000 and len(found.files) == 8
+    assert sum(rows for rows, _ in found.weights) == 1000
+    one = ShardReader(found.files, found.schema, store)
+    check_rows(everything(one, one.tasks(shards(1000, 300))), shards(1000, 300))
+
+
+def test_blocks_of_a_dataset_have_one_schema_and_small_ones_are_joined(local_ray, tmp_path):
+    """Types that no block alone can know, nested ones that hold nothing yet among them."""
+    import ray.data
+
+    tables = [
+        pa.table({"i": pa.array([0, 1], pa.int32()), "s": pa.nulls(2), "t": [[None], []]}),
+        pa.table({"i": pa.array([2], pa.int64()), "s": ["two"], "t": [[{"a": 1}]]}),
+        pa.table({"i": pa.array([3], pa.int16()), "s": pa.nulls(1), "t": [None]}),
+    ]
+    store = open_store(str(tmp_path / "run"))
+    found = snapshot_dataset(ray.data.from_arrow(tables), store, "attempt")
+    nested = pa.list_(pa.struct([("a", pa.int64())]))
+    assert found.schema == pa.schema([("i", pa.int64()), ("s", pa.string()), ("t", nested)])
+    (file,) = found.files
+    with store.open(file.uri) as stream:
+        assert pq.read_table(stream).to_pylist() == [r for t in tables for r in t.to_pylist()]
+    assert [info.path for info in store.list()] == [file.uri]
+    with pytest.raises(SourceError, match=r"the dataset: column 'i' changes from int64 to string"):
+        other = ray.data.range(8, override_num_blocks=2).map_batches(
+            lambda ids: {"i": ids["id"] if 0 in ids["id"] else ids["id"].astype(str)},
+            batch_size=None,
+        )
+        snapshot_dataset(other, store, "attempt")
+    assert [info.path for info in store.list()] == [file.uri]
 
 
 @pytest.mark.parametrize("fused", [True, False])

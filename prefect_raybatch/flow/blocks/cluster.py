@@ -10,8 +10,10 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_vali
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow.blocks.fields import block_field
+from prefect_raybatch.flow.blocks.store import load_block
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
+from prefect_raybatch.job.cluster_access import ClusterAccess
 
 CLIENT_REFUSED = (
     "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
@@ -28,7 +30,7 @@ class RayCluster(CredentialsBlock):
         address: Address of a running cluster that this process can join.
         job_server: URL of the job server of a running cluster.
         headers: HTTP headers for the job server.
-        token: Bearer token for the job server.
+        token: Ray's token, where the cluster wants one.
 
     Example:
         Use a saved cluster for a job:
@@ -62,7 +64,9 @@ class RayCluster(CredentialsBlock):
         None, title="Headers", text="HTTP headers for the job server, kept as a secret."
     )
     token: SecretStr | None = block_field(
-        None, title="Token", text="Sent to the job server as a bearer token."
+        None,
+        title="Token",
+        text="Ray's token, where the cluster wants one; a job server gets it as a bearer token.",
     )
 
     @field_validator("address")
@@ -97,17 +101,26 @@ class RayCluster(CredentialsBlock):
                 "address is for a driver in the flow's process, job_server for one on the "
                 "cluster; keep one"
             )
-        if (self.headers or self.token) and not self.job_server:
-            raise ValueError("headers and token are for the job server; set job_server as well")
+        if self.headers and not self.job_server:
+            raise ValueError("headers are for the job server; set job_server as well")
+        if self.token and not (self.address or self.job_server):
+            raise ValueError(
+                "the token is for a running cluster; set address or job_server as well"
+            )
         return self
 
     def apply(self, job: BatchJob) -> BatchJob:
         """The job on this cluster. Raises `ConfigError` when the job cannot be run that way."""
         value = job.to_dict()
-        places = {"address": self.address, "job_server": self.job_server}
+        places = {"address": self.address, "job_server": self.job_server, "block": None}
         kept = {k: v for k, v in value.get("cluster", {}).items() if k not in places}
         value["cluster"] = {**kept, **{k: v for k, v in places.items() if v}}
         return BatchJob.from_dict(value, "job on the RayCluster block")
+
+    def access(self, name: str | None = None) -> ClusterAccess:
+        """How the cluster is reached, secrets in clear; `name` is that of the saved block."""
+        token = None if self.token is None else self.token.get_secret_value()
+        return ClusterAccess(self.address, self.job_server, self.request_headers(), token, name)
 
     def request_headers(self) -> dict[str, str]:
         """Headers for each request to the job server, with the token. They are secrets."""
@@ -127,3 +140,12 @@ class RayCluster(CredentialsBlock):
         from ray.job_submission import JobSubmissionClient
 
         return JobSubmissionClient(self.job_server, headers=self.request_headers() or None)
+
+
+def access_of(name: str) -> ClusterAccess:
+    """How the cluster of the saved block ray-cluster/NAME is reached. Raises `ConfigError` when it
+    cannot be loaded."""
+    block = load_block("cluster.block", name)
+    if not isinstance(block, RayCluster):
+        raise ConfigError(f"cluster.block: {name!r} is no RayCluster block")
+    return block.access(name)

@@ -27,6 +27,7 @@ from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import is_remote
 
@@ -155,8 +156,12 @@ class BatchInferenceJob(JobBlock[RunReport]):
         flow run. Secrets of the cluster pass here, not in flow parameters."""
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}
-        headers = self.cluster.request_headers() if self.cluster else {}
-        more = {"RAY_JOB_HEADERS": json.dumps(headers)} if headers else {}
+        access = self.cluster.access() if self.cluster else ClusterAccess()
+        more = {}
+        if access.headers and access.job_server:
+            more["RAY_JOB_HEADERS"] = json.dumps(dict(access.headers))
+        elif access.token:
+            more |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": access.token}
         return {**ours, **settings, **more, "PREFECT__FLOW_ENTRYPOINT": ENTRYPOINT}
 
 

@@ -161,13 +161,7 @@ def options_of(name: str) -> dict[str, Any]:
 
     Raises `ConfigError` when it cannot be loaded or holds nothing that a store could use.
     """
-    try:
-        block: Any = Block.load(name, _sync=True)  # type: ignore[call-arg]
-    except Exception as error:
-        raise ConfigError(
-            f"credentials_block: {name!r} cannot be loaded ({_brief(error)}); save it first and "
-            "install the collection that defines it"
-        ) from None
+    block = load_block("credentials_block", name)
     if isinstance(block, ObjectStore):
         return block.store_options()
     options: dict[str, Any] = {}
@@ -191,6 +185,18 @@ def options_of(name: str) -> dict[str, Any]:
             f"credentials_block: {name!r} holds no keys that S3 or a database could use"
         )
     return options
+
+
+def load_block(field: str, name: str) -> Any:
+    """The saved block type-slug/name that a job names in `field`. Raises `ConfigError` when it
+    cannot be loaded."""
+    try:
+        return Block.load(name, _sync=True)  # type: ignore[call-arg]
+    except Exception as error:
+        raise ConfigError(
+            f"{field}: {name!r} cannot be loaded ({_brief(error)}); save it first and "
+            "install the collection that defines it"
+        ) from None
 
 
 def _brief(error: Exception) -> str:

@@ -1,0 +1,20 @@
+"""Where a job's cluster is and what it asks of those who come, as a block or the job says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ClusterAccess:
+    """The address or the job server of a cluster, both None for a local one. `token` is Ray's, by
+    default that of the environment; `headers` go with each request to the job server, the token
+    among them. `block` is the block that says so, None where the job does. Secrets are in no
+    repr."""
+
+    address: str | None = None
+    job_server: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    token: str | None = field(default=None, repr=False)
+    block: str | None = None

@@ -1,0 +1,256 @@
+"""A `ray.data.Dataset` copied to a snapshot by its own tasks: no row passes through the driver.
+
+Each block is written by the task that made it, under the types of its own values, and says which
+these are. What has other types than all blocks together is read and written once more, and so are
+small neighbours, which would be many small files. The dataset itself is computed once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import RayBatchError, SourceError
+from prefect_raybatch.ledger.layout import INPUT
+from prefect_raybatch.ledger.records import InputFile
+from prefect_raybatch.source.arrow_types import map_type, written
+from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.find import Inventory, Weights
+from prefect_raybatch.source.snapshot_writer import SnapshotWriter
+from prefect_raybatch.source.snapshots import Everywheres, in_this_process
+from prefect_raybatch.storage import Store
+
+if TYPE_CHECKING:
+    import ray.data
+
+SMALL_BYTES = 8 << 20  # blocks whose files are smaller are joined with such neighbours ...
+JOINED_BYTES = 64 << 20  # ... as far as all of them together have no more
+DATASET = "the dataset"
+_RECEIPT = "receipt"
+
+
+@dataclass(frozen=True)
+class BlockCopied:
+    """What came of a block: its files under `written(types)`, or the error that it met."""
+
+    files: tuple[InputFile, ...] = ()
+    types: dict[str, pa.DataType] = field(default_factory=dict)
+    row_bytes: float = 0.0
+    weights: Weights = ()
+    error: RayBatchError | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        return written(pa.schema(list(self.types.items())))
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def snapshot_dataset(
+    dataset: ray.data.Dataset,
+    run_store: Store,
+    attempt: str,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+    everywhere: Everywheres = in_this_process,
+) -> Inventory:
+    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does, its rows in their order.
+
+    Its own tasks write the blocks, so `run_store` must be reachable where they run; `everywhere`
+    (as in `snapshot`) says where files are written once more. Raises SourceError for columns that
+    cannot be written or change type, ConfigError for an unknown column, and the store's errors.
+    What the dataset itself raises passes through.
+    """
+    if limit is not None:
+        dataset = dataset.limit(limit)
+    known = dataset.schema(fetch_if_missing=False)
+    if columns is not None and known is not None and set(columns) <= set(known.names):
+        dataset = dataset.select_columns(list(columns))
+    shape = Shape()
+    blocks: list[BlockCopied] = []
+    try:
+        for block in _written(dataset, run_store, attempt, columns):
+            blocks.append(block)
+            if block.error is not None:
+                raise block.error
+            shape.see_types(DATASET, block.types)
+        if not blocks:
+            raise SourceError("the dataset has no rows; there is nothing to do")
+        blocks = _settled(blocks, written(shape.schema), run_store, attempt, everywhere)
+    except BaseException:
+        _forget(run_store, blocks)
+        raise
+    return Inventory(
+        tuple(file for block in blocks for file in block.files),
+        written(shape.schema),
+        max(block.row_bytes for block in blocks),
+        "dataset",
+        weights=tuple(pair for block in blocks for pair in block.weights),
+    )
+
+
+def _written(
+    dataset: ray.data.Dataset, store: Store, attempt: str, columns: Sequence[str] | None
+) -> Iterator[BlockCopied]:
+    """What came of each block that has rows, in their order."""
+    write: Any = copy_block
+    copies: Any = dataset.map_batches(
+        write,
+        batch_size=None,
+        batch_format="pyarrow",
+        fn_args=(store, attempt, columns),
+    )
+    options = copies.context.execution_options
+    ordered, options.preserve_order = options.preserve_order, True
+    try:
+        for receipts in copies.iter_batches(batch_size=None, batch_format="pyarrow"):
+            yield from map(pickle.loads, receipts[_RECEIPT].to_pylist())
+    finally:
+        options.preserve_order = ordered
+
+
+def copy_block(
+    table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
+) -> pa.Table:
+    """Writes a block, in the task that made it; one row with the receipt, none for no rows."""
+    made = [pickle.dumps(_copied(table, store, attempt, columns))] if table.num_rows else []
+    return pa.table({_RECEIPT: pa.array(made, pa.binary())})
+
+
+def _copied(
+    table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
+) -> BlockCopied:
+    """Errors of ours are values: of those of several blocks the first in their order counts, and
+    Ray would try them again."""
+    parts, shape = _parts(store, attempt), Shape()
+    try:
+        table = table.select(check_columns(columns, table.column_names, DATASET))
+        for column in table.schema:
+            if "PythonObject" in type(column.type).__name__:
+                raise SourceError(
+                    f"{DATASET}: column {column.name!r} holds Python objects of no one type; "
+                    "convert it to text, numbers or bytes first"
+                )
+        if not len(table.schema):
+            raise SourceError(f"{DATASET}: the rows have no columns; there is nothing to read")
+        shape.see(DATASET, table)
+        parts.write(table, shape.schema)
+        files = parts.close() or ()
+    except RayBatchError as error:
+        parts.abandon()
+        return BlockCopied(error=error)
+    except BaseException:
+        parts.abandon()
+        raise
+    return BlockCopied(files, shape.columns, parts.row_bytes, tuple(parts.weights))
+
+
+def _parts(store: Store, attempt: str) -> SnapshotWriter:
+    return SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
+
+
+def _settled(
+    blocks: list[BlockCopied],
+    schema: pa.Schema,
+    store: Store,
+    attempt: str,
+    everywhere: Everywheres,
+) -> list[BlockCopied]:
+    """The blocks under one schema, small neighbours together."""
+    groups = list(_groups(blocks))
+    todo = [n for n, group in enumerate(groups) if len(group) > 1 or group[0].schema != schema]
+    made: list[BlockCopied] = [group[0] for group in groups]
+    size = sum(block.size for number in todo for block in groups[number])
+    if not todo:
+        return made
+    joiner, again = _Joiner(store, attempt, schema), list[BlockCopied]()
+    try:
+        with everywhere(size, True) as apart:
+            joined: Any = apart(joiner, (tuple(groups[n]) for n in todo), size)
+            with closing(joined):
+                for place, block in joined:
+                    again.append(block)
+                    made[todo[place]] = block
+    except BaseException:
+        _forget(store, again)
+        raise
+    _forget(store, [block for number in todo for block in groups[number]])
+    return made
+
+
+def _groups(blocks: Sequence[BlockCopied]) -> Iterator[list[BlockCopied]]:
+    held: list[BlockCopied] = []
+    size = 0
+    for block in blocks:
+        fits = block.size < SMALL_BYTES and size + block.size <= JOINED_BYTES
+        if held and not (fits and held[-1].size < SMALL_BYTES):
+            yield held
+            held, size = [], 0
+        held.append(block)
+        size += block.size
+    yield held
+
+
+@dataclass(frozen=True)
+class _Joiner:
+    """Writes the files of some blocks anew, as files of one block under `schema`."""
+
+    store: Store
+    attempt: str
+    schema: pa.Schema
+
+    def __call__(self, blocks: tuple[BlockCopied, ...]) -> BlockCopied:
+        parts = _parts(self.store, self.attempt)
+        try:
+            for block in blocks:
+                for file in block.files:
+                    for table in _read(self.store, file):
+                        parts.write(self._fitted(table, block.types), self.schema)
+            files = parts.close() or ()
+        except BaseException:
+            parts.abandon()
+            raise
+        types = {column.name: column.type for column in self.schema}
+        return BlockCopied(files, types, parts.row_bytes, tuple(parts.weights))
+
+    def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
+        """With the columns that held nothing but null, at some depth, as the schema has them: they
+        were written as text, from which no cast leads back."""
+        for number, (name, kind) in enumerate(types.items()):
+            wanted = self.schema.field(name).type
+            if _holds_null(kind) and table.schema.field(name).type != wanted:
+                column = pa.array(table[name].to_pylist(), wanted)
+                table = table.set_column(number, pa.field(name, wanted), column)
+        return table
+
+
+def _holds_null(kind: pa.DataType) -> bool:
+    found: list[bool] = []
+
+    def note(inner: pa.DataType) -> pa.DataType:
+        found.append(pa.types.is_null(inner))
+        return inner
+
+    map_type(kind, note)
+    return any(found)
+
+
+def _read(store: Store, file: InputFile) -> Iterator[pa.Table]:
+    with store.open(file.uri) as stream, pq.ParquetFile(stream, pre_buffer=False) as parquet:
+        for group in range(parquet.num_row_groups):
+            yield parquet.read_row_group(group, use_threads=False)
+
+
+def _forget(store: Store, blocks: Sequence[BlockCopied]) -> None:
+    """Takes away what was written: no plan can know it yet."""
+    with suppress(RayBatchError):  # only tidiness
+        store.delete([file.uri for block in blocks for file in block.files])
