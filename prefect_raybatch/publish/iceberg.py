@@ -37,7 +37,7 @@ class IcebergSink(Sink):
         if table is None:
             self._need_namespace(catalog)
             return None
-        self._need_no_partitions(table)
+        self._need_mergeable(table)
         return table.schema().as_arrow()
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
@@ -75,7 +75,7 @@ class IcebergSink(Sink):
         table.metadata = table.metadata.model_copy(
             update={"properties": {**table.metadata.properties, **retries}}
         )
-        self._need_no_partitions(table)
+        self._need_mergeable(table)
         there = table.schema().as_arrow()
         wanted = converted_schema(rows.schema, self.target)
         self.fit(wanted, there)
@@ -92,8 +92,18 @@ class IcebergSink(Sink):
             transaction.append(data, snapshot_properties=rows.marks)
             transaction.set_properties({_property(rows): rows.run_key})
 
-    def _need_no_partitions(self, table: Any) -> None:
-        if self.target.key and not table.spec().is_unpartitioned():
+    def _need_mergeable(self, table: Any) -> None:
+        """`ConfigError` for a table that the library cannot merge into."""
+        if not self.target.key:
+            return
+        snapshot = table.current_snapshot()
+        told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+        if int(told.get("total-equality-deletes", 0)):
+            raise ConfigError(
+                f"{self.what}: the table there has equality deletes, which pyiceberg cannot apply; "
+                "append, or compact the table"
+            )
+        if not table.spec().is_unpartitioned():
             raise ConfigError(
                 f"{self.what}: the table there is partitioned, where pyiceberg's merges are "
                 "reported to leave rows twice (apache/iceberg-python#3758); append, or merge into "

@@ -78,6 +78,15 @@ def test_two_publishers_at_once_bring_the_rows_once(format, store, tmp_path):
 
 
 @pytest.mark.parametrize("format", TARGETS)
+def test_a_merge_replaces_rows_on_s3(format, store, tmp_path):
+    rows, there = all_kinds(), target(format, tmp_path, mode="merge", key=["id"])
+    for plan, night in (("p", rows), ("q", rows.slice(1).set_column(5, "price", [[1.0, 2.0]]))):
+        open_sink(there, "key", store).publish(published_rows(night, plan * 64), lambda step: None)
+    found = read(format, tmp_path, store).sort_by("id")
+    assert found["id"].to_pylist() == [0, 1, 2] and found["price"].to_pylist() == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("format", TARGETS)
 @pytest.mark.parametrize("wrong", [{"secret": "not-the-secret-at-all"}, {"key": "NOBODYSKEY"}])
 def test_keys_that_the_store_refuses_are_told_and_not_tried_again(format, wrong, store, tmp_path):
     rows, there = all_kinds(), target(format, tmp_path)

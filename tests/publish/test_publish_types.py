@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 import lance
 import pyarrow as pa
 import pytest
+from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
 from helpers.targets import TARGETS, catalog, iceberg, published_rows
 from pyiceberg.catalog import load_catalog
@@ -210,6 +211,23 @@ def test_iceberg_merges_by_keys_of_several_columns_and_of_each_type(tmp_path, mo
     monkeypatch.setattr("prefect_raybatch.publish.iceberg.MOST_GROUPS", 1)
     with pytest.raises(ConfigError, match=r"key day, name makes 2 groups .*merge by one column"):
         merged(["day", "name"], first, "r")
+
+
+def test_a_merge_into_an_iceberg_table_with_deletes_brings_no_deleted_row_back(tmp_path):
+    target = iceberg(tmp_path, mode="merge", key=["id"])
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    rows = pa.table({"id": pa.array(range(6), pa.int64()), "a": ["x"] * 6})
+    lake = load_catalog(None, **catalog(tmp_path))
+    made = lake.create_table("db.answers", rows.schema, properties={"format-version": "2"})
+    made.append(rows)
+    delete_positions(made, tmp_path, [0, 2])
+    later = pa.table({"id": pa.array([1, 2, 9], pa.int64()), "a": ["y"] * 3})
+    sink.publish(published_rows(later, "q" * 64), lambda step: None)
+    found = sorted((row["id"], row["a"]) for row in TARGETS["iceberg"][1](tmp_path))
+    assert found == [(1, "y"), (2, "y"), (3, "x"), (4, "x"), (5, "x"), (9, "y")]
+    delete_equal(lake.load_table("db.answers"), tmp_path, "id", [4])
+    with pytest.raises(ConfigError, match="equality deletes, which pyiceberg cannot apply"):
+        sink.publish(published_rows(later, "r" * 64), lambda step: None)
 
 
 def test_a_merge_into_an_iceberg_table_with_partitions_is_refused_when_it_is_planned(tmp_path):
