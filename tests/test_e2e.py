@@ -327,14 +327,18 @@ def test_the_stage_of_ray_data_llm_keeps_the_contract(story: Story) -> None:
 
 
 def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, str]) -> None:
-    """Through a real Prefect server: the example flow, its artifacts and its logs."""
+    """Through a real Prefect server: the example flow, its artifacts and its logs; and once more,
+    with the engine that is up."""
     code = (
         "import json, sys, time; sys.path.insert(0, 'flows')\n"
         "from extract_infer_load import extract_infer_load\n"
         "from prefect.client.orchestration import get_client\n"
         "from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter\n"
         "from prefect.client.schemas.filters import LogFilterFlowRunId\n"
-        f"state = extract_infer_load({str(tmp_path)!r}, 300, return_state=True)\n"
+        "from prefect_raybatch import warm_engines\n"
+        "with warm_engines():\n"
+        f"    state = extract_infer_load({str(tmp_path / 'one')!r}, 300, return_state=True)\n"
+        f"    again = extract_infer_load({str(tmp_path / 'two')!r}, 40)\n"
         # This run alone: the server also knows runs of other tests, killed ones among them.
         "key = state.state_details.flow_run_id\n"
         "mine = FlowRunFilter(id=FlowRunFilterId(any_=[key]))\n"
@@ -350,7 +354,7 @@ def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, st
         "        if whole and any('300 rows' in text for text in logs):\n"
         "            break\n"
         "        time.sleep(1)\n"
-        "print(json.dumps({'counts': state.result(), 'state': run.state_name,\n"
+        "print(json.dumps({'counts': state.result(), 'again': again, 'state': run.state_name,\n"
         "    'tasks': {t.name.split('-')[0]: t.state_name for t in tasks}, 'logs': logs}))\n"
     )
     done = subprocess.run(
@@ -368,8 +372,13 @@ def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, st
     assert set(found["tasks"].values()) == {"Completed"}
     assert any("300 rows" in text for text in found["logs"])
     assert any("starting engines: cluster" in text for text in found["logs"])
-    (report,) = tmp_path.rglob("report.json")
-    (start,) = json.loads(report.read_text())["starts"]
+    assert sum(found["again"].values()) == 40 and set(found["again"]) <= set(LABELS)
+    (start,), (second,) = (
+        json.loads(report.read_text())["starts"]
+        for name in ("one", "two")
+        for report in (tmp_path / name).rglob("report.json")
+    )
+    assert second["engines"] == 1 and not {"imports", "weights"} & set(second["seconds"])
     told = {"cluster", "workers", "imports", "weights", "graphs", "first step"}
     assert start["engines"] == 1 and told <= set(start["seconds"])
     assert start["seconds"]["imports"] > 0.5

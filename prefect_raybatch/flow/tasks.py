@@ -34,6 +34,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
@@ -154,13 +155,17 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         loaded = with_blocks(with_run_words(job, run.run_key))
         report = finalize(loaded, run, progress)
         _show_report(job, report)
-        show_nights(loaded, run.run_key, tell=not run.finished)
+        show_nights(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
+            # Last, so that it is what the page shows first: such a run is completed and green.
+            for one in report.advice:
+                if one.about == DEADLINE_MISSED:
+                    get_run_logger().warning("%s: %s; take %s", one.about, one.evidence, one.change)
             materialize_result(report, job, loaded.source)
             if not job.output.publish:  # else it is completed by `publish_run`
                 RunEvents(run.run_key, job.name).completed(report)
@@ -226,7 +231,8 @@ def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
             yield
     except Exception as error:
         if was_told(error) and not isinstance(error, StoreError):
-            show_nights(with_blocks(with_run_words(job, run.run_key)), run.run_key)
+            loaded = with_blocks(with_run_words(job, run.run_key))
+            show_nights(loaded, run.run_key, output=job.output.uri)
         raise
 
 

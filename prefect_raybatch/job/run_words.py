@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
 # At the end of a default run key; a run that retries failed rows has its number behind.
 _STAMP = re.compile(r"-(\d{8})T\d{6}Z(?:\.r\d+)?$")
+_DIRECTIVE = re.compile(r"%-?[A-Za-z]")
+_DIGITS = {"%Y": r"\d{4}", "%m": r"\d\d", "%d": r"\d\d", "%y": r"\d\d", "%j": r"\d{3}"}
+_ANY = "\0"  # any part of a folder's name, until the folders are told apart
 RUN_WORDS = frozenset(("run_date", "run_key"))
 
 
@@ -119,6 +122,25 @@ def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None
     ]
     output = job.output.model_copy(update={"publish": targets})
     return job.model_copy(update={"output": output})
+
+
+def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
+    """The folder below which all nights of a URI with {run_date} or {run_key} are, and a pattern
+    for the name of each folder from there down to one of them; none for a URI without words."""
+    first = _WORD.search(uri)
+    if first is None:
+        return uri, []
+    base = uri[: first.start()].rpartition("/")[0]
+    rest, at, made = uri[len(base) :].lstrip("/"), 0, ""
+    for word in _WORD.finditer(rest):
+        shape = _ANY
+        if word[1] == "run_date":
+            form = re.escape(word[2] or "%Y-%m-%d")
+            shape = _DIRECTIVE.sub(lambda one: _DIGITS.get(one[0], _ANY), form)
+        made += re.escape(rest[at : word.start()]) + shape
+        at = word.end()
+    made += re.escape(rest[at:].rstrip("/"))
+    return base, [re.compile(part.replace(_ANY, ".+")) for part in made.split("/")]
 
 
 def _day(run_key: str, run_date: date | None) -> date:

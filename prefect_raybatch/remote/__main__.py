@@ -13,18 +13,20 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import FrameType
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.accepted import accepted_in
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.remote.logs import MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome
 from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import are, counted
 
@@ -45,8 +47,10 @@ def work(uri: str, number: int) -> int:
     # The cluster is the one that runs this: Ray has put its address into the environment.
     here = {"address": "auto", "job_server": None, "block": None}
     job = _with_keys(job.model_copy(update={"cluster": job.cluster.model_copy(update=here)}))
-    run = Run(
-        uri, plan.run_key, plan.hash, plan.rows, plan.shards, ledger.finished(plan) is not None
+    run = replace(
+        run_of(ledger.store, plan, ledger),
+        accepted=accepted_in({"accepted": record.accepted}, f"job {number}"),
+        model=record.model,
     )
     if _superseded(records, number):
         return SUPERSEDED

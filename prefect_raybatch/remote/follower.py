@@ -36,7 +36,9 @@ from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
+    INFERRING,
     SILENT_AFTER,
+    STARTING,
     UNHEARD,
     Beat,
     Counts,
@@ -160,6 +162,7 @@ class Follower:
             if found is not None and found.live:
                 if self.job.cluster.on_crash == "reattach" or _by_us(newest):
                     log.info("following the Ray job %s", newest.id)
+                    self._check_accepted(newest)
                     return newest, server
                 log.info("stopping the Ray job %s of an earlier try", newest.id)
                 server.stop(newest.id, STOP_WAIT)
@@ -168,8 +171,19 @@ class Follower:
             self._next(newest.number + 1)
         raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
+    def _check_accepted(self, record: Record) -> None:
+        """Says of a job that goes on what was not accepted when it was submitted."""
+        known = {(one["field"], one["new"]) for one in record.accepted}
+        for one in self.run.accepted:
+            if (one.field, one.new) not in known:
+                log.warning(
+                    "the Ray job %s works on without %s; stop it (ray job stop %s) and begin the "
+                    "run again for that to count",
+                    *(record.id, one.field, record.id),
+                )
+
     def _next(self, number: int) -> None:
-        self.records.add(number, self.sent, self.url, self.owner.id)
+        self.records.add(number, self.sent, self.url, self.owner.id, self.run)
 
     def _ask(self, record: Record) -> tuple[JobServer, RayJob | None]:
         if record.server == self.url:
@@ -321,6 +335,9 @@ class Watch:
         # A dead driver's heartbeat says nothing of the one that is followed.
         if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
             beat = Beat.of(Counts.of(commits.progress, now), now, phase=UNHEARD)
+        elif beat.phase == STARTING and beat.done < commits.progress.done:
+            # Commits that it did not know of yet: the engines have started since it was written.
+            beat = replace(beat, phase=INFERRING, about="")
         self.observe.hear(beat)
 
 

@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,17 +28,20 @@ from prefect_raybatch.job.secrets import (
     hide_options,
     masked,
 )
+from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.plan.plan import public_job
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import Store
 
 
 @dataclass(frozen=True)
 class Record:
     """Job `number` of a run, as it was about to be submitted. `job` is what it works on, without
-    secrets; `flow_run` is the Prefect flow run that submitted it."""
+    secrets; `flow_run` is the Prefect flow run that submitted it. `accepted` and `model` are the
+    run's, where a person has taken on that the job differs from the plan."""
 
     number: int
     id: str
@@ -51,6 +54,8 @@ class Record:
     pid: int
     user: str
     written: str
+    accepted: list[dict[str, Any]] = field(default_factory=list)
+    model: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,16 @@ class JobRecords:
             raise CorruptRun(f"{path} is not the record of job {number} of this plan")
         return record
 
-    def add(self, number: int, job: dict[str, Any], server: str, flow_run: str | None) -> bool:
-        """Takes the number, by put-if-absent; False when another flow was first."""
+    def add(
+        self,
+        number: int,
+        job: dict[str, Any],
+        server: str,
+        flow_run: str | None,
+        run: Run | None = None,
+    ) -> bool:
+        """Takes the number, by put-if-absent; False when another flow was first. `run` says what
+        was accepted of it."""
         user = "unknown"
         with suppress(OSError, KeyError):  # containers run under numbers without a name
             user = getpass.getuser()
@@ -112,8 +125,10 @@ class JobRecords:
             pid=os.getpid(),
             user=user,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
+            **_accepted(run),
         )
-        return put_record_if_absent(self.store, job_path(number), dump(asdict(record)))
+        value = {k: v for k, v in asdict(record).items() if v or k not in ("accepted", "model")}
+        return put_record_if_absent(self.store, job_path(number), dump(value))
 
     def id_of(self, number: int) -> str:
         """The submission id: the same from whichever process, and never another run's."""
@@ -133,6 +148,13 @@ class JobRecords:
             return None
         except TypeError as error:
             raise CorruptRun(f"{path} is no outcome of a job: {error}") from None
+
+
+def _accepted(run: Run | None) -> dict[str, Any]:
+    if run is None or not run.accepted:
+        return {}
+    model = None if run.model is None else dict(run.model)
+    return {**accepted_note(run.accepted), "model": model}
 
 
 def sendable(job: BatchJob) -> dict[str, Any]:

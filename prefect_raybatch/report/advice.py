@@ -27,6 +27,7 @@ FULL_ROUNDS = 4
 CPU_STAGES = ("read", "prepare", "finish")
 MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
 USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
+DEADLINE_MISSED = "the deadline was missed"
 SPARE = 1.1  # of what a deadline needs
 # Of a card's data sheet: an 8B on an H200 reached 790 of 989 TFLOP/s in its largest multiplications
 # and, in all it does, three quarters of that.
@@ -74,7 +75,7 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
     engines = _engines(report)
     need = math.ceil(engines * report.seconds / allowed * SPARE)
     return Advice(
-        "the deadline was missed",
+        DEADLINE_MISSED,
         f"{report.seconds:,.0f} s of work where limits.deadline {job.limits.deadline} allows "
         f"{allowed:,.0f} s, with {counted(engines, 'engine')} at "
         f"{report.rows_per_s / engines:,.1f} rows/s",

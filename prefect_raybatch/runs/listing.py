@@ -55,10 +55,10 @@ def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda key: line_of(root, key), run_keys(root)))
     lines = [line for line in found if line is not None and (job is None or line.job == job)]
-    return sorted(lines, key=_age, reverse=True)
+    return sorted(lines, key=run_age, reverse=True)
 
 
-def _age(line: RunLine) -> tuple[float, float, str]:
+def run_age(line: RunLine) -> tuple[float, float, str]:
     """Later ones are larger; plans tell their time in seconds."""
     return line.created or 0.0, line.finished or math.inf, line.run_key
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.report.answers import shifts
 from prefect_raybatch.report.nights import NightLine, NightsPage
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
+from prefect_raybatch.storage import join, open_store
 
 NIGHTS_SHOWN = 14
 UNREADABLE_SHOWN = 5
+DATES_LOOKED_AT = 400  # folders of nights, where each has one of its own
 
 
 def nights_of(
@@ -24,8 +26,9 @@ def nights_of(
     most: int = NIGHTS_SHOWN,
 ) -> list[NightsPage]:
     """A page for each job below `output`, or of that job alone. Runs that retry the failed rows of
-    others are no nights. What is missing or broken is named; only a store that is away raises."""
-    lines = list_runs(output, options)
+    others are no nights. Where a job's `output` has {run_date} or {run_key} in it, the nights of
+    all dates are meant. What is missing or broken is named; only a store that is away raises."""
+    lines = _lines(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
     by_job: dict[str, list[RunLine]] = {} if job is None else {job: []}
@@ -39,6 +42,26 @@ def nights_of(
         )
         for name, found in by_job.items()
     ]
+
+
+def _lines(output: str, options: Mapping[str, Any] | None) -> list[RunLine]:
+    """The runs of all folders that `output` stands for, newest first."""
+    folders = _dated_folders(output, options)
+    lines = [line for folder in folders for line in list_runs(folder, options)]
+    return lines if len(folders) == 1 else sorted(lines, key=run_age, reverse=True)
+
+
+def _dated_folders(output: str, options: Mapping[str, Any] | None) -> list[str]:
+    """The folders of the nights, at most DATES_LOOKED_AT of the last names."""
+    base, parts = dated_parts(output)
+    folders = [base]
+    for part in parts:
+        below = []
+        for folder in folders:
+            names = open_store(folder, dict(options) if options else None).folders()
+            below += [join(folder, name) for name in names if part.fullmatch(name)]
+        folders = sorted(below)[-DATES_LOOKED_AT:]
+    return folders
 
 
 def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:

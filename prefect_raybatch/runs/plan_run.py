@@ -83,11 +83,6 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
     """The run that goes on with a job that differs in what was accepted."""
     if not accepted:
         return run
-    if resolved.job.cluster.access.job_server is not None:
-        raise ConfigError(
-            "accept: a run as a Ray job (cluster.job_server) cannot go on with a job that differs; "
-            "run it without cluster.job_server, or under another --run-key"
-        )
     for one in accepted:
         log.warning("%s", one)
     if not of_model(accepted):

@@ -32,11 +32,14 @@ def look(world: World, case: Case, seen: Seen, folder: Path) -> None:
         page.goto(f"{site}/runs/flow-run/{seen.run}")
         page.get_by_role("button", name="Oldest to newest").press("ArrowDown")
         page.locator(".p-select-option", has_text="Newest to oldest").click()
+    if seen.green:
+        page.get_by_role("button", name="Level: all").press("ArrowDown")
+        page.locator(".p-select-option", has_text="Warning").click()
     for text in seen.texts:
         found = page.get_by_text(text, exact=False).first
         expect(found).to_be_visible()
         box = found.bounding_box()
-        if seen.key and (box is None or box["y"] > SIZE["height"]):
+        if (seen.key or seen.green) and (box is None or box["y"] > SIZE["height"]):
             raise AssertionError(f"{text!r} is not on the first screen: {box}")
     if "Traceback" in page.locator("body").inner_text():
         raise AssertionError("a traceback is shown")

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,13 +31,15 @@ STALLED = "Meanwhile check that the store is up"
 @dataclass(frozen=True)
 class Seen:
     """Where a night is looked at: the artifact `key`, or the log of flow run `run`; each of `texts`
-    must be there. `seconds` from the fault to where the page says so."""
+    must be there. `seconds` from the fault to where the page says so. Of a run that is `green` the
+    warnings alone are looked at, as whoever asks what happened to it would."""
 
     run: str
     key: str | None
     texts: tuple[str, ...]
     seconds: float
     world: World | None = None  # where it is another than the one that was given
+    green: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def store_stalls(world: World) -> Seen:
         took = world.logs(run, STALLED, 90)
         stalled.clear()
         world.ended(run, "COMPLETED", 300)
-    return Seen(run, None, (STALLED, "3,000 rows = 3,000 answered"), took)
+    return Seen(run, None, (STALLED,), took, green=True)
 
 
 @case("The cluster is gone", "The head of the Ray cluster gets SIGKILL in the middle of the run.")
@@ -197,8 +201,11 @@ def cluster_gone(world: World) -> Seen:
 @case("The worker's host is gone", "Worker and flow run get SIGKILL: nobody is left to say so.")
 def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
-    with settings_for(world.prefect), pager() as pages:
-        automations_script().deploy("custom-webhook/on-call")
+    with settings_for(world.prefect), ExitStack() as stack, ThreadPoolExecutor(1) as apart:
+        # The browser's loop runs in this thread, in which Prefect's calls would be awaitables.
+        pages = apart.submit(copy_context().run, stack.enter_context, pager()).result()
+        deploy = automations_script().deploy
+        apart.submit(copy_context().run, deploy, "custom-webhook/on-call").result()
         job = world.job("dead-worker", source=many(world), cluster=cluster)
         run = world.start(job, "dead-worker", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
         world.committed(run, lambda: world.commits("dead-worker"))
@@ -223,7 +230,8 @@ def deadline_missed(world: World) -> Seen:
     run = world.start(job, "deadline-missed")
     began = time.monotonic()
     world.ended(run, "COMPLETED", 300)
-    return Seen(run, None, ("limits.deadline",), time.monotonic() - began)
+    texts = ("the deadline was missed", "limits.deadline")
+    return Seen(run, None, texts, time.monotonic() - began, green=True)
 
 
 def away(world: World, name: str) -> Seen:
@@ -238,8 +246,8 @@ def away(world: World, name: str) -> Seen:
     time.sleep(120)
     world.prefect.serve()
     world.ended(run, "COMPLETED", 420)
-    texts = ("has not answered for", "answers again, after", "12,000 rows = 12,000 answered")
-    return Seen(run, None, texts, time.monotonic() - began)
+    texts = ("has not answered for", "answers again, after")
+    return Seen(run, None, texts, time.monotonic() - began, green=True)
 
 
 @case(

@@ -34,7 +34,8 @@ from prefect_raybatch.flow import artifacts, tasks
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.advice import DEADLINE_MISSED
+from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.runs.run import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
@@ -105,6 +106,23 @@ def test_the_flow_run_is_named_by_the_run_key(calls: dict[str, list[Any]]) -> No
     assert made(make_job(name="j"), scheduled_for=missed)[1] == "j-20260301T020000Z"
     state, _ = made({"name": "nothing-else"})
     assert state.is_failed() and "job.source: Field required" in (state.message or "")
+
+
+def test_a_deadline_that_was_missed_is_the_last_word_of_a_green_run(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missed = Advice(DEADLINE_MISSED, "49 s of work where 10s are allowed", "9 engines instead of 1")
+    other = Advice("engines are uneven", "1.3", "less")
+    late = replace(report(), advice=(missed, other))
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: late)
+    state = batch_inference(make_job(), "late", return_state=True)
+    assert state.is_completed()
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    line = (
+        "the deadline was missed: 49 s of work where 10s are allowed; take 9 engines instead of 1"
+    )
+    assert [text for text in told if "deadline" in text] == [line]
+    assert "uneven" not in "".join(told)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from prefect_raybatch.cli import drive
-from prefect_raybatch.demo.customers import companies
+from prefect_raybatch.cli.commands import main
+from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.model.pinned import tokenizer_place
 from prefect_raybatch.runs import preview
@@ -21,6 +22,8 @@ from prefect_raybatch.stages.engine import EngineSpec
 
 from .engines import with_answers
 from .nights import Nights
+from .pages import ROOT as PAGES_ROOT
+from .pages import blocks
 
 ROWS = 900  # three shards
 
@@ -70,3 +73,23 @@ def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     patch.setattr(drive, "quiet_engine", lambda: None)
     patch.setattr(preview, "preview_rows", partial(preview.preview_rows, engine=Shown))
     return made
+
+
+def finished_night(folder: Path, column: str = "industry") -> Path:
+    """The folder, with a table, the tour's job, its answers in a `column`, and a finished run of
+    it, of which one row failed."""
+    write_customers(folder / "customers.csv", 40, 7)
+    with (folder / "customers.csv").open("a") as file:
+        file.write("41,,,," + "word " * 400 + ",,,,,,\n")
+    tour = (PAGES_ROOT / "docs/tour.md").read_text(encoding="utf-8")
+    job = next(block.text for block in blocks(tour) if block.language == "yaml")
+    assert "column: industry" in job
+    (folder / "job.yaml").write_text(job.replace("column: industry", f"column: {column}"))
+    (folder / "flows").symlink_to(PAGES_ROOT / "flows")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(folder, patch)
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as ended:
+            main(["run", "job.yaml", "--run-key", "monday", "--no-prefect", "--json"])
+        assert not ended.value.code
+    return folder

@@ -296,7 +296,7 @@ CHANGED: dict[str, Any] = {
     "limits.max_cost": 9.0,
     "limits.min_agreement": 0.9,
     "cluster.address": "auto",
-    "cluster.block": "raybatch-ray-cluster/gpus",
+    "cluster.block": "ray-cluster/gpus",
     "cluster.prepare.num_cpus": 2,
     "cluster.prepare.concurrency": 2,
     "cluster.prepare.memory": 2,

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
 from prefect_raybatch.errors import (
     ConfigError,
@@ -33,7 +35,8 @@ from prefect_raybatch.errors import (
     StoreUnavailable,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.layout import JOBS, heartbeat_path
+from prefect_raybatch.ledger.accepted import Accepted
+from prefect_raybatch.ledger.layout import JOBS, heartbeat_path, job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import __main__ as remote
 from prefect_raybatch.remote import follower as jobs
@@ -186,22 +189,23 @@ class Heard(Listener):
 
 
 @pytest.mark.parametrize(
-    ("age", "phase", "said"),
+    ("age", "phase", "known", "said"),
     [
-        (3.0, INFERRING, INFERRING),
-        (3.0, STARTING, STARTING),
-        (600.0, INFERRING, UNHEARD),  # of a driver that is gone
-        (3.0, ENDED, UNHEARD),  # of the one before
-        (None, "", UNHEARD),
+        (3.0, INFERRING, 5, INFERRING),
+        (3.0, STARTING, 5, STARTING),
+        (3.0, STARTING, 0, INFERRING),  # it was written before the first commit
+        (600.0, INFERRING, 5, UNHEARD),  # of a driver that is gone
+        (3.0, ENDED, 5, UNHEARD),  # of the one before
+        (None, "", 0, UNHEARD),
     ],
 )
 def test_who_attaches_says_what_the_driver_does(
-    world: World, age: float | None, phase: str, said: str
+    world: World, age: float | None, phase: str, known: int, said: str
 ) -> None:
     world.small.commit(0)
     world.submitted()
     if age is not None:
-        beat = Beat(time.time() - age, phase=phase, engines={"ALIVE": 1})
+        beat = Beat(time.time() - age, phase=phase, done=known, engines={"ALIVE": 1})
         world.small.store.put(heartbeat_path("theirs"), beat.to_bytes())
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
@@ -798,3 +802,34 @@ def test_ray_does_not_keep_prefects_place_for_sigterm(monkeypatch: pytest.Monkey
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # Ray's cleans up
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_was_accepted_of_a_run_reaches_its_job(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job takes on what the person did, and says so in its own note; one that was submitted
+    before that goes on without it, which is told."""
+    accepted = Accepted("engine.revision", "a", "b", "me@here", 1.5)
+    world.submitted()
+    assert "accepted" not in json.loads(world.small.store.read(job_path(1)))
+    world.run = replace(world.run, accepted=(accepted,), model={"name": "other", "revision": "b"})
+    world.follower().run_to_end()
+    assert f"the Ray job {world.id(1)} works on without engine.revision" in caplog.text
+
+    world = World(world.small.root / "another")
+    world.run = replace(world.run, accepted=(accepted,), model={"name": "other", "revision": "b"})
+    told: list[Run] = []
+
+    def infer(job: BatchJob, run: Run, observe: Any) -> Any:
+        told.append(run)
+        return Progress(run.rows, run.shards)
+
+    def started(name: str) -> None:
+        if name == "submit":
+            monkeypatch.setattr(remote, "infer_run", infer)
+            assert remote.work(world.run.uri, 1) == 0
+
+    world.head.gate = started
+    world.follower().run_to_end()
+    (run,) = told
+    assert (run, run.accepted, run.model) == (world.run, (accepted,), world.run.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.ledger.layout import REPORT
 from prefect_raybatch.report.answers import (
     CHANCE,
@@ -222,3 +224,30 @@ def test_an_output_without_runs_has_no_nights(tmp_path):
     (tmp_path / "empty").mkdir()
     assert nights_of(str(tmp_path / "empty")) == []
     assert of_nights(()) is None
+
+
+def test_nights_whose_folders_bear_their_dates_are_on_one_page(week, tmp_path):
+    first, second, *_ = sorted(night.run_key for night in page_of(week).nights)
+    for folder, key in (("2026-10-31", first), ("2026-11-01", second), ("latest", second)):
+        shutil.copytree(week / key, tmp_path / "out" / folder / "answers" / key)
+    (page,) = nights_of(f"{tmp_path}/out/{{run_date}}/answers/", job="nightly")
+    assert [night.run_key for night in page.nights] == [second, first]
+    (alone,) = nights_of(f"{tmp_path}/out/2026-11-01/answers", job="nightly")
+    assert [night.run_key for night in alone.nights] == [second]
+    assert nights_of(f"{tmp_path}/out/{{run_date:%Y/%m}}", job="nightly")[0].nights == ()
+
+
+@pytest.mark.parametrize(
+    ("uri", "base", "parts", "named"),
+    [
+        ("out", "out", 0, []),
+        ("s3://b/out/{run_date}", "s3://b/out", 1, ["2026-11-01"]),
+        ("/d/x-{run_date:%Y/%m/%d}.d/{run_key}", "/d", 4, ["x-2026", "11", "01.d", "nightly-1"]),
+        ("out/a+b{run_date:%d %B}", "out", 1, ["a+b01 November"]),
+    ],
+)
+def test_the_folders_of_dated_outputs(uri, base, parts, named):
+    found, patterns = dated_parts(uri)
+    assert (found, len(patterns)) == (base, parts)
+    assert all(one.fullmatch(name) for one, name in zip(patterns, named, strict=True))
+    assert not any(one.fullmatch("Latest.x") for one in patterns if one.pattern != ".+")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -59,6 +60,20 @@ class Unsynced:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_bytes(data)
             self.synced.add(os.stat(path).st_ino)
+
+
+class _Locked:
+    """That this open file is locked, as soon as no other holds the lock."""
+
+    def __init__(self, handle: Any, how: int) -> None:
+        self.handle, self.how = handle, how
+
+    def done(self) -> bool:
+        try:
+            fcntl.flock(self.handle, self.how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 class Disk:
@@ -170,6 +185,10 @@ class Disk:
             self.point("sync", f"{path}/")
         self.unsynced.sync(path, found.st_ino, folder)
 
+    def flock(self, handle: Any, how: int) -> None:
+        """Waits as a process does; in earnest it would be all of them, which share a thread."""
+        self.scheduler.wait(_Locked(handle, how))
+
     def lose(self, rng: random.Random) -> list[str]:
         """The power fails: keys of what was lost by it."""
         return [self.key(path) for path in self.unsynced.lose(self.root, rng)]
@@ -192,10 +211,11 @@ class Disk:
         stand = Stand(os, **{c: getattr(self, c) for c in (*calls, "fsync")})
         local.os, local.open = stand, self.open  # type: ignore[attr-defined]
         local.shutil = Stand(shutil, copyfile=self.copyfile)  # type: ignore[assignment]
+        local.fcntl = Stand(fcntl, flock=self.flock)  # type: ignore[assignment]
         try:
             yield
         finally:
-            local.os, local.shutil = os, shutil
+            local.os, local.shutil, local.fcntl = os, shutil, fcntl
             del local.open  # type: ignore[attr-defined]
 
     def files(self) -> dict[str, bytes]:
