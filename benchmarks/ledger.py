@@ -464,7 +464,7 @@ def _total(rows: list[dict[str, Any]], phase: str) -> tuple[float, int, float]:
     return (
         sum(row["seconds"] for row in work),
         sum(row["requests"] for row in work),
-        max(row["peak_mb"] for row in steps),
+        max((row["peak_mb"] for row in steps), default=0.0),
     )
 
 
