@@ -186,14 +186,18 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer by the model's config.json; 0 for a dense model."""
+    text = {**config, **(config.get("text_config") or {})}
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next((text[name] for name in names if text.get(name)), 0))
+
+
 def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
     """(of all layers, of embeddings, that a token goes through)."""
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
-    experts = next(
-        (text[n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if text.get(n)),
-        0,
-    )
+    experts = experts_of(text)
     sparse = 0
     if experts:
         sparse = layers // (text.get("interleave_moe_layer_step") or 1)

@@ -15,12 +15,15 @@ from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted
 
+# Where each comes from, and which are chosen and not measured: docs/tuning.md, "Advice".
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
 UNEVEN = 1.25  # the busiest engine over the mean one
 CUT_OFF_SHARE = 0.01  # of the answers
+FULL_CACHE = 0.9  # of the KV cache's blocks
 TOO_LONG = 0.001  # of the rows
-FULL_ROUNDS = 4  # times max_num_seqs: an engine with fewer rows is mostly starting and ending
+# Times max_num_seqs: filling and emptying take a round, so three of four are full, over FULL.
+FULL_ROUNDS = 4
 CPU_STAGES = ("read", "prepare", "finish")
 MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
 USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
@@ -165,7 +168,7 @@ def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     waiting, full = report.figures.get("waiting"), sequences_seen(job.engine, report.figures)
     if cache is None or running is None or not waiting or not full:
         return None
-    if cache < 0.9 or running >= FULL * full:
+    if cache < FULL_CACHE or running >= FULL * full:
         return None
     return Advice(
         "the KV cache is full",

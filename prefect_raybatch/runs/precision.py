@@ -85,7 +85,7 @@ def decided_job(
             )
         note = _of_parent(job, plan) or _of_plan(plan)
         if note is None:
-            bench = _Bench(job, plan, shards, ledger, have, user, attempt, engine)
+            bench = SampleBench(job, plan, shards, ledger, have, user, attempt, engine)
             bench.meter, bench.halted = meter or bench.meter, halted or bench.halted
             note = bench.decide()
         note = note_precision(ledger.store, note)
@@ -157,8 +157,9 @@ def taken_precision(
     )
 
 
-class _Bench:
-    """Asks a sample of a run's rows as the model is stored and as it is tried."""
+class SampleBench:
+    """Asks a sample of a run's rows in several ways, and compares the answers; `rows` of them, by
+    default as many as show what the job asks of fewer bits."""
 
     def __init__(
         self,
@@ -170,12 +171,14 @@ class _Bench:
         user: User,
         attempt: str,
         engine: type | None,
+        rows: int | None = None,
     ):
         self.job, self.plan, self.shards, self.ledger = job, plan, shards, ledger
         self.have, self.user, self.attempt, self.engine = have, user, attempt, engine
         self.meter = CostMeter()
         self.halted: Callable[[], RayBatchError | None] = user.halted
-        self.sample = drawn_rows(shards, plan.rows, trial_rows(job, plan.rows), plan.hash)
+        rows = trial_rows(job, plan.rows) if rows is None else rows
+        self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
         """Tries one after the other until one holds."""
@@ -183,14 +186,15 @@ class _Bench:
         tries = precision_tries(self.job.engine)
         rows = sum(map(len, self.sample.values()))
         log.info("precision: %s are asked both ways before the run begins", counted(rows, "row"))
-        with self._asking({}) as ask:
+        with self.asking(with_precision(self.job, {}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
         confidence = confidence_of_each(len(tries))
         made: list[PrecisionTry] = []
         decided: Mapping[str, str] = {}
         for tried in tries:
-            made.append(self._tried(tried, stored, confidence))
+            job = with_precision(self.job, tried)
+            made.append(self.tried(job, tried, stored, confidence))
             if made[-1].bound >= self.job.limits.min_agreement:
                 decided = tried
                 break
@@ -203,12 +207,17 @@ class _Bench:
             seconds=round(time.monotonic() - began, 1),
         )
 
-    def _tried(
-        self, tried: Mapping[str, str], stored: Mapping[Row, RowOutcome], confidence: float
+    def tried(
+        self,
+        job: BatchJob,
+        tried: Mapping[str, str],
+        stored: Mapping[Row, RowOutcome],
+        confidence: float,
     ) -> PrecisionTry:
+        """How far the answers to `job`, which is the run's with `tried`, agree with `stored`."""
         began = time.monotonic()
         try:
-            with self._asking(tried) as ask:
+            with self.asking(job, _deciding(tried)) as ask:
                 found = ask(False)
         except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
             log.warning("precision: %s does not work here: %s", settings_text(tried), error)
@@ -234,22 +243,19 @@ class _Bench:
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
-    def _asking(self, arguments: Mapping[str, str]) -> Iterator[AskSample]:
-        """An engine with these arguments, alone on its GPUs."""
+    def asking(self, job: BatchJob, why: str) -> Iterator[AskSample]:
+        """An engine of a job that is the run's but for its engine, alone on its GPUs."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
 
-        job = one_engine(with_precision(self.job, arguments))
+        job = one_engine(job)
         size = sized.for_attempt(job, self.plan, self.ledger, self.have)
         cluster.check_fit(job, self.have, size.pool)
         stages, resources, engine = self._stages(job, size)
         with ExitStack() as stack:
             stack.enter_context(cluster.admitted(job, self.have, size.pool, self.user))
             stack.callback(self.user.waits, "")
-            self.user.waits(
-                f"a sample of the rows is asked first, to decide on the precision "
-                f"({settings_text(arguments)})"
-            )
+            self.user.waits(f"a sample of the rows is asked first, {why}")
             gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
@@ -289,6 +295,10 @@ class _Bench:
             ignored=(output.reasoning_column,),
         )
         return stages, pipeline.engine_resources(), pipeline.engine
+
+
+def _deciding(arguments: Mapping[str, str]) -> str:
+    return f"to decide on the precision ({settings_text(arguments)})"
 
 
 def one_engine(job: BatchJob) -> BatchJob:

@@ -1,7 +1,8 @@
 """Tries a handful of engine settings on a sample of the job's own rows, and says which is best.
 
 A trial is the real path (read, prepare, engine, finish) for a short time; nothing is committed and
-nothing stays in the output. Only settings that do not change an answer are tried.
+nothing stays in the output. What may change answers (fewer bits, guessing ahead, tensor parallel)
+is tried after what does not; where it is faster, sampled answers are compared with the job's own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
@@ -20,13 +21,18 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.memory import experts_of
 from prefect_raybatch.plan.plan import as_planned
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
+from prefect_raybatch.runs.alterations import agreements, alterations, sampled_rows
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.precision import SampleBench
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store
@@ -34,6 +40,7 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.sharing import User
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +70,8 @@ class Trial:
     replicas: int = 1
     engines: int = 1
     error: str = ""
+    may_alter: bool = False  # answers; `agreement` is what was compared where it was faster
+    agreement: PrecisionTry | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def tune(
     from prefect_raybatch.cluster.sharing import User
 
     ends = time.monotonic() + 60 * minutes
-    resolved = resolve(job)
+    resolved = resolve(job).pinned()
     rows = dry_run(resolved).rows
     sampled = _sampled(resolved.job, uuid.uuid4().hex[:12])
     run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
@@ -105,19 +114,88 @@ def tune(
     try:
         user = User(f"tuning of {job.name}")
         # The whole cluster: beside another run a trial would measure that one as well.
-        with (
-            cluster.connected(job, user) as have,
-            cluster.admitted(job, have, None, user),
-        ):
-            bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
-            starts = bench.starts()
-            trials = list(search(starts, axes(job, have), bench, ends, observe))
+        with cluster.connected(job, user) as have:
+            with cluster.admitted(job, have, None, user):
+                bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
+                starts = bench.starts()
+                trials = list(search(starts, axes(job, have), bench, ends, observe))
+                options = alterations(job, have, _experts(resolved))
+                trials += altered(trials, options, bench, ends, observe)
+            trials = bench.compared(trials, user)
     finally:
         _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
-    best = max(trials, key=lambda trial: trial.rows_per_s)
+    least = job.limits.min_agreement
+    best = max((t for t in trials if keeps(t, least)), key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    return tuned_of(tuple(trials), best, rows, deadline)
+    found = tuned_of(tuple(trials), best, rows, deadline)
+    return replace(found, notes=(*found.notes, *said_of_altered(trials, options, least)))
+
+
+def _experts(resolved: Resolved) -> int:
+    try:
+        return experts_of(models.read_config(resolved.model)[0])
+    except ConfigError as error:  # a model without such a file is told of by others
+        log.info("whether the model has experts is not known: %s", error)
+        return 0
+
+
+def keeps(trial: Trial, least: float) -> bool:
+    """Whether a trial's settings leave answers as they are, or at least `least` of them."""
+    if not trial.may_alter:
+        return True
+    return trial.agreement is not None and trial.agreement.bound >= least
+
+
+def altered(
+    trials: Sequence[Trial],
+    options: Sequence[Mapping[str, Any]],
+    bench: Callable[[Mapping[str, Any]], Trial],
+    ends: float,
+    observe: Callable[[Trial], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Trial]:
+    """Each of `options`, which may change answers, on top of the best of `trials`, as long as there
+    is time for another."""
+    best = max(trials, key=lambda trial: trial.rows_per_s)
+    made: list[Trial] = []
+    took = 0.0
+    for changes in options if best.rows_per_s else ():
+        began = clock()
+        if began + took > ends:
+            break
+        made.append(replace(bench({**best.changes, **changes}), may_alter=True))
+        observe(made[-1])
+        took = max(took, clock() - began)
+    return made
+
+
+def said_of_altered(
+    trials: Sequence[Trial], options: Sequence[Mapping[str, Any]], least: float
+) -> list[str]:
+    """What each option brought and what it changes, and which there was no time for."""
+    plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
+    tried = [trial for trial in trials if trial.may_alter]
+    said = []
+    for trial, changes in zip(tried, options, strict=False):
+        name = told(changes)
+        if not trial.rows_per_s or not plain:
+            said.append(f"{name} did not work: {trial.error}")
+            continue
+        brought = f"{name} brought {trial.rows_per_s / plain:.2f} times"
+        if trial.agreement is None:
+            said.append(f"{brought}, so its answers were not compared")
+        elif trial.agreement.error:
+            said.append(f"{brought}; its answers could not be compared: {trial.agreement.error}")
+        else:
+            one = trial.agreement
+            taken = "may be taken" if keeps(trial, least) else "not taken"
+            said.append(
+                f"{brought}; {one.agreed:,} of {counted(one.rows, 'sampled answer')} are the job's "
+                f"own, so at least {one.bound:.2%} of all; limits.min_agreement {least:g}: {taken}"
+            )
+    left = [told(changes) for changes in options[len(tried) :]]
+    return said + ([f"there was no time for {'; '.join(left)}"] if left and plain else [])
 
 
 def search(
@@ -185,6 +263,22 @@ class Bench:
         self.plan, self.shards = load_run(self.ledger, run)
         # As the model is stored: another precision may change answers, and no trial does.
         self.job = with_precision(as_planned(job, self.plan), {})
+
+    def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
+        """The trials; those that may alter answers and were faster than all others with how far
+        their answers agree."""
+        plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
+        faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
+        if not faster:
+            return list(trials)
+        rows = sampled_rows(self.job, self.plan.rows, len(faster))
+        bench = SampleBench(
+            *(self.job, self.plan, self.shards, self.ledger, self.have, user),
+            *(uuid.uuid4().hex, self.engine, rows),
+        )
+        made = agreements(bench, [trial.changes for trial in faster], changed)
+        found = {id(t): replace(t, agreement=a) for t, a in zip(faster, made, strict=True)}
+        return [found.get(id(trial), trial) for trial in trials]
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""
@@ -297,10 +391,14 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     reads: dict[str, Any] = {"rows_per_shard": min(rows, job.engine.batch_size)}
     if source.needs_snapshot(job.source):
         reads["limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
-    where = {"uri": join(job.output.uri, FOLDER)}
+    # Rows are asked as they come: nothing is taken over, kept or put in another order.
+    where = {"uri": join(job.output.uri, FOLDER), "keep_answers": None}
+    order = "input" if job.engine.order == "input" else "auto"
     return (
         job.model_copy(
             update={
+                "reuse": None,
+                "engine": job.engine.model_copy(update={"order": order}),
                 "source": job.source.model_copy(update=reads),
                 "output": job.output.model_copy(update=where),
             }
@@ -319,7 +417,7 @@ def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     if sizing.device(job.engine, have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
-        axes[MAX_NUM_SEQS] = twice_or_half(64, 1024)
+        axes[MAX_NUM_SEQS] = twice_or_half(64, 4096)
         axes[MAX_NUM_BATCHED_TOKENS] = twice_or_half(4096, 65536)
     else:
         room = have.cpus - job.cluster.prepare.num_cpus - job.cluster.finish.num_cpus
@@ -329,8 +427,8 @@ def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     return axes
 
 
-def _key(changes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(changes.items()))
+def _key(changes: Mapping[str, Any]) -> str:
+    return repr(sorted(changes.items()))
 
 
 def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
@@ -375,6 +473,7 @@ def line(trial: Trial) -> str:
 def table(tuned: Tuned) -> list[dict[str, str]]:
     """What was tried, in order, the best marked."""
     first = tuned.trials[0].rows_per_s
+    compared = any(trial.may_alter for trial in tuned.trials)
     return [
         {
             "settings": told(trial.changes),
@@ -382,10 +481,16 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
             "of the first": f"{trial.rows_per_s / first:.2f}" if first else "-",
             "rows": f"{trial.rows:,}",
             "start s": f"{trial.start_s:,.0f}" if trial.rows_per_s else "-",
+            **({"same answers": _agreed(trial)} if compared else {}),
             "": "best" if trial is tuned.best else trial.error[:200],
         }
         for trial in tuned.trials
     ]
+
+
+def _agreed(trial: Trial) -> str:
+    one = trial.agreement
+    return "" if one is None or not one.rows else f"{one.agreement:.1%}, at least {one.bound:.1%}"
 
 
 def conclusion(tuned: Tuned) -> list[str]:
@@ -399,7 +504,7 @@ def conclusion(tuned: Tuned) -> list[str]:
         meets = f"the deadline of {duration(tuned.deadline)}"
         if tuned.needs:
             said.append(f"{meets} needs engine.replicas: {tuned.needs}, with 10 % to spare")
-        elif not tuned.notes:
+        elif tuned.seconds <= tuned.deadline:
             said.append(f"{meets} is met")
     return [*said, *tuned.notes]
 
