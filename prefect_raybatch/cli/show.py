@@ -139,7 +139,8 @@ def show_plan(found: DryRun) -> None:
         version, made = found.table["version"], found.table.get("made")
         when = f" of {made}" if made not in (None, version) else ""
         where = f"of {TABLE_FORMATS[found.format].source} at version {version}{when}"
-    table.add_row("input", escape(f"{counted(found.rows, 'row')} {where}"))
+    about = "about " if found.rows_guessed else ""
+    table.add_row("input", escape(f"{about}{counted(found.rows, 'row')} {where}"))
     typed = (f"{name}: {kind}" for name, kind in zip(found.columns, found.types, strict=True))
     table.add_row("columns", escape(", ".join(typed)))
     for number, (name, kind) in enumerate(found.result):

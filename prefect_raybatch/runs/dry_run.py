@@ -58,6 +58,7 @@ class DryRun:
     reuse: ReusePlan | None = None
     types: tuple[str, ...] = ()  # of `columns`
     cost: CostEstimate | None = None  # of a job with prices
+    rows_guessed: bool = False  # from a part of the input
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def dry_run(
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
         cost=estimate(job, have, rows if reuse is None else reuse.counts.asked),
+        rows_guessed=found.guessed,
     )
 
 

@@ -59,7 +59,8 @@ class Inventory:
     the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
     arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
     which table at which version, for the plan (`Plan.table`); `weights` are (rows, bytes of them)
-    of all rows in reading order, in pieces as they are known; empty where they are not.
+    of all rows in reading order, in pieces as they are known; empty where they are not; `guessed`:
+    how many rows there are follows from a part of them.
     """
 
     files: tuple[InputFile, ...]
@@ -68,6 +69,7 @@ class Inventory:
     format: str
     table: Mapping[str, Any] | None = None
     weights: Weights = ()
+    guessed: bool = False
 
     @property
     def rows(self) -> int:

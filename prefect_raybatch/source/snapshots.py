@@ -180,15 +180,14 @@ def peek(source: Source) -> Inventory:
     fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
     stored = _stored_row_bytes(kind, files[0])
     chosen, left = [], source.limit
+    whole = (  # the block is the file
+        len(files) == 1
+        and kind in ("csv", "jsonl")
+        and files[0].info.size <= streams.BLOCK_BYTES
+        and not ending(files[0].info.path)[1]
+    )
     for file in files:
-        rows = max(1, round(file.info.size / stored))
-        if (
-            len(files) == 1
-            and kind in ("csv", "jsonl")
-            and file.info.size <= streams.BLOCK_BYTES
-            and not ending(file.info.path)[1]
-        ):
-            rows = table.num_rows  # the block is the file
+        rows = table.num_rows if whole else max(1, round(file.info.size / stored))
         rows = max(1, round(rows * fits))
         rows = rows if left is None else min(rows, left)
         chosen.append(file.input(rows))
@@ -197,7 +196,7 @@ def peek(source: Source) -> Inventory:
             break
     schema = schema if wanted is None else wanted.schema(schema)
     row_bytes = conform(table, schema).nbytes / table.num_rows
-    return Inventory(tuple(chosen), schema, row_bytes, kind)
+    return Inventory(tuple(chosen), schema, row_bytes, kind, guessed=not whole and left != 0)
 
 
 def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:

@@ -17,6 +17,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.reconcile import Action, reconcile_jobs, restart_crashed
+from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.remote.server import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     made = FakeHead()
 
-    def at(url: str) -> JobServer:
-        assert url == URL
+    def at(url: str, *, access: ClusterAccess) -> JobServer:
+        assert url == URL and access == ClusterAccess(job_server=URL)
         return JobServer(url, 1.0, lambda url: made, lambda seconds: None)
 
     monkeypatch.setattr(flow_runs, "JobServer", at)

@@ -160,7 +160,9 @@ def test_columns_filter_and_limit_choose(tmp_path):
     assert copied(tmp_path, uri, limit=3, filter="id > 30000")[1].num_rows == 3
     found = peek(Source(uri=uri, filter="city = 'Bonn'"))
     assert found.rows == 20_000 and found.schema.names == ["id", "Company", "city"]
-    assert peek(Source(uri=uri, limit=5)).rows == 5
+    assert found.guessed and not peek(Source(uri=uri)).guessed
+    looked = peek(Source(uri=uri, limit=5))
+    assert looked.rows == 5 and not looked.guessed
     ((name, head),) = heads(Source(uri=uri, filter="id > 39000"), 4)
     assert name == uri and min(head["id"].to_pylist()) == 39_001
     with pytest.raises(SourceError, match="no row fits"):

@@ -617,8 +617,9 @@ def test_peek_guesses_without_writing(tmp_path):
     assert found.rows == 1000 and found.schema.names == ["i", "s"]
     zipped = tmp_path / "b.jsonl.gz"
     zipped.write_bytes(gzip.compress(lines(*[{"a": i} for i in range(10_000)]).encode()))
-    assert 9000 < peek(Source(uri=str(zipped))).rows < 11_000
-    assert peek(Source(uri=str(zipped), limit=5)).rows == 5
+    guess, few = peek(Source(uri=str(zipped))), peek(Source(uri=str(zipped), limit=5))
+    assert 9000 < guess.rows < 11_000 and guess.guessed
+    assert few.rows == 5 and not few.guessed
 
 
 def test_half_of_a_surrogate_pair_in_json_is_named_with_its_line(tmp_path):

@@ -197,7 +197,8 @@ def test_a_copy_shows_one_moment_and_writes_nothing(server, tmp_path, monkeypatc
         own.execute("CREATE TABLE big AS SELECT i AS id FROM generate_series(0, 4999) i")
         own.execute("ANALYZE big")
         source = Source(uri=server, query="SELECT id FROM big ORDER BY id", options=KEYS)
-        assert 4000 < peek(source).rows < 6000  # as the database expects
+        looked = peek(source)  # as the database expects
+        assert 4000 < looked.rows < 6000 and (looked.guessed or looked.rows == 5000)
         opened = sql.open_sql(source)
         batches = opened.batches(None, None)
         first = next(batches)

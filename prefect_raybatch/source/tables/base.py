@@ -60,12 +60,14 @@ class TableSource(ABC):
 
     That function is bounded in time and reads no rows, or few. `schema` are all columns, in the
     table's order; dictionaries and view types may stand in it. `rows`: how many there are without
-    the filter, from metadata, None where only reading would tell.
+    the filter, from metadata, None where only reading would tell; `counted`: that is no guess of a
+    database's.
     """
 
     pin: TablePin
     schema: pa.Schema
     rows: int | None = None
+    counted: bool = True
 
     @abstractmethod
     def batches(

@@ -50,14 +50,18 @@ def peek_at(format: str, source: Source) -> Inventory:
         chosen = _Chosen(table, source)
         looked, sample, whole = chosen.sample()
         rows = looked if whole or table.rows is None else table.rows
+        counted = table.rows is not None and table.counted and not source.filter
+        guessed = not whole and not counted
         if source.filter and looked:
             rows = max(1, round(rows * sample.num_rows / looked))
-        rows = rows if source.limit is None else min(rows, source.limit)
+        if source.limit is not None and rows >= source.limit:
+            rows, guessed = source.limit, False
         if not looked:
             raise SourceError(f"{chosen.name}: it has no rows; there is nothing to do")
         file = InputFile(uri=table.pin.uri, size=0, etag=None, mtime_ns=None, rows=rows)
         row_bytes = sample.nbytes / max(1, sample.num_rows)
-        return Inventory((file,), chosen.schema, row_bytes, format, table.pin.record())
+        pin = table.pin.record()
+        return Inventory((file,), chosen.schema, row_bytes, format, pin, guessed=guessed)
 
 
 def head_of(format: str, source: Source) -> Iterator[tuple[str, pa.Table]]:

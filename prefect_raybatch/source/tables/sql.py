@@ -81,7 +81,7 @@ class SqlSource(TableSource):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.pin = TablePin(format="sql", uri=uri, id=uri, version=now, made=now)
         self.schema = self._first()
-        self.rows = self._count()
+        self.rows, self.counted = self._count(), False
 
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
