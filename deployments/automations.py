@@ -59,7 +59,8 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("a run failed", "A task failed and is not tried again.",
          _of_state("Failed"), f"{name} failed", STATE),
         ("a run crashed", "Its process or its host was lost; the same run key continues it.",
-         _of_state("Crashed"), f"{name} crashed", STATE),
+         _of_state("Crashed"), f"{name} crashed",
+         "What goes on with it: prefect flow-run retry {{ flow_run.id }}\n" + STATE),
         ("a run is late", "No worker took it when it was due.",
          _of_state("Late"), f"{name} is late", "Is a worker of the work pool alive?\n" + STATE),
         ("a night was cancelled by the limit", "The run before it was still at work.",
@@ -80,10 +81,16 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
 
 def _gone(after: float) -> Automation:
     """Notifies nobody itself: the state that it sets does."""
-    said = f"No heartbeat for {after:.0f} s: its process or its host is gone. What is committed is "
+    # Prefect fills in no names here: the run's own stands above this message in its page.
+    said = (
+        f"No heartbeat for {after:.0f} s: its process or its host is gone. What is committed is "
+        "kept.\nWhat to do: see that a worker of its pool is alive, then, with this run's name:\n"
+        "  prefect flow-run retry NAME"
+    )
     return Automation(
         name="raybatch: a flow run is gone",
-        description=f"Marks a flow run Crashed that has sent no heartbeat for {after:.0f} s.",
+        description=f"Marks a flow run Crashed that has sent no heartbeat for {after:.0f} s. What "
+        "is committed is kept; Retry in its page, or prefect flow-run retry NAME, goes on with it.",
         trigger=EventTrigger(
             after={HEARTBEAT},
             expect={HEARTBEAT, *ENDED},
@@ -94,11 +101,7 @@ def _gone(after: float) -> Automation:
             threshold=1,
             within=timedelta(seconds=after),
         ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CRASHED, message=said + "kept; the same run key continues it."
-            )
-        ],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=said)],
     )
 
 

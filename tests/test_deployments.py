@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import kubernetes_validate
 import pytest
 import yaml
+from helpers.pager import automations_script
 from helpers.prefect_server import ROOT, Prefect
 from helpers.small import make_job
 from prefect.utilities.callables import parameter_schema
@@ -22,6 +26,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
 from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
+from prefect_raybatch.kuberay.api import VERBS
 from prefect_raybatch.runs.run import default_run_key
 
 FOLDER = ROOT / "deployments"
@@ -220,6 +225,32 @@ def test_the_kubernetes_manifests_fit_together() -> None:
     assert found["RayJob"]["spec"]["shutdownAfterJobFinishes"] is False
 
 
+def test_a_flow_may_do_what_it_asks_of_kubernetes_and_no_more() -> None:
+    text = (FOLDER / "kuberay-rbac.yaml").read_text(encoding="utf-8")
+    found = {item["kind"]: item for item in yaml.safe_load_all(text)}
+    for item in found.values():
+        kubernetes_validate.validate(item, "1.31", strict=True)
+    rules = {
+        (group, resource): tuple(rule["verbs"])
+        for rule in found["Role"]["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert rules == VERBS
+    assert found["RoleBinding"]["roleRef"]["name"] == found["Role"]["metadata"]["name"]
+    (subject,) = found["RoleBinding"]["subjects"]
+    assert subject["name"] == found["ServiceAccount"]["metadata"]["name"]
+
+
+def test_a_deployment_can_be_told_to_make_its_cluster() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"-p 'overrides=(\{\"cluster.*\})'", text)
+    job = BatchJob.from_dict(DEPLOYMENTS["nightly"]["parameters"]["job"])
+    changed = flows.with_changes(job, json.loads(given), None)
+    made = changed.cluster.access.kubernetes
+    assert made is not None and made.workers == 4
+
+
 # --- on a server --------------------------------------------------------------------------------
 
 
@@ -233,6 +264,9 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         assert item["work_pool_name"] == "raybatch"
         assert item["global_concurrency_limit"]["limit"] == 1
         assert item["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+        # Three heartbeats may be missing before a run is taken for gone.
+        beat = item["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
+        assert 3 * float(beat) == automations_script().GONE_AFTER
     (schedule,) = found["nightly"]["schedules"]
     assert schedule["slug"] == "nightly" and schedule["active"]
     # Nothing of the machine that deploys goes with the deployment that other machines run.

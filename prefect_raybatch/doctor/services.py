@@ -20,9 +20,11 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
-from prefect_raybatch.errors import PrefectUnavailable
+from prefect_raybatch.errors import PrefectUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.words import counted
 
@@ -121,6 +123,9 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     """The cluster a run would use: whether it answers, what it has, whether the job fits."""
     job = patient.keyed() or BatchJob.from_dict(ANY_JOB)
     access = job.cluster.access
+    if access.kubernetes is not None:
+        yield kubernetes(access.kubernetes)
+        return
     if access.job_server:
         yield job_server(access)
         return
@@ -213,6 +218,22 @@ def job_server(access: ClusterAccess) -> Finding:
     if there != here:
         return failed("cluster", f"{text} where {here} is here", "install the same Ray on both")
     return passed("cluster", text)
+
+
+def kubernetes(made: Kubernetes) -> Finding:
+    """Whether a run may make its cluster there: the API server, KubeRay, and this user's rights."""
+    try:
+        api = KubeApi(made)
+        with api.briefly(REQUEST_SECONDS):
+            api.clusters(limit=1)
+            lacking = api.forbidden()
+    except RayBatchError as error:
+        return failed("cluster", str(error), error.remedy)
+    where = f"namespace {api.namespace} at {_bare(api.server)}"
+    if lacking:
+        remedy = "kubectl apply -f deployments/kuberay-rbac.yaml, bound to the flow's user"
+        return failed("cluster", f"{where}: may not {', '.join(lacking)}", remedy)
+    return passed("cluster", f"{where}: a RayCluster is made there for each run")
 
 
 # --- clocks -------------------------------------------------------------------------------------

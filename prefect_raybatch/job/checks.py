@@ -32,6 +32,18 @@ def seconds_of(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
+def check_duration(text: str | None) -> str | None:
+    """As `seconds_of` takes it, and more than none; ValueError says what is wrong otherwise."""
+    if text is not None:
+        try:
+            seconds = seconds_of(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if not seconds:
+            raise ValueError(f"{text!r} is no time at all; write 15m or 6h")
+    return text
+
+
 def without_user(uri: str) -> str:
     """`uri` itself; ValueError, which does not quote it, where it holds a user or a password."""
     if USERINFO.search(uri):

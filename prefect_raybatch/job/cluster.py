@@ -13,6 +13,7 @@ from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.kubernetes import Kubernetes
 
 RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
@@ -27,6 +28,9 @@ class Stage(Group):
     memory: int | None = field(3, None, title="Memory a task", text="In bytes.", gt=0)
 
 
+LOCAL = "local"  # an address, as Ray has it: a cluster that is started here
+
+
 class Cluster(Group):
     """Which Ray cluster, and what the CPU stages take of it."""
 
@@ -34,8 +38,8 @@ class Cluster(Group):
         1,
         None,
         title="Address",
-        text="host:port or auto for a running cluster; by default the environment's RAY_ADDRESS, "
-        "else one is started here and stopped at the end.",
+        text="host:port or auto for a running cluster, local for one that is started here and "
+        "stopped at the end. By default the environment's RAY_ADDRESS, else local.",
     )
     prepare: Stage = field(2, Stage(), title="Prepare stage", text="Read, template, tokens.")
     finish: Stage = field(
@@ -77,6 +81,12 @@ class Cluster(Group):
         text="Saved RayCluster block, as ray-cluster/NAME, in place of address and job_server: it "
         "says which of them, with Ray's token and headers.",
     )
+    kubernetes: Kubernetes = field(
+        9,
+        Kubernetes(),
+        title="Cluster on Kubernetes",
+        text="Made by KubeRay for the run, and deleted at its end.",
+    )
     _access: ClusterAccess | None = PrivateAttr(None)  # of the block; in no record
 
     @property
@@ -88,7 +98,7 @@ class Cluster(Group):
             raise ConfigError(
                 f"cluster.block: {self.block} is not loaded; give the job to `with_blocks` first"
             )
-        return ClusterAccess(self.address, self.job_server)
+        return ClusterAccess(self.address, self.job_server, kubernetes=self.kubernetes.asked)
 
     def with_access(self, access: ClusterAccess) -> Cluster:
         """The same, reached as its block says."""
@@ -98,8 +108,9 @@ class Cluster(Group):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the job names a running cluster to join."""
-        return self.address is not None or self.block is not None
+        """Whether the job names a running cluster to join, or one to be made on Kubernetes."""
+        address = self.address not in (None, LOCAL)
+        return bool(address or self.block or self.kubernetes.asked)
 
     @property
     def priced(self) -> bool:
@@ -149,6 +160,12 @@ class Cluster(Group):
 
     @model_validator(mode="after")
     def _one_way(self) -> Cluster:
+        beside = [name for name in ("address", "job_server", "block") if getattr(self, name)]
+        if self.kubernetes.asked and beside:
+            raise ValueError(
+                f"kubernetes makes a cluster of the run's own, and {beside[0]} names another; keep "
+                "one"
+            )
         if self.block and (self.address or self.job_server):
             raise ValueError(
                 "block says where the cluster is, as address and job_server do; keep one"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prefect_raybatch.job.kubernetes import Kubernetes
+
 
 @dataclass(frozen=True)
 class ClusterAccess:
@@ -18,3 +20,9 @@ class ClusterAccess:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     token: str | None = field(default=None, repr=False)
     block: str | None = None
+    kubernetes: Kubernetes | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether runs are Ray jobs of a job server, that is, work in no process of ours."""
+        return self.job_server is not None or self.kubernetes is not None

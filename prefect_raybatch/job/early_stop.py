@@ -27,6 +27,8 @@ ALLOWED_BESIDE = frozenset(
 )
 # Engine arguments with which vLLM's grammar is not the whole truth about an answer's tokens.
 NOT_BESIDE = ("reasoning_parser", "logits_processors", "speculative_config")
+# What a second request would see otherwise than the first one's next step.
+PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
@@ -47,6 +49,14 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
     if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
         return None
     return labels
+
+
+def may_ask_rest(fields: Mapping[str, Any]) -> bool:
+    """Whether an answer cut short with these sampling fields goes on alike in a second request."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if given.get("n", 1) != 1 or "seed" in given:
+        return False
+    return all(given.get(name, no) == no for name, no in PENALTIES.items())
 
 
 def label_cap(labels: Sequence[str]) -> int:

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.checks import check_duration
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.words import counted
@@ -78,8 +77,9 @@ class Limits(Group):
         8,
         None,
         title="Time the run may take",
-        text="Such as 45m or 6h of working time. A run that takes longer is told what would make "
-        "it fit; it is not ended.",
+        text="Such as 45m or 6h, from the begin of an attempt to its end: engines that start and "
+        "all waiting count, the copy of the input before it and pauses between attempts do not. A "
+        "run that takes longer is told what would make it fit; it is not ended.",
     )
     hang_seconds: float = field(
         9,
@@ -138,14 +138,7 @@ class Limits(Group):
     @field_validator("deadline")
     @classmethod
     def _known_duration(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                seconds = seconds_of(value)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-            if not seconds:
-                raise ValueError("no time at all; write 45m or 6h")
-        return value
+        return check_duration(value)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Limits:

@@ -80,12 +80,16 @@ class Owner:
     """The flow run on whose behalf a job is followed. Outside of Prefect these defaults serve.
 
     `attached(submission id, server)` is called when a job is found or submitted; `cancelled()`
-    says, after a signal, whether a person has cancelled the flow run.
+    says, after a signal, whether a person has cancelled the flow run; `api` is the URL of Prefect's
+    API, empty where there is none; `retried()` says, after an error that a retry can help, whether
+    there will be one.
     """
 
     id: str | None = None
     attached: Callable[[str, str], None] = lambda id, server: None
     cancelled: Callable[[], bool] = lambda: False
+    api: str = ""
+    retried: Callable[[], bool] = lambda: False
 
 
 def infer(
@@ -123,7 +127,7 @@ class Follower:
         self.job, self.run, self.owner = job, run, owner
         self.access = loaded.cluster.access
         self.url = str(self.access.job_server)
-        self.sent, self.env = sendable(job), environment(job)
+        self.sent, self.env = sendable(job), environment(job, owner.api)
         self.server_at, self.command, self.sleep = server_at, command, sleep
         ledger = Ledger(open_store(run.uri, loaded.output.options or None))
         plan = load_run(ledger, run)[0]
@@ -144,6 +148,11 @@ class Follower:
                 if ended is not None:
                     self._collect(record, ended)
         raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a Ray job that works on when this process ends."""
+        return self._current is not None
 
     # --- find or submit ---------------------------------------------------------------------
 
@@ -390,8 +399,9 @@ class Commits:
         return found
 
 
-def environment(job: BatchJob) -> dict[str, str]:
-    """What the job's process is told by environment variables: nothing secret.
+def environment(job: BatchJob, api: str) -> dict[str, str]:
+    """What the job's process is told by environment variables: nothing secret. `api` is the URL of
+    Prefect's API as it is known here.
 
     Raises `ConfigError` when blocks are named and the cluster could not reach Prefect's API.
     """
@@ -399,14 +409,13 @@ def environment(job: BatchJob) -> dict[str, str]:
     given = {"options": job.output.options, "credentials_block": block}
     env = {OUTPUT_ENV: json.dumps(given)}
     if block or job.source.credentials_block:
-        url = os.environ.get("PREFECT_API_URL", "")
-        if not url or "@" in url.split("/api", 1)[0]:
+        if not api or "@" in api.split("/api", 1)[0]:
             raise ConfigError(
                 "credentials_block with cluster.job_server: the cluster loads the block itself, "
                 "so PREFECT_API_URL must name an API it can reach, without a password in it "
                 "(PREFECT_API_KEY belongs into the nodes' environment)"
             )
-        env["PREFECT_API_URL"] = url
+        env["PREFECT_API_URL"] = api
     return env
 
 

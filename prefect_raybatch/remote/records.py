@@ -164,6 +164,7 @@ def sendable(job: BatchJob) -> dict[str, Any]:
     is shown to everybody who may open its dashboard.
     """
     value = public_job(job)
+    value.get("cluster", {}).pop("kubernetes", None)  # of no use to who works there
     for group, given in (("source", job.source.options), ("output", job.output.options)):
         _refuse(
             f"{group}.options",

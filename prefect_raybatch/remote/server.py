@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds without a good answer before a caller hears of it
 REQUEST = 30.0  # seconds for one request
+HEAD_AWAY_AFTER = 15.0  # seconds without a good answer before it is told, once
 LONGEST_RETRY_PAUSE = 15.0
 LIVE = frozenset(("PENDING", "RUNNING"))
 _UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
@@ -151,28 +153,49 @@ class JobServer:
         return self._made
 
     def _patiently(self, ask: Callable[[], Reply], patience: float | None = None) -> Reply:
-        deadline = time.monotonic() + (self.patience if patience is None else patience)
-        pause = 0.5
+        began, pause, away = time.monotonic(), 0.5, False
+        deadline = began + (self.patience if patience is None else patience)
         while True:
             try:
-                return ask()
+                reply = ask()
             except ConfigError:
                 raise
             except Exception as error:
                 if type(error).__name__ == "AuthenticationError":
                     raise ConfigError(self._refused(str(error))) from None
-                if time.monotonic() + pause > deadline:
+                now = time.monotonic()
+                if now + pause > deadline:
                     raise JobServerUnavailable(
                         f"Ray's job server at {self.url} gives no good answer: {_brief(error)}. "
                         "A job that it runs goes on; the same run again finds it"
                     ) from None
-                log.info(
-                    "Ray's job server at %s does not answer (%s), asking again",
-                    self.url,
-                    _brief(error),
-                )
+                if not away:
+                    away = self._missed(now - began, deadline - now, error)
                 self._sleep(pause)
                 pause = min(2 * pause, LONGEST_RETRY_PAUSE)
+            else:
+                if away:
+                    silent = time.monotonic() - began
+                    said = "Ray's job server at %s answers again, after %.0f s"
+                    log.warning(said, self.url, silent)
+                return reply
+
+    def _missed(self, silent: float, left: float, error: Exception) -> bool:
+        """Tells of a question without a good answer; whether that was the warning."""
+        if silent < HEAD_AWAY_AFTER:
+            log.info(
+                "Ray's job server at %s does not answer (%s), asking again", self.url, _brief(error)
+            )
+            return False
+        log.warning(
+            "Ray's job server at %s has not answered for %.0f s (%s); it is asked for %.0f s more. "
+            "Meanwhile check that the head is up and that cluster.job_server names it:\n"
+            "  raybatch doctor JOB.yaml\n"
+            "What is committed is kept. A head that comes back at this address goes on with the "
+            "run by itself",
+            *(self.url, silent, _brief(error), left),
+        )
+        return True
 
 
 def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -219,5 +242,11 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
+    """What it says, or what the network said first: clients of HTTP tell all their classes."""
+    first: BaseException | None = error
+    while first is not None:
+        if isinstance(first, (ConnectionError, TimeoutError, socket.gaierror)) and first.strerror:
+            return first.strerror
+        first = first.__cause__ or first.__context__
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"... {text[-300:]}"

@@ -94,7 +94,7 @@ class TestBatchInferenceJob(Suite):
 @pytest.mark.parametrize(
     ("block", "slug", "names"),
     [
-        (RayCluster, "ray-cluster", "address job_server headers token"),
+        (RayCluster, "ray-cluster", "address job_server headers token kubernetes"),
         (
             ObjectStore,
             "object-store",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,6 +370,27 @@ def test_a_busy_head_is_no_failure_and_one_that_stays_away_is(world: World) -> N
     assert JobServerUnavailable.transient
 
 
+def test_a_head_that_is_away_is_told_once_with_what_to_do_and_so_is_its_return(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.submitted()
+    world.head.down = 12
+    passed = [0.0]
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+
+    def sleep(seconds: float) -> None:
+        passed[0] += seconds
+
+    server = JobServer(URL, connect=lambda url: world.head, sleep=sleep)
+    with caplog.at_level(logging.INFO):
+        assert server.find(world.id(1))
+    away, back = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "has not answered for 16 s (connection refused)" in away and "raybatch doctor" in away
+    assert "asked for 284 s more" in away and "cluster.job_server" in away
+    assert back.endswith("answers again, after 120 s")
+    assert sum("asking again" in one.getMessage() for one in caplog.records) == 5
+
+
 def test_not_found_of_a_proxy_is_no_answer(world: World) -> None:
     def proxy(id: str) -> Any:
         raise RuntimeError("Request failed with status code 404: default backend.")
@@ -660,7 +682,6 @@ def test_a_secret_is_refused_with_the_remedy(
 def test_keys_of_blocks_reach_neither_record_nor_server(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", "http://prefect:4200/api")
     monkeypatch.setenv("PREFECT_API_KEY", "s3cr3t")
     job = make_job(
         output={"uri": str(world.small.root), "credentials_block": "aws-credentials/nightly"},
@@ -670,8 +691,8 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
     options = {"key": "AKIA", "secret": "s3cr3t"}
     loaded = job.model_copy(update={"output": job.output.model_copy(update={"options": options})})
     follower = jobs.Follower(
-        job, loaded, world.run, lambda progress: None, jobs.Owner(), world.server, "run",
-        lambda seconds: world.work(),
+        job, loaded, world.run, lambda progress: None, jobs.Owner(api="http://prefect:4200/api"),
+        world.server, "run", lambda seconds: world.work(),
     )  # fmt: skip
     follower.run_to_end()
     request = json.dumps(world.head.submissions)
@@ -684,14 +705,11 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
     assert world.records.read(1).job["engine"]["env"] == {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_blocks_need_an_api_that_the_cluster_can_reach(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_need_an_api_that_the_cluster_can_reach() -> None:
     job = make_job(output={"uri": "o", "credentials_block": "a/b"}, cluster={"job_server": URL})
     for url in ("", "http://me:pw@prefect/api"):
-        monkeypatch.setenv("PREFECT_API_URL", url)
         with pytest.raises(ConfigError, match="PREFECT_API_URL"):
-            jobs.environment(job)
+            jobs.environment(job, url)
 
 
 @pytest.mark.parametrize(

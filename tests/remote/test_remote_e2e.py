@@ -1,5 +1,8 @@
 """A run that outlives its flow, with real vLLM, a real Ray job server and a real Prefect server.
 
+Its cluster is made by the flow at an API server of Kubernetes that stands in; behind it is a real
+head, as KubeRay would start one.
+
 That a cancelled flow ends its job is in test_browser.py, where it is cancelled by a click.
 """
 
@@ -11,27 +14,35 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.kube_server import KubeServer
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import ENGINE, below, until
+from helpers.processes import ENGINE, below, slowed, until
 from helpers.ray_head import Head
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.kuberay.manifest import HOLDER
+from prefect_raybatch.kuberay.run_cluster import notes_of
 from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.runs.plan_run import plan_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 BIN = Path(sys.executable).parent
 ROWS, SHARD, KEY = 3000, 50, "outlives-its-flow"
+ACCEPTED = "sampling.max_tokens"
 
 
 @pytest.fixture
-def env(prefect_process: Prefect) -> dict[str, str]:
-    return {**prefect_process.env, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+def env(prefect_process: Prefect, kube: KubeServer) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "KUBECONFIG": os.environ["KUBECONFIG"]}
+    return {**prefect_process.env, **own, "RAY_AUTH_MODE": "disabled"}
 
 
 @pytest.fixture
@@ -40,27 +51,32 @@ def server(ray_head: Head, monkeypatch: pytest.MonkeyPatch) -> JobServer:
     return JobServer(ray_head.url)
 
 
-def start(folder: Path, env: dict[str, str], url: str) -> subprocess.Popen[bytes]:
-    job = {
+def job_at(folder: Path, url: str) -> dict[str, Any]:
+    return {
         "name": "industries",
         "source": {"uri": str(folder / "customers.csv"), "rows_per_shard": SHARD},
         "prompt": {"system": SYSTEM, "template": TEMPLATE},
         "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(LABELS)},
         "engine": {"model": "demo", "max_model_len": 256},
         "output": {"uri": str(folder / "out"), "column": "industry"},
-        "cluster": {"job_server": url},
+        "cluster": {"kubernetes": {"image": "raybatch:1", "gpus_per_worker": 0, "url": url}},
     }
+
+
+def planned_otherwise(folder: Path, url: str) -> None:
+    """The run is there already, by a job that differs from the file's in one field."""
+    write_customers(folder / "customers.csv", ROWS, 3)
+    job = job_at(folder, url)
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    if not (folder / "customers.csv").exists():
-        write_customers(folder / "customers.csv", ROWS, 3)
+    earlier = {**job, "sampling": {**job["sampling"], "max_tokens": 12}}
+    plan_run(BatchJob.from_dict(earlier), KEY)
+
+
+def start(folder: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [str(BIN / "raybatch"), "run", "job.yaml", "--run-key", KEY, "--accept", ACCEPTED]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [str(BIN / "raybatch"), "run", "job.yaml", "--run-key", KEY],
-            env=env,
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True
         )
 
 
@@ -73,7 +89,7 @@ def working(folder: Path, process: subprocess.Popen[bytes], commits: int) -> Non
         assert process.poll() is None, (folder / "log.txt").read_text()
         return committed(folder) >= commits
 
-    until(holds, 150, "the first commits")
+    until(holds, 300, "the first commits")
 
 
 def job_of(server: JobServer, folder: Path) -> RayJob:
@@ -96,30 +112,47 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     server: JobServer,
     prefect_process: Prefect,
     ray_head: Head,
+    kube: KubeServer,
 ) -> None:
-    flow = start(tmp_path, env, server.url)
-    working(tmp_path, flow, 3)
-    os.killpg(flow.pid, signal.SIGKILL)
-    flow.wait()
-    before, job = committed(tmp_path), job_of(server, tmp_path)
-    assert job.live and before < ROWS // SHARD
-    # Nobody watches, the work goes on.
-    until(lambda: committed(tmp_path) > before, 60, "a commit")
-    assert below(ray_head.pid, *ENGINE), "the engines are told by their names"
+    made: list[tuple[str, str]] = []
 
-    # The job is held until the second flow follows it: beside other work a flow takes longer to
-    # start than the job to end.
-    at_work = below(ray_head.pid, "prefect_raybatch.remote")
-    for process in at_work:
-        process.suspend()
-    again = start(tmp_path, env, server.url)
+    def operate(what: str, found: dict[str, Any]) -> None:
+        made.append((what, found["metadata"]["name"]))
+        if what == "made":
+            kube.come_up(found["metadata"]["name"], 1)
+
+    kube.operate = operate
+    planned_otherwise(tmp_path, server.url)
+    flow = start(tmp_path, env)
+    working(tmp_path, flow, 1)
+    engines = below(ray_head.pid, *ENGINE)
+    assert engines, "the engines are told by their names"
+    # No machine is to be through with it before it is held.
+    with slowed(engines, lambda: committed(tmp_path) > ROWS // SHARD // 2):
+        os.killpg(flow.pid, signal.SIGKILL)
+        flow.wait()
+        (name,) = kube.names  # the first flow's, which nobody renews now
+        first = notes_of(kube[name])[HOLDER]
+        before, job = committed(tmp_path), job_of(server, tmp_path)
+        assert job.live and before < ROWS // SHARD
+        # Nobody watches, the work goes on.
+        until(lambda: committed(tmp_path) > before, 60, "a commit")
+
+        # The job is held until the second flow follows it: beside other work a flow takes longer
+        # to start than the job to end.
+        at_work = below(ray_head.pid, "prefect_raybatch.remote")
+        for process in at_work:
+            process.suspend()
+    again = start(tmp_path, env)
     try:
         following = f"following the Ray job {job.id}"
-        until(lambda: following in logs(prefect_process), 150, "a flow that follows")
+        until(lambda: following in logs(prefect_process), 300, "a flow that follows")
+        assert kube.names == [name] and notes_of(kube[name])[HOLDER] != first
     finally:
         for process in at_work:
             process.resume()
     assert again.wait(240) == 0, (tmp_path / "log.txt").read_text()
+    assert made == [("made", name), ("gone", name)], "one cluster for both flows, and it is ended"
     assert job_of(server, tmp_path).id == job.id  # one job for both flows
     assert job_of(server, tmp_path).status == "SUCCEEDED"
     records = [p.name for p in (tmp_path / "out" / KEY / "_raybatch/jobs").iterdir()]
@@ -128,9 +161,25 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     proof = subprocess.run(command, env=env, capture_output=True, text=True)
     assert proof.returncode == 0 and json.loads(proof.stdout)["data"] == ROWS
     assert pq.read_table(tmp_path / "out" / KEY / "data")["_row"].to_pylist() == list(range(ROWS))
+    lasts = ("all 60 shards are committed", "3,000 rows = 3,000 answered")
+    deleted = f"deleted the RayCluster {name}"
+
+    def told_so_far() -> str:
+        return "\n".join(logs(prefect_process, latest=True))
+
+    # The server records logs after it has answered.
+    until(lambda: all(t in told_so_far() for t in (*lasts, deleted)), 120, "the last lines")
     told = logs(prefect_process, latest=True)
-    for last in ("all 60 shards are committed", "3,000 rows = 3,000 answered"):
+    for last in lasts:
         assert sum(last in text for text in told) == 1, "\n".join(told)
+    assert f"going on with the RayCluster {name}, held by {first} before" in told
+    assert deleted in told
+    # What a person accepted went to the cluster with the job, and stands in what it left.
+    assert not any("works on without" in text for text in told)
+    root = tmp_path / "out" / KEY
+    for left in ("_SUCCESS", "_raybatch/report.json", "_raybatch/jobs/0001.json"):
+        (one,) = json.loads((root / left).read_bytes())["accepted"]
+        assert (one["field"], one["old"], one["new"]) == (ACCEPTED, "12", "16"), left
     # Its engines worked when it was followed: it never says that they start.
     shown = [text for text in told if "of 3,000 rows (" in text]
     assert shown and not any("starting engines" in text for text in shown), "\n".join(shown)

@@ -110,14 +110,17 @@ def _signal_when(server: JobServer, follower: jobs.Follower, status: str) -> Non
 
 def test_cancelling_stops_the_job(url: str, tmp_path: Path) -> None:
     small, server = small_run(tmp_path / "run"), JobServer(url)
-    first = follower(
-        small, url, tmp_path, lambda: _signal_when(server, first, "RUNNING"), cancelled=lambda: True
-    )
-    began = time.monotonic()
+    began = [0.0]
+
+    def step() -> None:
+        began[0] = time.monotonic()
+        _signal_when(server, first, "RUNNING")
+
+    first = follower(small, url, tmp_path, step, cancelled=lambda: True)
     with pytest.raises(Signal):
         first.run_to_end()
     found = server.find(first.records.id_of(1))
-    assert found is not None and found.status == "STOPPED" and time.monotonic() - began < 60
+    assert found is not None and found.status == "STOPPED" and time.monotonic() - began[0] < 60
 
 
 def test_a_job_that_somebody_stops_is_an_error_that_is_not_retried(
@@ -170,3 +173,13 @@ def test_headers_for_a_proxy_are_sent_and_wrong_ones_are_said(
         JobServer(address, patience=5).jobs()
     assert "planted" not in str(told.value)
     server.shutdown()
+
+
+def test_a_server_that_is_away_is_told_in_the_network_s_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(JobServerUnavailable) as caught:
+        JobServer("http://127.0.0.1:9", patience=1).find("a job")
+    said = "Ray's job server at http://127.0.0.1:9 gives no good answer: Connection refused. A job"
+    assert str(caught.value).startswith(said)
+    assert "Max retries" not in caplog.text

@@ -14,6 +14,7 @@ from prefect_raybatch.flow.blocks.store import load_block
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.kubernetes import Kubernetes
 
 CLIENT_REFUSED = (
     "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
@@ -22,7 +23,8 @@ CLIENT_REFUSED = (
 
 
 class RayCluster(CredentialsBlock):
-    """Where Ray is: a local cluster, a running one by its address, or a job server.
+    """Where Ray is: a local cluster, a running one by its address, a job server, or a cluster that
+    is made on Kubernetes for each run.
 
     With neither address nor job server a cluster is started for the run and stopped after it.
 
@@ -31,6 +33,7 @@ class RayCluster(CredentialsBlock):
         job_server: URL of the job server of a running cluster.
         headers: HTTP headers for the job server.
         token: Ray's token, where the cluster wants one.
+        kubernetes: The cluster that each run makes for itself.
 
     Example:
         Use a saved cluster for a job:
@@ -68,6 +71,12 @@ class RayCluster(CredentialsBlock):
         title="Token",
         text="Ray's token, where the cluster wants one; a job server gets it as a bearer token.",
     )
+    kubernetes: Kubernetes = block_field(
+        Kubernetes(),
+        title="Cluster on Kubernetes",
+        text="Made by KubeRay for each run, and deleted at its end; the fields of a job's "
+        "cluster.kubernetes.",
+    )
 
     @field_validator("address")
     @classmethod
@@ -96,14 +105,19 @@ class RayCluster(CredentialsBlock):
 
     @model_validator(mode="after")
     def _one_way(self) -> RayCluster:
+        if self.kubernetes.asked and (self.address or self.job_server):
+            raise ValueError(
+                "kubernetes makes a cluster of a run's own, and address and job_server name one "
+                "that is there; keep one"
+            )
         if self.address and self.job_server:
             raise ValueError(
                 "address is for a driver in the flow's process, job_server for one on the "
                 "cluster; keep one"
             )
-        if self.headers and not self.job_server:
+        if self.headers and not (self.job_server or self.kubernetes.asked):
             raise ValueError("headers are for the job server; set job_server as well")
-        if self.token and not (self.address or self.job_server):
+        if self.token and not (self.address or self.job_server or self.kubernetes.asked):
             raise ValueError(
                 "the token is for a running cluster; set address or job_server as well"
             )
@@ -112,7 +126,12 @@ class RayCluster(CredentialsBlock):
     def apply(self, job: BatchJob) -> BatchJob:
         """The job on this cluster. Raises `ConfigError` when the job cannot be run that way."""
         value = job.to_dict()
-        places = {"address": self.address, "job_server": self.job_server, "block": None}
+        places = {
+            "address": self.address,
+            "job_server": self.job_server,
+            "block": None,
+            "kubernetes": self.kubernetes.model_dump(exclude_defaults=True),
+        }
         kept = {k: v for k, v in value.get("cluster", {}).items() if k not in places}
         value["cluster"] = {**kept, **{k: v for k, v in places.items() if v}}
         return BatchJob.from_dict(value, "job on the RayCluster block")
@@ -120,7 +139,9 @@ class RayCluster(CredentialsBlock):
     def access(self, name: str | None = None) -> ClusterAccess:
         """How the cluster is reached, secrets in clear; `name` is that of the saved block."""
         token = None if self.token is None else self.token.get_secret_value()
-        return ClusterAccess(self.address, self.job_server, self.request_headers(), token, name)
+        headers = self.request_headers()
+        made = self.kubernetes.asked
+        return ClusterAccess(self.address, self.job_server, headers, token, name, made)
 
     def request_headers(self) -> dict[str, str]:
         """Headers for each request to the job server, with the token. They are secrets."""

@@ -1,0 +1,363 @@
+"""The Ray cluster that a run has made for itself on Kubernetes: `cluster.kubernetes` of a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from prefect_raybatch.job.checks import SERVER, check_duration, seconds_of
+from prefect_raybatch.job.form import field
+from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.secrets import SAFE_NAMES, safe_variable
+
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+VARIABLE_NAME = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+COUNT = re.compile(r"\d{1,9}")
+SCALES: dict[str | None, Decimal] = {
+    None: Decimal(1),
+    "m": Decimal("0.001"),
+    "k": Decimal(1000),
+    **{letter: Decimal(1000**power) for power, letter in enumerate("MGTP", 2)},
+    **{f"{letter}i": Decimal(1024**power) for power, letter in enumerate("KMGTP", 1)},
+}
+GPU = "nvidia.com/gpu"
+# What the fields give where they are left out. They stand here and not as defaults, so that a form
+# that shows the group sends nothing of a cluster that nobody asked for: an empty group is none.
+WORKERS, GPUS, WORKER_CPU, WORKER_MEMORY = 1, 1, "8", "32Gi"
+HEAD_CPU, HEAD_MEMORY, POD_SHM = "2", "8Gi", "8Gi"
+READY_WITHIN, LEASE, LEAST_LEASE = "30m", "1h", 120.0
+SHAPE = (
+    *("image", "workers", "gpus_per_worker", "worker_cpu", "worker_memory", "head_cpu"),
+    *("head_memory", "shm", "service_account", "env", "secrets"),
+)
+
+
+def quantity(text: object) -> Decimal:
+    """The value of a quantity such as 500m, 8 or 32Gi. `ValueError` for anything else."""
+    match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no quantity of Kubernetes; write 500m or 8 of CPUs, 512Mi or 32Gi of "
+            "memory"
+        )
+    return Decimal(match[1]) * SCALES[match[2]]
+
+
+@dataclass(frozen=True)
+class PodShape:
+    """What the pods of a cluster are made with, where fields and no manifest say it: each field, or
+    what it gives where it is left out."""
+
+    workers: int
+    gpus: int
+    worker_cpu: str
+    worker_memory: str
+    head_cpu: str
+    head_memory: str
+    shm: str
+
+    @property
+    def head_ray_cpus(self) -> int:
+        """The CPUs that Ray is told of on the head."""
+        return max(1, int(quantity(self.head_cpu)))
+
+
+class Kubernetes(Group):
+    """A Ray cluster that the run makes on Kubernetes by KubeRay, works on, and ends."""
+
+    image: str | None = field(
+        1,
+        None,
+        title="Image",
+        text="Of head and workers, with this package, the same Ray and Python as here.",
+    )
+    workers: int | None = field(
+        2, None, title="Workers", text=f"Pods with GPUs; by default {WORKERS}.", ge=1
+    )
+    gpus_per_worker: int | None = field(
+        3, None, title="GPUs a worker", text=f"As {GPU}; by default {GPUS}, 0 for CPUs alone.", ge=0
+    )
+    worker_cpu: str | None = field(
+        4, None, title="CPUs a worker", text=f"As a quantity; by default {WORKER_CPU}."
+    )
+    worker_memory: str | None = field(
+        5, None, title="Memory a worker", text=f"As a quantity; by default {WORKER_MEMORY}."
+    )
+    head_cpu: str | None = field(
+        6, None, title="CPUs of the head", text=f"As a quantity; by default {HEAD_CPU}."
+    )
+    head_memory: str | None = field(
+        7, None, title="Memory of the head", text=f"As a quantity; by default {HEAD_MEMORY}."
+    )
+    shm: str | None = field(
+        8, None, title="Shared memory a pod", text=f"As a quantity; by default {POD_SHM}."
+    )
+    service_account: str | None = field(
+        9, None, title="Service account", text="Of the pods; by default the namespace's own."
+    )
+    env: dict[str, str] = field(
+        10, {}, title="Environment", text="Variables of the pods; keys belong into secrets."
+    )
+    secrets: list[str] = field(
+        11, [], title="Secrets", text="Names of Secrets whose entries become variables of the pods."
+    )
+    manifest: dict[str, Any] | None = field(
+        12,
+        None,
+        title="Manifest",
+        text="A RayCluster (ray.io/v1) in place of the fields above.",
+    )
+    manifest_file: str | None = field(
+        13, None, title="Manifest file", text="The same in a YAML file where the flow runs."
+    )
+    namespace: str | None = field(
+        14,
+        None,
+        title="Namespace",
+        text="By default the flow's own pod's, else the kubeconfig's, else default.",
+    )
+    context: str | None = field(
+        15,
+        None,
+        title="Context",
+        text="Of the kubeconfig; by default its current one, and the service account in a pod.",
+    )
+    url: str | None = field(
+        16,
+        None,
+        title="Job server's URL",
+        text="Where the flow is outside of the cluster's network: an ingress or a forwarded port, "
+        "with {name} and {namespace}. By default http://{name}-head-svc.{namespace}.svc:8265.",
+    )
+    ready_within: str | None = field(
+        17,
+        None,
+        title="Ready within",
+        text=f"Such as 45m: how long to wait for all pods; by default {READY_WITHIN}.",
+    )
+    lease: str | None = field(
+        18,
+        None,
+        title="Lease",
+        text=f"Such as 2h: how long the cluster outlives its flow; by default {LEASE}. Past it "
+        "raybatch reconcile deletes it.",
+    )
+    keep: str | None = field(
+        19,
+        None,
+        title="Keep",
+        text="Such as 30m: how long the cluster stays after the run's end, to be looked into; "
+        "then raybatch reconcile deletes it. By default it is deleted at the end.",
+    )
+
+    @field_validator("worker_cpu", "worker_memory", "head_cpu", "head_memory", "shm", mode="before")
+    @classmethod
+    def _quantities(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        if not quantity(value) > 0:
+            raise ValueError(f"{value!r} is nothing; write a quantity above 0")
+        return str(value)
+
+    @field_validator("worker_memory", "head_memory", "shm")
+    @classmethod
+    def _memory(cls, value: str | None) -> str | None:
+        if value is not None and quantity(value) < 2**20:
+            raise ValueError(f"{value!r} is less than a MiB; did you mean {value}Gi?")
+        return value
+
+    @field_validator("namespace", "service_account")
+    @classmethod
+    def _names(cls, value: str | None) -> str | None:
+        if value is not None and not DNS_LABEL.fullmatch(value):
+            raise ValueError(f"{value!r} is no name of Kubernetes: small letters, digits and -")
+        return value
+
+    @field_validator("secrets")
+    @classmethod
+    def _secrets(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not DNS_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} names no Secret: small letters, digits, - and .")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _env(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not VARIABLE_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a variable")
+            _refuse_key(name, name)
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            filled = value.format(name="name", namespace="namespace")
+        except (KeyError, IndexError, ValueError):
+            raise ValueError(f"{value!r} may hold {{name}} and {{namespace}}, no more") from None
+        if not SERVER.match(filled):
+            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+        return value.rstrip("/")
+
+    @field_validator("ready_within", "lease", "keep")
+    @classmethod
+    def _durations(cls, value: str | None) -> str | None:
+        return check_duration(value)
+
+    @field_validator("lease")
+    @classmethod
+    def _lease(cls, value: str | None) -> str | None:
+        if value is not None and seconds_of(value) < LEAST_LEASE:
+            raise ValueError(
+                f"{value!r} is too short: the flow renews it every few seconds to a minute; "
+                f"write at least {LEAST_LEASE:g}s"
+            )
+        return value
+
+    @field_validator("manifest")
+    @classmethod
+    def _manifest(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            check_manifest(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Kubernetes:
+        given = [name for name in ("manifest", "manifest_file") if getattr(self, name)]
+        if len(given) == 2:
+            raise ValueError("manifest and manifest_file say the same; keep one")
+        beside = [name for name in SHAPE if getattr(self, name) not in (None, {}, [])]
+        if given and beside:
+            raise ValueError(
+                f"{beside[0]} stands beside {given[0]}, which says that itself; keep one"
+            )
+        if self != Kubernetes.model_construct() and not given and not self.image:
+            raise ValueError("image is missing: name the image of head and workers, or a manifest")
+        return self
+
+    @property
+    def asked(self) -> Kubernetes | None:
+        """None where the group is empty, which asks for no cluster."""
+        return self if self.image or self.manifest or self.manifest_file else None
+
+    @property
+    def shape(self) -> PodShape:
+        return PodShape(
+            self.workers or WORKERS,
+            GPUS if self.gpus_per_worker is None else self.gpus_per_worker,
+            self.worker_cpu or WORKER_CPU,
+            self.worker_memory or WORKER_MEMORY,
+            self.head_cpu or HEAD_CPU,
+            self.head_memory or HEAD_MEMORY,
+            self.shm or POD_SHM,
+        )
+
+    @property
+    def lease_seconds(self) -> float:
+        return seconds_of(self.lease or LEASE)
+
+    @property
+    def ready_seconds(self) -> float:
+        return seconds_of(self.ready_within or READY_WITHIN)
+
+    @property
+    def keep_seconds(self) -> float:
+        return seconds_of(self.keep) if self.keep else 0.0
+
+
+def check_manifest(value: Mapping[str, Any]) -> None:
+    """Raises `ValueError` naming the field of a RayCluster in which `value` is none that a run can
+    use, or that holds a key in clear."""
+    kind = (value.get("apiVersion"), value.get("kind"))
+    if kind != ("ray.io/v1", "RayCluster"):
+        raise ValueError(
+            f"apiVersion and kind are {kind[0]} and {kind[1]}; write ray.io/v1 and RayCluster"
+        )
+    metadata = _mapping(value.get("metadata") or {}, "metadata")
+    for name in ("name", "namespace"):
+        if metadata.get(name):
+            how = "follows from the run key" if name == "name" else "is cluster.kubernetes's"
+            raise ValueError(f"metadata.{name}: {name} of the cluster {how}; leave it out")
+    for name in ("labels", "annotations"):
+        for key, text in _mapping(metadata.get(name) or {}, f"metadata.{name}").items():
+            if not isinstance(text, str):
+                raise ValueError(f"metadata.{name}.{key}: {text!r} is no text; put it in quotes")
+    spec = _mapping(value.get("spec"), "spec")
+    _check_group(_mapping(spec.get("headGroupSpec"), "spec.headGroupSpec"), "spec.headGroupSpec")
+    groups = spec.get("workerGroupSpecs")
+    if not isinstance(groups, list) or not groups:
+        raise ValueError("spec.workerGroupSpecs: a list of at least one group of workers is needed")
+    names = []
+    for at, group in enumerate(groups):
+        where = f"spec.workerGroupSpecs[{at}]"
+        _check_group(_mapping(group, where), where)
+        names.append(group.get("groupName"))
+        if not isinstance(names[-1], str) or not DNS_LABEL.fullmatch(names[-1]):
+            raise ValueError(f"{where}.groupName: {names[-1]!r} is no name; write one such as gpu")
+        if names[-1] in names[:-1]:
+            raise ValueError(f"{where}.groupName: {names[-1]} is there twice")
+        replicas = group.get("replicas")
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
+            raise ValueError(
+                f"{where}.replicas: {replicas!r} is no number of pods; write 0 or more"
+            )
+
+
+def _check_group(group: Mapping[str, Any], where: str) -> None:
+    told = _mapping(group.get("rayStartParams") or {}, f"{where}.rayStartParams")
+    for name in ("num-cpus", "num-gpus"):
+        if name in told and not COUNT.fullmatch(str(told[name])):
+            raise ValueError(f'{where}.rayStartParams.{name}: {told[name]!r} is none; write "4"')
+    template = _mapping(group.get("template"), f"{where}.template")
+    pod = _mapping(template.get("spec"), f"{where}.template.spec")
+    for at, container in enumerate(containers(pod, f"{where}.template.spec")):
+        place = f"{where}.template.spec.containers[{at}]"
+        image = _mapping(container, place).get("image")
+        if not isinstance(image, str) or not image:
+            raise ValueError(f"{place}.image: an image is needed")
+        resources = _mapping(container.get("resources") or {}, f"{place}.resources")
+        for kind in ("requests", "limits"):
+            named = _mapping(resources.get(kind) or {}, f"{place}.resources.{kind}")
+            for name, amount in named.items():
+                try:
+                    quantity(amount)
+                except ValueError as error:
+                    raise ValueError(f"{place}.resources.{kind}.{name}: {error}") from None
+        for variable in container.get("env") or ():
+            name = str(_mapping(variable, f"{place}.env").get("name"))
+            if "value" in variable:
+                _refuse_key(name, f"{place}.env: {name}")
+
+
+def containers(pod: Mapping[str, Any], where: str = "spec") -> Iterator[Mapping[str, Any]]:
+    """The containers of a pod's spec; `ValueError` where there are none."""
+    found = pod.get("containers")
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{where}.containers: a list of at least one container is needed")
+    yield from found
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: fields are needed here, found {type(value).__name__}")
+    return value
+
+
+def _refuse_key(name: str, where: str) -> None:
+    if not safe_variable(name):
+        raise ValueError(
+            f"{where} may be a key, which everybody who may read the cluster's pods would see: put "
+            "it into a Secret and name that in secrets (envFrom or valueFrom of a manifest); if "
+            f"it is none, name it in {SAFE_NAMES} in the environment of the flow"
+        )

@@ -1,0 +1,153 @@
+"""The pods that `cluster.kubernetes` asks for, as far as engines need to know them: what they hold,
+and whether the job's engines could ever fit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.kubernetes import GPU, Kubernetes, check_manifest, quantity
+from prefect_raybatch.words import counted
+
+
+class PodGroup(NamedTuple):
+    """Pods that are alike: how many, and the GPUs and CPUs that Ray has on each."""
+
+    name: str
+    pods: int
+    gpus: int
+    cpus: float
+
+
+def check_made_cluster(job: BatchJob) -> None:
+    """`check_shape` of a job; nothing where it has no cluster made."""
+    made = job.cluster.access.kubernetes
+    if made is not None:
+        check_shape(made, job.engine)
+
+
+def check_shape(made: Kubernetes, engine: Engine) -> None:
+    """Raises `ConfigError` where the cluster could never hold the job's engines, or its manifest
+    cannot be used. Asks nobody."""
+    groups = worker_groups(made)
+    if engine.device == "cpu":
+        return
+    most = max((group.gpus for group in groups), default=0)
+    total = sum(group.pods * group.gpus for group in groups)
+    if not total:
+        if engine.device == "gpu":
+            raise ConfigError(
+                f"cluster.kubernetes: no worker has a GPU ({GPU}), and engine.device is gpu; set "
+                "gpus_per_worker, or engine.device: cpu"
+            )
+        return
+    each = engine.gpus_per_replica
+    parallel = f"engine.tensor_parallel_size {engine.tensor_parallel_size} * "
+    parallel += f"pipeline_parallel_size {engine.pipeline_parallel_size}"
+    if each > most and not engine.spans_nodes:
+        raise ConfigError(
+            f"cluster.kubernetes: an engine takes {counted(each, 'GPU')} ({parallel}) on one node, "
+            f"and a worker has {most}; raise gpus_per_worker to {each}, lower the engine, or set "
+            "engine.distributed_executor_backend: ray"
+        )
+    fewest = engine.replicas[0] if isinstance(engine.replicas, list) else engine.replicas
+    if fewest == "auto":
+        fewest = 1
+    need = int(fewest) * each
+    rooms = total // each if engine.spans_nodes else sum(g.pods * (g.gpus // each) for g in groups)
+    if rooms * each < need:
+        raise ConfigError(
+            f"cluster.kubernetes: {counted(fewest, 'replica')} of {counted(each, 'GPU')} "
+            f"({parallel}) need {counted(need, 'GPU')}, and {_groups_text(groups)} have room for "
+            f"{counted(rooms * each, 'GPU')}; raise workers, or lower engine.replicas"
+        )
+
+
+def _groups_text(groups: list[PodGroup]) -> str:
+    return " and ".join(f"{counted(g.pods, 'worker')} of {counted(g.gpus, 'GPU')}" for g in groups)
+
+
+def worker_groups(made: Kubernetes) -> list[PodGroup]:
+    """The groups of workers. Raises `ConfigError` for a manifest file that cannot be used."""
+    body = given_manifest(made)
+    if body is not None:
+        return groups_of(body["spec"])
+    shape = made.shape
+    return [PodGroup("workers", shape.workers, shape.gpus, _whole(shape.worker_cpu))]
+
+
+def pod_groups(made: Kubernetes) -> list[PodGroup]:
+    """The same, and the head."""
+    body = given_manifest(made)
+    if body is not None:
+        head = _pods("head", 1, body["spec"]["headGroupSpec"])
+    else:
+        head = PodGroup("head", 1, 0, float(made.shape.head_ray_cpus))
+    return [head, *worker_groups(made)]
+
+
+def groups_of(spec: Mapping[str, Any]) -> list[PodGroup]:
+    """The groups of workers of a RayCluster's spec."""
+    return [
+        _pods(
+            str(group["groupName"]),
+            int(group["replicas"]) * int(group.get("numOfHosts") or 1),
+            group,
+        )
+        for group in spec["workerGroupSpecs"]
+    ]
+
+
+def _pods(name: str, pods: int, group: Mapping[str, Any]) -> PodGroup:
+    told = group.get("rayStartParams") or {}
+    cpus = float(told["num-cpus"]) if "num-cpus" in told else _of_pod(group, "cpu")
+    gpus = int(told["num-gpus"]) if "num-gpus" in told else int(_of_pod(group, GPU))
+    return PodGroup(name, pods, gpus, cpus)
+
+
+def _of_pod(group: Mapping[str, Any], resource: str) -> float:
+    """As KubeRay reads it: of the first container, which is Ray's; its limits, and requests where a
+    CPU has no limit."""
+    resources = group["template"]["spec"]["containers"][0].get("resources") or {}
+    named = resources.get("limits") or {}
+    if resource not in named and resource == "cpu":
+        named = resources.get("requests") or {}
+    return _whole(named.get(resource, 0))
+
+
+def _whole(amount: object) -> float:
+    """A quantity as Kubernetes gives it to KubeRay: a part of one counts as one."""
+    return float(math.ceil(quantity(amount)))
+
+
+def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
+    """The user's own RayCluster, checked; None where the fields say what to make."""
+    if made.manifest is not None:
+        return copy.deepcopy(made.manifest)
+    if made.manifest_file is None:
+        return None
+    where = f"cluster.kubernetes.manifest_file: {made.manifest_file}"
+    try:
+        found = list(yaml.safe_load_all(Path(made.manifest_file).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+    kinds = [item for item in found if isinstance(item, dict) and item.get("kind") == "RayCluster"]
+    if len(kinds) != 1:
+        raise ConfigError(f"{where} holds {counted(len(kinds), 'RayCluster')}; it must hold one")
+    # That of a file that is applied by hand, too.
+    described = {**(kinds[0].get("metadata") or {}), "name": None, "namespace": None}
+    try:
+        check_manifest({**kinds[0], "metadata": described})
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return {**kinds[0]}

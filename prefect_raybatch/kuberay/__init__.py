@@ -1,0 +1,1 @@
+"""A Ray cluster on Kubernetes for one run: made, found again, kept alive, deleted."""

@@ -1,0 +1,179 @@
+"""The RayCluster that a run asks for: its name, its labels, its pods."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from prefect_raybatch.job.kubernetes import GPU, Kubernetes
+from prefect_raybatch.job.ray_cluster import given_manifest, groups_of
+
+MANAGED_BY, MADE_HERE = "app.kubernetes.io/managed-by", "raybatch"
+RUN_KEY, JOB, FINGERPRINT = "raybatch/run-key", "raybatch/job", "raybatch/fingerprint"
+RUN_NOTE, SPEC, FLOW_RUN = "raybatch/run", "raybatch/spec", "raybatch/flow-run"  # annotations
+HOLDER, DEADLINE = "raybatch/holder", "raybatch/deadline"
+LONGEST_VALUE = 63
+LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+# KubeRay makes names of services and pods from a cluster's, and cuts what is longer than 50.
+NAME_PART = 22
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Whose cluster it is: the run, its directory, its job and what its answers follow from."""
+
+    run_key: str
+    job: str
+    run: str
+    fingerprint: str
+    flow_run: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The cluster's name, at most 40 characters: the same from whichever flow."""
+        part = re.sub(r"[^a-z0-9]+", "-", self.run_key.lower()).strip("-")[:NAME_PART].strip("-")
+        return f"raybatch-{part}-{_digest(self.run_key)[:8]}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {
+            MANAGED_BY: MADE_HERE,
+            RUN_KEY: label_value(self.run_key),
+            JOB: label_value(self.job),
+            FINGERPRINT: label_value(self.fingerprint),
+        }
+
+
+def label_value(text: str) -> str:
+    """The text as a label's value: itself where Kubernetes takes it, else cut and cleaned, with a
+    hash at its end that tells it from others."""
+    if LABEL.fullmatch(text):
+        return text
+    tail = _digest(text)[:8]
+    cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[: LONGEST_VALUE - len(tail) - 1]
+    return f"{cleaned.strip('-_.')}-{tail}".lstrip("-")
+
+
+def ray_cluster(made: Kubernetes, whose: RunIdentity) -> dict[str, Any]:
+    """The RayCluster to create, whole but for its holder and deadline. Raises `ConfigError` for a
+    manifest file that cannot be used."""
+    body = given_manifest(made) or _from_fields(made)
+    spec = body["spec"]
+    for template in _templates(spec):
+        labels = template.setdefault("metadata", {}).setdefault("labels", {})
+        template["metadata"]["labels"] = {**labels, **whose.labels}
+    described = body.get("metadata") or {}
+    notes = {RUN_NOTE: whose.run, SPEC: spec_hash(spec)}
+    if whose.flow_run:
+        notes[FLOW_RUN] = whose.flow_run
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {
+            "name": whose.name,
+            "labels": {**(described.get("labels") or {}), **whose.labels},
+            "annotations": {**(described.get("annotations") or {}), **notes},
+        },
+        "spec": spec,
+    }
+
+
+def spec_hash(spec: Mapping[str, Any]) -> str:
+    return _digest(json.dumps(spec, sort_keys=True, default=str))[:32]
+
+
+def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
+    """Where what is there says something else than what is wanted; what is only there is a default
+    of Kubernetes'."""
+    if isinstance(wanted, Mapping) and isinstance(there, Mapping):
+        for name, inner in wanted.items():
+            yield from differences(inner, there.get(name), f"{where}.{name}")
+    elif isinstance(wanted, list) and isinstance(there, list) and len(wanted) == len(there):
+        for at, inner in enumerate(wanted):
+            yield from differences(inner, there[at], f"{where}[{at}]")
+    elif wanted != there and (wanted or there):
+        yield f"{where}: {_short(there)} there, {_short(wanted)} in the job"
+
+
+def workers_wanted(spec: Mapping[str, Any]) -> int:
+    """The pods of all groups of workers."""
+    return sum(group.pods for group in groups_of(spec))
+
+
+def _from_fields(made: Kubernetes) -> dict[str, Any]:
+    shape = made.shape
+    head = _pod(made, "ray-head", {"cpu": shape.head_cpu, "memory": shape.head_memory})
+    head["spec"]["containers"][0]["ports"] = [
+        {"name": "gcs", "containerPort": 6379},
+        {"name": "dashboard", "containerPort": 8265},
+    ]
+    resources = {"cpu": shape.worker_cpu, "memory": shape.worker_memory}
+    if shape.gpus:
+        resources[GPU] = str(shape.gpus)
+    return {
+        "spec": {
+            "rayVersion": metadata.version("ray"),
+            "headGroupSpec": {
+                "rayStartParams": {
+                    "dashboard-host": "0.0.0.0",
+                    "num-cpus": str(shape.head_ray_cpus),
+                },
+                "template": head,
+            },
+            "workerGroupSpecs": [
+                {
+                    "groupName": "workers",
+                    "replicas": shape.workers,
+                    "minReplicas": shape.workers,
+                    "maxReplicas": shape.workers,
+                    "rayStartParams": {},
+                    "template": _pod(made, "ray-worker", resources),
+                }
+            ],
+        }
+    }
+
+
+def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": name,
+        "image": made.image,
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if made.env:
+        container["env"] = [{"name": key, "value": value} for key, value in made.env.items()]
+    if made.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in made.secrets]
+    spec: dict[str, Any] = {
+        "containers": [container],
+        # Without it a pod has 64 MiB, and Ray's object store falls back to the disk.
+        "volumes": [
+            {
+                "name": "shm",
+                "emptyDir": {"medium": "Memory", "sizeLimit": made.shape.shm},
+            }
+        ],
+    }
+    if made.service_account:
+        spec["serviceAccountName"] = made.service_account
+    return {"spec": spec}
+
+
+def _templates(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        yield group["template"]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""What a RayCluster's pods wait for, in words: how many are ready, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.kuberay.api import quota_text
+from prefect_raybatch.words import counted
+
+NODE_TYPE = "ray.io/node-type"
+LASTING = frozenset(("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
+NOT_PULLED = LASTING | {"ErrImagePull"}
+NO_CONTAINER = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+CRASHES = 3  # times that a head is started before it is given up
+
+
+@dataclass(frozen=True)
+class PodsState:
+    """`head` is whether the head is ready. `fatal` is what no waiting mends, `trouble` what it may
+    mend, such as a node that an autoscaler adds; "" for nothing."""
+
+    head: bool
+    workers: int
+    wanted: int
+    fatal: str = ""
+    trouble: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.head and self.workers >= self.wanted
+
+    @property
+    def text(self) -> str:
+        if not self.head:
+            return "head not ready"
+        return f"{self.workers} of {counted(self.wanted, 'worker')} ready"
+
+
+def pods_state(
+    pods: Sequence[Mapping[str, Any]], wanted: int, warnings: Sequence[Mapping[str, Any]] = ()
+) -> PodsState:
+    """What the pods of a cluster of `wanted` workers say, and the warnings about it."""
+    alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    ready = [pod for pod in alive if _is_ready(pod)]
+    kinds = [pod["metadata"].get("labels", {}).get(NODE_TYPE) for pod in ready]
+    waiting = [pod for pod in alive if not _is_ready(pod)]
+    fatal = next((text for pod in waiting for text in _fatal(pod)), "")
+    trouble = next((text for pod in waiting for text in _trouble(pod)), "") or next(
+        (text for event in reversed(warnings) for text in _of_event(event)), ""
+    )
+    return PodsState("head" in kinds, kinds.count("worker"), wanted, fatal, trouble)
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    return any(
+        one.get("type") == "Ready" and one.get("status") == "True"
+        for one in _status(pod).get("conditions") or ()
+    )
+
+
+def _status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    return pod.get("status") or {}
+
+
+def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """(the status, what it waits for) of each container."""
+    status = _status(pod)
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for one in status.get(kind) or ():
+            yield one, (one.get("state") or {}).get("waiting") or {}
+
+
+def _fatal(pod: Mapping[str, Any]) -> Iterator[str]:
+    name = pod["metadata"]["name"]
+    head = pod["metadata"].get("labels", {}).get(NODE_TYPE) == "head"
+    for one, waits in _containers(pod):
+        reason, said = waits.get("reason"), str(waits.get("message") or "")[:300]
+        if reason in LASTING:
+            yield (
+                f"the image {one.get('image')} of pod {name} cannot be pulled ({reason}: {said}); "
+                "correct image, or give the service account an imagePullSecret"
+            )
+        if reason == "CrashLoopBackOff" and head and one.get("restartCount", 0) >= CRASHES:
+            last = (one.get("lastState") or {}).get("terminated") or {}
+            why = f"{last.get('reason') or 'Error'}, exit code {last.get('exitCode')}"
+            yield (
+                f"the head keeps crashing: {counted(one['restartCount'], 'restart')}, the last by "
+                f"{why}; see kubectl logs {name} --previous. An image with another Ray, or too "
+                "little memory for the head, does that"
+            )
+
+
+def _trouble(pod: Mapping[str, Any]) -> Iterator[str]:
+    name = pod["metadata"]["name"]
+    for condition in _status(pod).get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            yield (
+                f"pod {name} finds no node: {str(condition.get('message') or '')[:300]}; add nodes "
+                "(an autoscaler may be at it), or ask for less a worker"
+            )
+    for one, waits in _containers(pod):
+        reason, said = waits.get("reason"), str(waits.get("message") or "")[:300]
+        if reason in NOT_PULLED:
+            yield f"the image {one.get('image')} of pod {name} is not pulled yet: {said}"
+        if reason in NO_CONTAINER:
+            yield (
+                f"pod {name} cannot start: {reason}: {said}; correct the Secret or ConfigMap that "
+                "it names"
+            )
+        if reason == "CrashLoopBackOff":
+            yield f"pod {name} keeps crashing: see kubectl logs {name} --previous"
+
+
+def _of_event(event: Mapping[str, Any]) -> Iterator[str]:
+    said, reason = str(event.get("message") or ""), str(event.get("reason") or "")
+    if "quota" in said:
+        yield quota_text(said)
+    elif reason.startswith(("FailedToCreate", "FailedCreate", "FailedMount", "FailedAttach")):
+        yield f"{reason}: {said[:300]}"

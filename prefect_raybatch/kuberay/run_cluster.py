@@ -1,0 +1,347 @@
+"""The cluster of one run: made or found again by its name, waited for, kept alive, ended.
+
+At most one for a run, and none that nobody ends:
+
+- Its name follows from the run key, and a name can be taken once: of any number of flows one
+  creates it, the others find it there. What is there is used only if its labels, its run directory
+  and its spec are this run's.
+- Who uses it writes itself into it as the holder, against the version it has read, and renews the
+  deadline there while it lives. Whoever comes later takes it over; who is no longer the holder
+  neither renews nor deletes.
+- It is deleted by the holder at the end of its work, in whatever way that ends, unless the run's
+  Ray job goes on without the flow: then the next flow finds both, or, when the deadline has passed,
+  `delete_expired` ends them. It deletes only what has not changed since it looked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from prefect_raybatch.driver.heartbeat import Ticker
+from prefect_raybatch.errors import ClusterNotReady, ConfigError, RayBatchError
+from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.kuberay.api import Conflict, KubeApi
+from prefect_raybatch.kuberay.manifest import (
+    DEADLINE,
+    FINGERPRINT,
+    FLOW_RUN,
+    HOLDER,
+    JOB,
+    MANAGED_BY,
+    RUN_KEY,
+    RUN_NOTE,
+    SPEC,
+    RunIdentity,
+    differences,
+    ray_cluster,
+    workers_wanted,
+)
+from prefect_raybatch.kuberay.pods import PodsState, pods_state
+
+log = logging.getLogger(__name__)
+
+READY_POLL = 2.0  # seconds between looks at a cluster that is not ready
+WARNINGS_EVERY = 10.0  # seconds between looks at events
+LONGEST_RENEWAL = 60.0  # seconds between renewals
+END_WITHIN = 8.0  # seconds to delete: Prefect kills a cancelled process after 30
+NOBODY = "nobody"  # the holder of a cluster that is kept
+RACES = 100  # times that others may be first before something else must be wrong
+HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
+
+
+class RunCluster:
+    """The cluster of the run `whose`. `tell` hears what it waits for."""
+
+    def __init__(
+        self,
+        made: Kubernetes,
+        whose: RunIdentity,
+        api: KubeApi,
+        tell: Callable[[str], None] = lambda text: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.made, self.whose, self.api, self.tell, self._sleep = made, whose, api, tell, sleep
+        self.name = whose.name
+        self.holder = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
+        self._held = False
+        every = min(LONGEST_RENEWAL, made.lease_seconds / 4)
+        self._ticker = Ticker("the cluster's lease", every, self.renew)
+
+    @property
+    def url(self) -> str:
+        """The job server of its head."""
+        return (self.made.url or HEAD_URL).format(name=self.name, namespace=self.api.namespace)
+
+    def __enter__(self) -> RunCluster:
+        """Makes it or takes it over, and keeps it alive for the block."""
+        self.attach()
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
+        self._ticker.__exit__()
+
+    # --- make or find -----------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Sees that there is the cluster and that this flow holds it.
+
+        Raises `ConfigError` where the name is another's, or the cluster is of another job or spec.
+        """
+        body = ray_cluster(self.made, self.whose)
+        body["metadata"]["annotations"] |= self._claim()
+        began = time.monotonic()
+        for _ in range(RACES):
+            found = self.api.get(self.name)
+            if found is None:
+                if self.api.create(body) is not None:
+                    self._held = True
+                    log.info("made the RayCluster %s in %s", self.name, self.api.namespace)
+                    return
+                continue
+            self._check_ours(found)
+            if found["metadata"].get("deletionTimestamp"):
+                self._await_gone(began)
+                continue
+            self._check_spec(found, body)
+            try:
+                if self.api.annotate(found, self._claim()) is None:
+                    continue
+            except Conflict:
+                continue
+            self._held = True
+            before = notes_of(found).get(HOLDER)
+            log.info("going on with the RayCluster %s, held by %s before", self.name, before)
+            return
+        raise ClusterNotReady(f"RayCluster {self.name}: others were first {RACES} times")
+
+    def _claim(self) -> dict[str, str]:
+        return {HOLDER: self.holder, DEADLINE: _after(self.made.lease_seconds)}
+
+    def _check_ours(self, found: Mapping[str, Any]) -> None:
+        labels, notes = found["metadata"].get("labels") or {}, notes_of(found)
+        wanted = self.whose.labels
+        where = f"the RayCluster {self.name} in {self.api.namespace}"
+        if labels.get(MANAGED_BY) != wanted[MANAGED_BY]:
+            raise ConfigError(
+                f"cluster.kubernetes: {where} was made by no run of ours, and its name is this "
+                f"run key's; delete it (kubectl delete raycluster {self.name}), or give another "
+                "run key"
+            )
+        other = [name for name in (RUN_KEY, JOB, FINGERPRINT) if labels.get(name) != wanted[name]]
+        said = [f"{name} {labels.get(name)} there, {wanted[name]} here" for name in other]
+        if notes.get(RUN_NOTE) != self.whose.run:
+            said.append(f"run directory {notes.get(RUN_NOTE)} there, {self.whose.run} here")
+        if said:
+            raise ConfigError(
+                f"cluster.kubernetes: {where} is of the job {labels.get(JOB)}, not of this one "
+                f"({'; '.join(said)}); wait for its run, or give another run key"
+            )
+
+    def _check_spec(self, found: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+        if notes_of(found).get(SPEC) == body["metadata"]["annotations"][SPEC]:
+            return
+        said = list(differences(body["spec"], found.get("spec") or {}))[:3]
+        raise ConfigError(
+            f"cluster.kubernetes: the RayCluster {self.name} of this run in {self.api.namespace} "
+            f"is made in another way ({'; '.join(said) or 'it has more than the job'}); delete it "
+            f"(kubectl delete raycluster {self.name}), or put the job back as it was"
+        )
+
+    def _await_gone(self, began: float) -> None:
+        waited = time.monotonic() - began
+        if waited > self.made.ready_seconds:
+            raise ClusterNotReady(
+                f"the former RayCluster {self.name} has been ending for {waited:.0f} s; see its "
+                f"finalizers: kubectl get raycluster {self.name} -o yaml"
+            )
+        self._say("the former one ends", began)
+        self._sleep(READY_POLL)
+
+    # --- wait -------------------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        """Waits for the head and all workers. Raises `ClusterNotReady` for what does not mend
+        itself, and after `ready_within`, with what it has waited for."""
+        began = time.monotonic()
+        warnings: list[dict[str, Any]] = []
+        looked, warned = 0.0, ""
+        while True:
+            found = self.api.get(self.name)
+            if found is None or found["metadata"].get("deletionTimestamp"):
+                raise ClusterNotReady(f"the RayCluster {self.name} was deleted while it came up")
+            now = time.monotonic()
+            if not looked or now - looked > WARNINGS_EVERY:
+                looked, warnings = now, self.api.warnings(self.name)
+            state = self._look(found, warnings)
+            self._say(state.text, began)
+            if state.ready:
+                log.info("cluster: %s after %.0f s", state.text, now - began)
+                return
+            if state.fatal:
+                raise ClusterNotReady(f"RayCluster {self.name}: {state.fatal}")
+            if state.trouble and state.trouble != warned:
+                warned = state.trouble
+                log.warning("cluster: %s", warned)
+            if now - began > self.made.ready_seconds:
+                raise ClusterNotReady(
+                    f"RayCluster {self.name}: {state.text} after {now - began:.0f} s "
+                    f"(cluster.kubernetes.ready_within)" + (f": {warned}" if warned else "")
+                )
+            self._sleep(READY_POLL)
+
+    def _look(self, found: Mapping[str, Any], warnings: list[dict[str, Any]]) -> PodsState:
+        status, spec = found.get("status") or {}, found.get("spec") or {}
+        state = pods_state(self.api.pods(self.name), workers_wanted(spec), warnings)
+        if not state.trouble and status.get("state") == "failed" and status.get("reason"):
+            return PodsState(state.head, state.workers, state.wanted, "", str(status["reason"]))
+        return state
+
+    def _say(self, text: str, began: float) -> None:
+        self.tell(f"{text}, {time.monotonic() - began:.0f} s")
+
+    # --- keep and end -----------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Puts the deadline off, while this flow is the holder."""
+        if not self._held:
+            return
+        found = self.api.get(self.name)
+        if found is None:
+            return
+        if notes_of(found).get(HOLDER) != self.holder:
+            self._held = False
+            log.warning(
+                "the RayCluster %s is held by %s now, which will end it",
+                *(self.name, notes_of(found).get(HOLDER)),
+            )
+            return
+        try:
+            self.api.annotate(found, {DEADLINE: _after(self.made.lease_seconds)})
+        except Conflict:
+            log.debug(
+                "the RayCluster %s has changed; its lease is renewed the next time", self.name
+            )
+
+    def leave(self) -> None:
+        """Says that the cluster stays, its Ray job with it."""
+        log.warning(
+            "the RayCluster %s goes on until %s; the same run again follows it, and kubectl delete "
+            "raycluster %s ends it",
+            *(self.name, _after(self.made.lease_seconds), self.name),
+        )
+
+    def end(self, keep: bool = False) -> None:
+        """Deletes the cluster if this flow holds it, or lets it stay for the time of `keep` in the
+        job. What fails is logged: how the run has ended matters more."""
+        if not self._held:
+            return
+        try:
+            with self.api.briefly(END_WITHIN):
+                self._end(self.made.keep_seconds if keep else 0.0)
+        except (RayBatchError, Conflict) as error:
+            log.error(
+                "the RayCluster %s is not deleted: %s; kubectl delete raycluster %s, or raybatch "
+                "reconcile kubernetes/%s after its lease",
+                *(self.name, error, self.name, self.api.namespace),
+            )
+        self._held = False
+
+    def _end(self, keep: float) -> None:
+        for _ in range(RACES):
+            found = self.api.get(self.name)
+            if found is None or found["metadata"].get("deletionTimestamp"):
+                return
+            holder = notes_of(found).get(HOLDER)
+            if holder != self.holder:
+                log.info("the RayCluster %s stays: %s holds it", self.name, holder)
+                return
+            try:
+                if keep:
+                    until = _after(keep)
+                    self.api.annotate(found, {DEADLINE: until, HOLDER: NOBODY})
+                    log.info("the RayCluster %s is kept until %s", self.name, until)
+                else:
+                    self.api.delete(found, unchanged=True)
+                    log.info("deleted the RayCluster %s", self.name)
+                return
+            except Conflict:
+                continue  # the operator writes its status at any time
+
+    def end_left_over(self) -> None:
+        """Deletes the cluster that a flow has left of a run that is whole by now, but not one that
+        is kept on request."""
+        try:
+            with self.api.briefly(END_WITHIN):
+                found = self.api.get(self.name)
+                if found is None or notes_of(found).get(HOLDER) == NOBODY:
+                    return
+                self._check_ours(found)
+                if self.api.delete(found):
+                    log.info("deleted the RayCluster %s, of which nothing is left to do", self.name)
+        except (RayBatchError, Conflict) as error:
+            log.warning("the RayCluster %s was not looked for: %s", self.name, error)
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A cluster of ours: `over` if its deadline has passed, `why` in words."""
+
+    name: str
+    run_key: str
+    flow_run: str | None
+    over: bool
+    why: str
+
+
+def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
+    """Deletes the clusters of runs in the namespace whose deadline has passed; tells of all."""
+    told = []
+    for found in api.clusters():
+        meta, notes = found["metadata"], notes_of(found)
+        over = is_past(found)
+        said = notes.get(DEADLINE) or "never"
+        why = f"its lease {'ended' if over else 'lasts until'} {said}"
+        if meta.get("deletionTimestamp"):
+            over, why = False, "it is being deleted"
+        elif over and not dry_run:
+            try:
+                over = api.delete(found, unchanged=True)
+            except Conflict:
+                over, why = False, "its flow has come back"
+        told.append(
+            Expired(
+                str(meta["name"]),
+                str(meta["labels"].get(RUN_KEY)),
+                notes.get(FLOW_RUN),
+                over,
+                why,
+            )
+        )
+    return told
+
+
+def notes_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """The annotations of an object."""
+    return dict(found["metadata"].get("annotations") or {})
+
+
+def is_past(found: Mapping[str, Any]) -> bool:
+    """Whether the deadline has passed; a cluster without one that can be read has no time."""
+    try:
+        return datetime.fromisoformat(notes_of(found)[DEADLINE]) < datetime.now(UTC)
+    except (KeyError, TypeError, ValueError):
+        return True
+
+
+def _after(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds")

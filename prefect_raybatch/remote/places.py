@@ -1,0 +1,90 @@
+"""Inference where the job asks for it: here, at a job server, on a cluster made for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import MAKING, Beat, Counts, Listener
+from prefect_raybatch.errors import is_transient
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.kuberay.api import KubeApi
+from prefect_raybatch.kuberay.manifest import RunIdentity
+from prefect_raybatch.kuberay.run_cluster import RunCluster
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.remote.follower import Commits, Follower, Owner, infer
+from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.storage import open_store
+
+
+def infer_in_place(
+    job: BatchJob,
+    loaded: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    owner: Owner | None = None,
+    api_of: Callable[[Kubernetes], KubeApi] = KubeApi,
+) -> Progress:
+    """`infer`, with the cluster made before and ended after it where `cluster.kubernetes` asks for
+    one.
+
+    Raises what `infer` does, and `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not
+    answer) and `ConfigError` for what Kubernetes refuses.
+    """
+    made, owner = loaded.cluster.access.kubernetes, owner or Owner()
+    if made is None:
+        return infer(job, loaded, run, observe, owner)
+    check_made_cluster(loaded)
+    ledger = Ledger(open_store(run.uri, loaded.output.options or None))
+    plan = load_run(ledger, run)[0]
+    commits = Commits(ledger, plan)
+    commits.begin()
+    whose = RunIdentity(run.run_key, job.name, run.uri, plan.fingerprint, owner.id)
+    cluster = RunCluster(made, whose, api_of(made), partial(_tell, observe, commits.progress))
+    follower = Follower(job, _reached(loaded, cluster.url), run, observe, owner)
+    if commits.whole:
+        cluster.end_left_over()
+        return follower.run_to_end()
+    observe(commits.progress)
+    return _on_cluster(cluster, follower, owner, job.cluster.on_crash == "stop")
+
+
+def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bool) -> Progress:
+    """Works on the cluster and ends it, however that ends, unless the job is to go on."""
+    with cluster:
+        try:
+            cluster.wait_ready()
+            progress = follower.run_to_end()
+        except Exception as error:
+            if follower.attached and is_transient(error) and owner.retried():
+                cluster.leave()
+            else:
+                cluster.end(keep=follower.attached)
+            raise
+        except BaseException:  # Prefect's TerminationSignal, KeyboardInterrupt, SystemExit
+            if follower.attached and not stops and not owner.cancelled():
+                cluster.leave()
+            else:
+                cluster.end()
+            raise
+        cluster.end(keep=True)
+    return progress
+
+
+def _reached(loaded: BatchJob, url: str) -> BatchJob:
+    """The job, reached at that job server, with the keys it had."""
+    was = loaded.cluster.access
+    access = ClusterAccess(None, url, was.headers, was.token, was.block)
+    return loaded.model_copy(update={"cluster": loaded.cluster.with_access(access)})
+
+
+def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:
+    """Shows what is waited for where the phases of a start are shown."""
+    if isinstance(observe, Listener):
+        now = time.time()
+        observe.hear(Beat.of(Counts.of(progress, now), now, phase=MAKING, about=text))

@@ -1,0 +1,202 @@
+"""Which end of a run's work ends the cluster that was made for it, and which leaves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.kube_server import KubeServer
+from helpers.small import make_job, small_run
+
+from prefect_raybatch.cluster.connect import connected, glance
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import MAKING, Beat, Listener
+from prefect_raybatch.errors import (
+    ConfigError,
+    EngineStartError,
+    JobServerUnavailable,
+    RayBatchError,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.kuberay.manifest import RunIdentity
+from prefect_raybatch.remote import places
+from prefect_raybatch.remote.follower import Owner
+from prefect_raybatch.remote.places import infer_in_place
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run import Run
+
+
+class FakeFollower:
+    """Follows a job that ends as a test says; `attached` is whether there was one."""
+
+    attached = True
+    ends: Callable[[], Progress]
+    urls: list[str]
+
+    def __init__(self, job: BatchJob, loaded: BatchJob, *_: object):
+        self.urls.append(str(loaded.cluster.access.job_server))
+
+    def run_to_end(self) -> Progress:
+        return type(self).ends()
+
+
+class World:
+    def __init__(self, root: Path, kube: KubeServer, patch: pytest.MonkeyPatch):
+        self.small, self.kube = small_run(root, 10, 5), kube
+        plan = self.small.plan
+        self.run = Run(str(root), plan.run_key, plan.hash, plan.rows, plan.shards, False)
+        kube.operate = self.operate
+        self.come_up = True
+
+        class Following(FakeFollower):
+            urls: list[str] = []
+
+        self.follower = Following
+        patch.setattr(places, "Follower", Following)
+
+    def operate(self, what: str, found: dict) -> None:
+        if what == "made" and self.come_up:
+            self.kube.come_up(found["metadata"]["name"], 1)
+
+    def job(self, on_crash: str = "reattach", **fields: object) -> BatchJob:
+        made = {"image": "raybatch:1", **fields}
+        cluster = {"kubernetes": made, "on_crash": on_crash}
+        return make_job(cluster=cluster, output={"uri": str(self.small.root)})
+
+    def infer(
+        self,
+        ends: BaseException | None = None,
+        owner: Owner | None = None,
+        observe: Callable[[Progress], None] = lambda progress: None,
+        job: BatchJob | None = None,
+    ) -> Progress:
+        def end() -> Progress:
+            assert self.kube.names, "the cluster is there while the job works"
+            if ends is not None:
+                raise ends
+            return Progress(10, 2)
+
+        self.follower.ends = staticmethod(end)
+        job = job or self.job()
+        return infer_in_place(job, job, self.run, observe, owner)
+
+    @property
+    def clusters(self) -> list[str]:
+        return self.kube.names
+
+
+@pytest.fixture
+def world(tmp_path: Path, kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path / "run", kube, monkeypatch)
+
+
+def test_the_job_goes_to_the_head_of_the_cluster_that_was_made(world: World) -> None:
+    assert world.infer().rows == 10
+    name = RunIdentity(world.run.run_key, "", "", "").name
+    assert world.follower.urls == [f"http://{name}-head-svc.ray.svc:8265"]
+    assert world.clusters == []
+
+
+def test_what_is_waited_for_shows_among_the_phases_of_a_start(world: World) -> None:
+    class Heard(Listener):
+        beats: list[Beat] = []
+
+        def hear(self, beat: Beat) -> None:
+            self.beats.append(beat)
+
+    heard = Heard()
+    world.infer(observe=heard)
+    (beat,) = heard.beats
+    assert beat.phase == MAKING and beat.about.startswith("1 of 1 worker ready, ")
+    assert beat.rows == 10 and beat.at <= time.time()
+
+
+GONE, RETRIED = Owner(cancelled=lambda: True), Owner(retried=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("error", "owner", "stays"),
+    [
+        (EngineStartError("no model"), Owner(), False),
+        (EngineStartError("no model"), RETRIED, False),  # no retry helps
+        (JobServerUnavailable("away"), RETRIED, True),  # its job goes on, and the retry finds it
+        (JobServerUnavailable("away"), Owner(), False),
+        (KeyboardInterrupt(), Owner(), True),  # interrupted: the job goes on
+        (KeyboardInterrupt(), GONE, False),
+        (SystemExit(143), Owner(), True),
+    ],
+)
+def test_it_is_ended_unless_its_job_goes_on(
+    world: World, error: BaseException, owner: Owner, stays: bool
+) -> None:
+    with pytest.raises(type(error)):
+        world.infer(error, owner)
+    assert bool(world.clusters) is stays
+    if stays:  # and the next try takes it
+        world.infer()
+        assert [verb for verb, *_ in world.kube.asked].count("create") == 1
+        assert world.clusters == []
+
+
+def test_on_crash_stop_ends_it_when_the_flow_is_interrupted(world: World) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        world.infer(KeyboardInterrupt(), job=world.job(on_crash="stop"))
+    assert world.clusters == []
+
+
+def test_one_without_a_job_is_ended_in_any_case(world: World) -> None:
+    world.follower.attached = False
+    for error in (KeyboardInterrupt(), JobServerUnavailable("away")):
+        with pytest.raises(type(error)):
+            world.infer(error, RETRIED, job=world.job(keep="1h"))
+        assert world.clusters == []
+
+
+def test_one_that_does_not_come_up_is_ended(world: World) -> None:
+    world.come_up = False
+    with pytest.raises(RayBatchError, match="head not ready after"):
+        world.infer(job=world.job(ready_within="0.001s"))
+    assert world.clusters == []
+
+
+def test_a_whole_run_makes_none_and_ends_what_is_left_of_it(world: World) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        world.infer(KeyboardInterrupt())
+    for shard in range(world.small.plan.shards):
+        world.small.commit(shard)
+    world.come_up = False
+    world.follower.ends = staticmethod(lambda: Progress(10, 2))
+    job = world.job()
+    assert infer_in_place(job, job, world.run).rows == 10
+    assert world.clusters == []
+    infer_in_place(job, job, world.run)
+    assert [verb for verb, *_ in world.kube.asked].count("create") == 1
+
+
+def test_what_never_fits_is_said_before_anybody_is_asked(world: World) -> None:
+    job = make_job(
+        cluster={"kubernetes": {"image": "a"}},
+        engine={"tensor_parallel_size": 2},
+        output={"uri": str(world.small.root)},
+    )
+    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+        world.infer(job=job)
+    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+        dry_run(job)
+    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+        plan_run(job, "another")
+    assert world.kube.asked == []
+
+
+def test_what_needs_a_cluster_that_is_there_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")  # of whom the job does not speak
+    job = world.job()
+    have = glance(job)  # of the pods that it asks for
+    assert have is not None and have.address == "made by cluster.kubernetes"
+    with pytest.raises(ConfigError, match="makes a cluster for a run alone"), connected(job):
+        pass
