@@ -39,18 +39,24 @@ BARS = {
     ("varied", "8b"): (("vllm", 1.15),),
     ("prefix", "8b"): (("raydata", 1.3),),
 }
+EARLY = {"decided": "stopped when decided", "first_token": "one token asked first"}
+# peer -> least ratio to `LLM.chat` with its own defaults, company task and 8B
+EARLY_BARS = {"auto+decided": 2.0, "auto+first_token": 2.4}
 LINEAR = 0.95  # of one GPU's rate, on each of several
 WIDTH, ROW, LEFT, RIGHT = 760, 22, 370, 100
 BESIDE: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
 
 
 def name_of(peer: str) -> str:
-    """`ours3` is three engines a GPU, `ours@512` one with max_num_seqs 512."""
+    """`ours3` is three engines a GPU, `ours@512` one with max_num_seqs 512, `+3` takes 3 tokens."""
+    peer, _, more = peer.partition("+")
+    if more:
+        return f"{name_of(peer)}, {EARLY.get(more) or f'{more} tokens at most'}"
     peer, _, seqs = peer.partition("@")
     if peer in PEERS:
-        return PEERS[peer] + _at_once(seqs or USUAL)
+        return PEERS[peer] + _at_once(peer, seqs or USUAL)
     if seqs:
-        return f"{name_of(peer)}{_at_once(seqs)}"
+        return f"{name_of(peer)}{_at_once(peer, seqs)}"
     if peer == "auto":
         return "ours, as it comes"
     if peer == "nocommit":
@@ -60,8 +66,10 @@ def name_of(peer: str) -> str:
     return f"{what}, {number} engine{'s' * (number != '1')} a GPU"
 
 
-def _at_once(seqs: str) -> str:
-    return " as its guides' example has it" if seqs == "none" else f", {seqs} sequences"
+def _at_once(peer: str, seqs: str) -> str:
+    if seqs != "none":
+        return f", {seqs} sequences"
+    return " with its own defaults" if peer == "vllm" else " as its guides' example has it"
 
 
 def bases(group: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
@@ -70,7 +78,7 @@ def bases(group: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
     for record in group:
         kind, _, seqs = record["peer"].partition("@")
         if kind in PEERS and "rows_s" in record:
-            name = PEERS[kind] + (_at_once(seqs) if seqs else "")
+            name = name_of(record["peer"]) if seqs else PEERS[kind]
             found[record["peer"]] = (name, record["rows_s"])
     return dict(sorted(found.items(), reverse=True))
 
@@ -114,10 +122,23 @@ def table(group: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def early_verdicts(group: list[dict[str, Any]]) -> list[str]:
+    """What answers that stop early give, of `LLM.chat` with its own defaults in the same run."""
+    rates = {record["peer"]: record["rows_s"] for record in group if "rows_s" in record}
+    base = rates.get("vllm@none")
+    found = [
+        f"{EARLY[peer.partition('+')[2]]} {rates[peer] / base:.2f} "
+        f"(aim {bar}: {'met' if rates[peer] >= bar * base else 'missed'})"
+        for peer, bar in EARLY_BARS.items()
+        if base and peer in rates
+    ]
+    return [f"Of `LLM.chat` with its own defaults: {'; '.join(found)}."] if found else []
+
+
 def verdicts(work: str, size: str, group: list[dict[str, Any]]) -> list[str]:
     mine = ours(group)
     if mine is None:
-        return []
+        return early_verdicts(group)
     found = [
         f"{mine['rows_s'] / base:.2f} of {name} "
         f"(aim {bar}: {'met' if mine['rows_s'] >= bar * base else 'missed'})"

@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from gpu import DIMENSIONS
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.model.memory import Model, describe
@@ -40,15 +41,7 @@ from prefect_raybatch.sizing.shards import (
 from prefect_raybatch.sizing.sizes import Sizing, imagined, sizes_of
 from prefect_raybatch.source.snapshot_writer import WEIGHED_ROWS
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 4352,
-}
+LLAMA_8B = {**DIMENSIONS["8b"], "max_position_embeddings": 4352}
 CARD = CARDS["H200"]
 PREPARED = 8  # shards that are prepared at a time
 PREPARE_SECONDS = 1.2e-6  # of a core, a prompt token

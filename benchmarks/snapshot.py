@@ -1,10 +1,13 @@
 """What a snapshot of text files costs: seconds, CPU seconds and the most memory of the driver.
 
     python benchmarks/snapshot.py --rows 2000000 --files 10000 --old ANOTHER_WORKTREE
+    python benchmarks/snapshot.py --datasets 1000000 4000000
 
 The guides' CSV of customers in one file, its rows as JSON Lines, and many small CSV files, each
 copied in a process of its own, in turn with the package of another worktree where one is named.
-CPU seconds and memory are of that process, less what its imports took.
+CPU seconds and memory are of that process, less what its imports took. With `--datasets` a
+`ray.data.Dataset` of so many rows, which its own tasks write: memory is the driver's, over what it
+had after a copy of a thousand rows.
 """
 
 from __future__ import annotations
@@ -52,6 +55,56 @@ def copied(uri: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def dataset_copied(rows: int, folder: Path) -> dict[str, Any]:
+    """One copy of a data set of customers, by a Ray that is started for it."""
+    import pyarrow as pa
+    import ray
+
+    from prefect_raybatch.source.dataset_copies import snapshot_dataset
+    from prefect_raybatch.storage import open_store
+
+    def customers(batch: pa.Table) -> pa.Table:
+        numbers = batch["id"].to_pylist()
+        told = [f"Customer {n} of {n % 97} has written about order {n * 7919}" for n in numbers]
+        return batch.append_column("text", pa.array(told))
+
+    def copy(rows: int) -> Any:
+        made = ray.data.range(rows).map_batches(customers, batch_format="pyarrow")
+        return snapshot_dataset(made, open_store(str(folder)), "bench")
+
+    ray.init(logging_level="error", log_to_driver=False, include_dashboard=False)
+    copy(1_000)
+    imported, before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, cpu()
+    began = time.perf_counter()
+    found = copy(rows)
+    seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "rows": found.rows,
+        "seconds": seconds,
+        "cpu_s": cpu() - before,
+        "mb": (peak - imported) / 1024,
+        "whole_mb": peak / 1024,
+        "stored_mb": sum(file.size for file in found.files) / 1e6,
+    }
+
+
+def datasets(sizes: list[int], data: Path) -> None:
+    print("| rows | seconds | CPU seconds | MB over a small copy | MB in all | stored MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for rows in sizes:
+        folder = data / f"run-{os.getpid()}"
+        command = [sys.executable, __file__, "--case", str(rows), str(folder)]
+        env = {**os.environ, "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=env, check=True)
+        shutil.rmtree(folder)
+        one = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"| {one['rows']:,} | {one['seconds']:.1f} | {one['cpu_s']:.1f} | {one['mb']:.0f} "
+            f"| {one['whole_mb']:.0f} | {one['stored_mb']:.0f} |",
+            flush=True,
+        )
+
+
 def inputs(data: Path, rows: int, files: int) -> dict[str, Path]:
     """The inputs by name, made once and left in `data`."""
     from prefect_raybatch.demo.customers import write_customers
@@ -83,10 +136,16 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--data", type=Path, default=Path("/tmp/raybatch-snapshot"))
     parser.add_argument("--old", type=Path, help="a worktree to compare with")
+    parser.add_argument("--datasets", type=int, nargs="+", help="rows of data sets, in their place")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(copied(args.case[0], Path(args.case[1]))))
+        what, folder = args.case[0], Path(args.case[1])
+        one = dataset_copied(int(what), folder) if what.isdecimal() else copied(what, folder)
+        print(json.dumps(one))
+        return 0
+    if args.datasets:
+        datasets(args.datasets, args.data)
         return 0
     versions = {"this": Path(__file__).parents[1]} | ({"old": args.old} if args.old else {})
     print("| input | version | rows | seconds | CPU seconds | MB over imports | stored MB |")

@@ -25,10 +25,11 @@ from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, W
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms
+from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,11 @@ class Needs:
 
 
 def address_of(cluster: Cluster) -> str | None:
-    """The cluster a job would use; None when one is started here."""
-    return cluster.access.address or os.environ.get("RAY_ADDRESS") or None
+    """The cluster a job would use; None when one is started here, or made for its runs."""
+    if cluster.access.kubernetes is not None:
+        return None
+    address = cluster.access.address or os.environ.get("RAY_ADDRESS")
+    return None if address in ("", LOCAL) else address
 
 
 class _Ray:
@@ -60,8 +64,9 @@ class _Ray:
         self.access = ClusterAccess()  # of the cluster that is joined next
 
     def joined(self) -> bool:
-        ray = sys.modules.get("ray")
-        return ray is not None and bool(ray.is_initialized())
+        # None as well while another thread imports it.
+        is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+        return is_initialized is not None and bool(is_initialized())
 
     def start(self, address: str | None, cpus: int) -> None:
         access = self.access if self.access.address == address else ClusterAccess(address)
@@ -165,7 +170,13 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
     Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
     of this process are in another cluster, and where Ray's token is missing or wrong.
     """
+    if job.cluster.access.kubernetes is not None:
+        raise ConfigError(
+            "cluster.kubernetes makes a cluster for a run alone; for this, name one that is there "
+            "in cluster.address, or leave both out"
+        )
     RAY.access = job.cluster.access
+    end_by_sigterm()
     with SHARED.joined(user or User(job.name), address_of(job.cluster), local_cpus(job)):
         yield capacity()
 
@@ -174,9 +185,10 @@ def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
 def started_early(job: BatchJob) -> Iterator[None]:
     """Starts a local cluster for the job's run while the block gets that run under way; nothing
     where the cluster is elsewhere."""
-    if job.cluster.access.job_server or address_of(job.cluster):
+    if job.cluster.access.remote or address_of(job.cluster):
         yield
         return
+    end_by_sigterm()
     with SHARED.started_early(None, local_cpus(job)):
         yield
 
@@ -200,6 +212,16 @@ def admitted(
     engines = 0 if pool is None else pool.engines
     with SHARED.admitted(user, takes, most, kind, engines) as lease:
         yield lease
+
+
+def end_by_sigterm() -> None:
+    """SIGTERM ends the process by its `finally` clauses, where it would else be gone at once and
+    leave what it has started. Ray sees to that by such a handler, but only where the main thread
+    starts it. So the main thread calls this before another one does; elsewhere it does nothing,
+    since Python takes a handler from the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
@@ -267,14 +289,21 @@ def capacity() -> Capacity:
 
 def glance(job: BatchJob) -> Capacity | None:
     """What can be told of the job's cluster without joining it: all of one that this process is in,
-    this machine where the run starts one itself; None for one that is elsewhere."""
-    if job.cluster.access.job_server:
+    this machine where the run starts one itself, the pods that are asked for where it makes one on
+    Kubernetes; None for one that is elsewhere."""
+    made = job.cluster.access.kubernetes
+    if made is not None:
+        return to_be_made(pod_groups(made), job.engine)
+    if job.cluster.access.remote:
         return None
     with SHARED.visited() as there:
         if there:
             return capacity()
-    if address_of(job.cluster):
-        return None
+    return None if address_of(job.cluster) else this_machine(job)
+
+
+def this_machine(job: BatchJob) -> Capacity:
+    """What a cluster would have that is started here for the job."""
     cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -356,6 +385,29 @@ def actor_states(kind: str) -> dict[str, int]:
         if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
     )
     return dict(Counter(name for name in names if name != "DEAD"))
+
+
+def actor_restarts(kind: str) -> dict[str, tuple[int, str]]:
+    """{id: (how often Ray has started it again, its process and node in words)} of this driver's
+    actors whose class name holds `kind`. Between two processes the words are of the one that died,
+    before the first "" is given."""
+    import ray
+
+    from prefect_raybatch.stages.ray_internals import actors_of_this_job
+
+    if not ray.is_initialized():
+        return {}
+    found, names = {}, dict[str, str]()
+    for actor in actors_of_this_job():
+        if kind not in f"{actor.get('ActorClassName')} {actor.get('Name')}":
+            continue
+        place, host = actor["Address"], actor["Address"]["IPAddress"]
+        if actor["Pid"] and not host:
+            names = names or {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
+            host = names.get(place["NodeID"], place["NodeID"][:8])
+        words = f"process {actor['Pid']} on node {host}" if actor["Pid"] else ""
+        found[str(actor["ActorID"])] = (int(actor["NumRestarts"]), words)
+    return found
 
 
 def needs(job: BatchJob, pool: Pool) -> Needs:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.increments import PLACES_ROWS, Increment, begin_asks
+from prefect_raybatch.ledger.increments import (
+    PLACES_ROWS,
+    Increment,
+    begin_asks,
+    read_answers_by_row,
+)
 from prefect_raybatch.ledger.layout import ASKS, table_path
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
@@ -20,6 +25,34 @@ from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.storage import Store
 
 
+@dataclass(frozen=True)
+class Known:
+    """The answers that a run looks up: taken over, asked for, and why others failed, by number.
+    `asked_bytes`: of the files of what was asked."""
+
+    reused: AnswerFiles
+    asked: AnswerFiles
+    failed: AnswerFiles
+    asked_bytes: int = 0
+
+
+def known_answers(job: BatchJob, increment: Increment, store: Store) -> Known:
+    """Of the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
+    success = _finished_asks(store, increment)
+    raw = raw_names(job)
+    return Known(
+        reused=AnswerFiles(store, in_order([(p.path, p.rows) for p in increment.reused]), raw),
+        asked=AnswerFiles(store, _numbered(success, "data"), raw),
+        failed=AnswerFiles(store, _numbered(success, "quarantine"), WHY),
+        asked_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
+    )
+
+
+def raw_names(job: BatchJob) -> tuple[str, ...]:
+    """The columns of its raw answers."""
+    return tuple((POOLED if tasks.pools(job.engine.task) else RAW).names)
+
+
 def look_up(
     job: BatchJob,
     plan: Plan,
@@ -29,9 +62,9 @@ def look_up(
     keying: Keying,
 ) -> LookUp:
     """For the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
-    success = _finished_asks(store, increment)
-    pools = tasks.pools(job.engine.task)
-    raw = tuple((POOLED if pools else RAW).names)
+    known = known_answers(job, increment, store)
+    by_row = read_answers_by_row(store, plan)
+    files = [AnswerFile(f.path, f.first, numbered=True) for f in by_row.files] if by_row else None
     places = [(table_path(name), PLACES_ROWS) for name in increment.places]
     parsing = prepare.parsing
     flags = {
@@ -47,12 +80,13 @@ def look_up(
         prepare,
         keying,
         places=AnswerFiles(store, in_order(places), told),
-        reused=AnswerFiles(store, in_order([(p.path, p.rows) for p in increment.reused]), raw),
-        asked=AnswerFiles(store, _numbered(success, "data"), raw),
-        failed=AnswerFiles(store, _numbered(success, "quarantine"), WHY),
+        reused=known.reused,
+        asked=known.asked,
+        failed=known.failed,
+        by_row=None if files is None else AnswerFiles(store, tuple(files), raw_names(job)),
         rows_per_shard=plan.rows_per_shard,
         optional=tuple(name for name, wanted in flags.items() if wanted),
-        pools=pools,
+        pools=tasks.pools(job.engine.task),
     )
 
 

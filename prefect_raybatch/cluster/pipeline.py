@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import re
 import threading
 import uuid
 import warnings
@@ -23,8 +24,8 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import WarmKind, WarmLease
-from prefect_raybatch.cluster.warm_actors import Forwarder, warm_kind
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.cluster.warm_actors import EngineHost, Forwarder, warm_kind
+from prefect_raybatch.errors import EngineFailure, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.drains import Draining
@@ -62,12 +63,16 @@ from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 # Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
+STARTED_AND_DIED = "EngineStartDied"  # the kind of a loss: no row can be to blame
+IN_CONSTRUCTOR = "raised in its creation task"  # Ray's words
+DETAIL = 300  # characters of what Ray says of a process's end
 
 
 @dataclass
@@ -76,7 +81,8 @@ class Pipeline:
 
     `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
     read in place; `shuffle` (any text) decides the order of the shards; `on_pass` is called before
-    the engines of a pass start; `warm` are engines that outlast the run.
+    the engines of a pass start; `warm` are engines that outlast the run; `early` is the name under
+    which such as were started before the run tell of their start.
     """
 
     job: BatchJob
@@ -90,12 +96,14 @@ class Pipeline:
     engine: type = EngineStage
     on_pass: Callable[[], None] = lambda: None
     warm: WarmLease | None = None
+    early: str = ""
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
         self._done = partial(_is_unwanted, self.store, Draining(self.store, self.attempt))
         self._running: Dataset | None = None
         self._spanning: SpanningGroups | None = None
+        self._passes = 0
         self.reader = ShardReader(
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
@@ -130,12 +138,16 @@ class Pipeline:
 
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
-        Where a node went, what is missing has one that says so, since nothing in it is to blame.
+        Where a node went, what is missing has one that says so, since nothing in it is to blame;
+        likewise where an engine's process died as it started, for which Ray Data ends the pass.
+        Raises `EngineFailure` where that is all that came of the pass: Ray has tried it more often.
         """
         missing = Counter(unit.shard for unit in units)
+        loss, through = NODE_LOST, False
         nodes, gone = cluster.nodes(), False
         self.on_pass()
-        self.forget()
+        self._passes += 1
+        self.forget(early=self._passes > 1)
         try:
             node_errors: list[str] = []
             with _short_errors(node_errors):
@@ -143,14 +155,26 @@ class Pipeline:
                 try:
                     for receipt in _receipts(self._running):
                         missing[receipt.shard] -= 1
+                        through = True
                         yield receipt
                 except ObjectLostError as error:
                     log.warning("a receipt was lost with its node: %s", _first_line(error))
                     gone = True
+                except ActorDiedError as error:
+                    if IN_CONSTRUCTOR in str(error):
+                        raise  # no process died: an error of ours
+                    if not _is_nodes(error):
+                        loss = self._died_starting(error)
+                        if not through:
+                            left = counted((+missing).total(), "unit")
+                            raise EngineFailure(
+                                f"{loss.message}. {left} of work are left"
+                            ) from None
+                    gone = True
             missing = +missing
             if missing and (gone or node_errors or nodes - cluster.nodes()):
                 for shard in missing:
-                    yield Receipt(shard, self.attempt, lost=NODE_LOST)
+                    yield Receipt(shard, self.attempt, lost=loss)
         finally:
             self._running = None
             # Ray Data lets go of its actors and ends none; what Ray raised about one that died
@@ -160,6 +184,14 @@ class Pipeline:
             if self._spanning is not None:
                 self._spanning.remove()
 
+    def _died_starting(self, error: ActorDiedError) -> Loss:
+        tries = 1 + self.engine_resources()["max_restarts"]
+        return Loss(
+            STARTED_AND_DIED,
+            f"an engine's process died as it started, {tries} times one after the other: "
+            f"{_why_died(error)}",
+        )
+
     def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         """The pass as a dataset; it keeps the settings that it was built under."""
         with _context() as context:
@@ -168,15 +200,16 @@ class Pipeline:
                 context.autoscaling_config,
                 actor_pool_util_upscaling_threshold=_threshold(self.size, isolated),
             )
-            hosts = None
+            forwarded: list[Any] = []
             if self.warm is not None:
                 hosts = self.warm.engines(self._pool(len(units), isolated).min_size)
+                forwarded = [hosts, uuid.uuid4().hex, self.warm.kind, self.warm.access.make]
                 # They stand in none of Ray Data's pools: it would give what they hold to its tasks.
                 held = self.warm.holds
                 context.execution_options.exclude_resources = ExecutionResources(
                     cpu=held.get("CPU", 0.0), gpu=held.get("GPU", 0.0)
                 )
-            return self._dataset(units, isolated, hosts)
+            return self._dataset(units, isolated, forwarded)
 
     def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineSpec | None, Finish]:
         """What a block goes through: the stage after reading, what engines are told, and finish.
@@ -185,7 +218,7 @@ class Pipeline:
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
         spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
-        if self.warm is None:  # a forwarder would go on sending to an engine that gives back
+        if self.warm is None:  # else the engine's actor looks, which has more than one run
             spec = replace(spec, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
@@ -213,7 +246,7 @@ class Pipeline:
         return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
 
     def _dataset(
-        self, units: Sequence[Unit], isolated: bool, hosts: Sequence[Any] | None = None
+        self, units: Sequence[Unit], isolated: bool, forwarded: Sequence[Any] = ()
     ) -> Dataset:
         first, spec, finish = self.stages(isolated)
         prepared = (
@@ -226,12 +259,12 @@ class Pipeline:
         if self.job.engine.stage == "ray.data.llm":
             rows = max(unit.rows for unit in units)
             return self._ray_llm(prepared, spec, isolated, rows, finish)
-        if hosts is None:
+        if not forwarded:
             stage: type = self.engine
             given: list[Any] = [spec]
             placed = self._placed(resources_of(self.job, self.size))
         else:
-            stage, given = Forwarder, [spec, hosts, uuid.uuid4().hex]
+            stage, given = Forwarder, [spec, *forwarded, node_is_leaving]
             placed = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 0}
         pool = self._pool(len(units), isolated)
         made = {"fn_constructor_args": given, "compute": pool}
@@ -264,18 +297,36 @@ class Pipeline:
 
     def engines(self) -> dict[str, int]:
         """How many engine actors are in which of Ray's states."""
+        return cluster.actor_states(self._actors())
+
+    def restarts(self) -> dict[str, tuple[int, str]]:
+        """How often Ray has started the process of each engine again, and which one it is; those of
+        engines that outlast the run are their hosts'."""
+        kind = self._actors() if self.warm is None else EngineHost.__name__
+        return cluster.actor_restarts(kind) if cluster.is_joined() else {}
+
+    def _actors(self) -> str:
+        """What the names of the pass's actors of engines hold."""
         ray_llm = self.job.engine.stage == "ray.data.llm"
         stage = Forwarder if self.warm is not None else self.engine
-        return cluster.actor_states(f"({RAY_LLM_ACTOR if ray_llm else stage.__name__})")
+        return f"({RAY_LLM_ACTOR if ray_llm else stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
-        """How far the starts of the pass's engines have come."""
-        return told_starts(self.attempt) if cluster.is_joined() else []
+        """How far the starts of the pass's engines have come. Those that were started early tell
+        it under the name of their start."""
+        if not cluster.is_joined():
+            return []
+        early = told_starts(self.early) if self.early else []
+        return early + told_starts(self.attempt)
 
-    def forget(self) -> None:
-        """Removes from the cluster what the engines have told of their starts."""
+    def forget(self, early: bool = True) -> None:
+        """Removes from the cluster what the engines have told of their starts; `early`: those that
+        were started before the run, too."""
         with contextlib.suppress(Exception):  # of a cluster that is gone
             forget_starts(self.attempt)
+            if early and self.early:
+                forget_starts(self.early)
+                self.early = ""
 
     def stop(self) -> None:
         """Ends a pass from another thread than the one that iterates over it."""
@@ -350,9 +401,14 @@ def warm_kind_of(
     fewest, most = size.pool.replicas
     if job.engine.stage != "vllm" or job.engine.spans_nodes or fewest != most:
         return None
-    task = Pooling.of(job, models.with_tokenizer(model, job.engine))
-    spec = engine_spec(job, dict(model), size, task=task)
+    spec = spec_of(job, model, size)
     return warm_kind(engine, spec, resources_of(job, size), size.concurrent)
+
+
+def spec_of(job: BatchJob, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineSpec:
+    """What an engine of a job with that (pinned) model is started with."""
+    task = Pooling.of(job, models.with_tokenizer(model, job.engine))
+    return replace(engine_spec(job, dict(model), size, task=task), **more)
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
@@ -428,6 +484,14 @@ def _short_errors(node_errors: list[str]) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:300]}"
+
+
+def _why_died(error: ActorDiedError) -> str:
+    """What Ray says of an actor's end, in a line: where it was, and how its process ended."""
+    text = " ".join(str(error).split())
+    place = re.search(r"\bip: (\S+)", text)
+    detail = text.rpartition("Worker exit detail: ")[2].partition(" If the process was killed")[0]
+    return (f"on node {place[1]}: " if place else "") + detail[:DETAIL].rstrip(".")
 
 
 def _is_nodes(error: BaseException) -> bool:

@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
+from prefect_raybatch.cluster.warm import (
+    IDLE_SECONDS,
+    EarlyHosts,
+    WarmEngines,
+    WarmKind,
+    WarmLease,
+)
 from prefect_raybatch.errors import ConfigError, JobStopped
 
 log = logging.getLogger(__name__)
@@ -150,6 +156,7 @@ class Shared:
                 self._changed.notify_all()
         try:
             with self.warm.lease(kind, most) as lease:
+                self._make_early_give_way(total)
                 self._until_free(user, needs, {} if lease is None else lease.holds)
                 yield lease
         finally:
@@ -157,6 +164,48 @@ class Shared:
                 del self._claims[user]
                 self._worked = True
                 self._changed.notify_all()
+
+    def begin_early(
+        self,
+        kind: WarmKind,
+        spec: Any,
+        count: int,
+        total: Mapping[str, float],
+        spare: Mapping[str, float],
+    ) -> EarlyHosts | None:
+        """Starts so many engines of a kind for a run that is to come, if they and what is to be
+        left `spare` find room that no run has, or waits for; else None. They hold no claim: a run
+        that needs their room has it."""
+        with self._changed:
+            if self._turns or self.warm.waiting(kind):
+                return None
+            needs = {name: value * count for name, value in kind.takes.items()}
+            for name, value in spare.items():
+                needs[name] = needs.get(name, 0.0) + value
+            for name, value in self.warm.early.items():
+                needs[name] = needs.get(name, 0.0) + value
+            free = self.ray.free()
+            if self._short(needs, total) or any(
+                need > free.get(name, 0.0) + ROUNDING for name, need in needs.items() if need
+            ):
+                return None
+            self._worked = True  # so that a run of another kind waits until they have let go
+            return self.warm.start_early(kind, spec, count)
+
+    def _make_early_give_way(self, total: Mapping[str, float]) -> None:
+        """Ends engines that were started early where the runs need their room. By what is claimed:
+        of an actor that is only just made Ray does not tell yet what it will hold."""
+        early = self.warm.early
+        if not early:
+            return
+        with self._changed:
+            claims = list(self._claims.values())
+        over = {
+            name: sum(claim.get(name, 0.0) for claim in claims) + held - total.get(name, 0.0)
+            for name, held in early.items()
+        }
+        if any(lack > ROUNDING for lack in over.values()):
+            self.warm.make_room(over)
 
     @contextmanager
     def visited(self) -> Iterator[bool]:

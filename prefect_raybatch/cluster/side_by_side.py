@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected
+from prefect_raybatch.cluster.early import current_early
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -38,15 +39,21 @@ def copying_for(job: BatchJob, size: int, reachable: bool) -> Iterator[Everywher
             workers = stack.enter_context(workers_for(job, size, "snapshot"))
         if workers > 1:
             log.info("the input is copied on %s", counted(workers, "CPU"))
-            yield partial(_everywhere, TASKS_A_CPU * workers)
+            early = current_early()
+            room = None if early is None else partial(early.copy_room, workers)
+            yield partial(_everywhere, TASKS_A_CPU * workers, room)
         else:
             yield in_threads(len(os.sched_getaffinity(0)), reachable)
 
 
 def _everywhere(
-    at_once: int, work: Callable[[Any], Any], items: Iterable[Any], size: int
+    at_once: int,
+    room: Callable[[], int | None] | None,
+    work: Callable[[Any], Any],
+    items: Iterable[Any],
+    size: int,
 ) -> Generator[tuple[int, Any], None, None]:
-    yield from side_by_side(partial(_numbered, work), enumerate(items), at_once)
+    yield from side_by_side(partial(_numbered, work), enumerate(items), at_once, room)
 
 
 def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, Any]:
@@ -67,7 +74,7 @@ def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]
     with ExitStack() as stack:
         workers = 0
         # With a job server the cluster is elsewhere, and only its jobs work there.
-        if size >= WORTH_A_START and not job.cluster.access.job_server:
+        if size >= WORTH_A_START and not job.cluster.access.remote:
             try:
                 found = stack.enter_context(connected(job, User(f"{job.name}: {made}")))
                 # A cluster of our own may count more CPUs than there are.
@@ -79,13 +86,17 @@ def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]
 
 
 def side_by_side(
-    work: Callable[[Item], Value], items: Iterator[Item], at_once: int
+    work: Callable[[Item], Value],
+    items: Iterator[Item],
+    at_once: int,
+    room: Callable[[], int | None] | None = None,
 ) -> Iterator[Value]:
     """`work(item)` for each item as it is done, in any order, by tasks of one CPU each.
 
-    At most `at_once` of them are under way, and items are taken as there is room. The first error
-    comes out here; then nothing new begins, and what is under way is given up. An item may be
-    worked on twice at the same time: Ray does it again when its worker or node is lost.
+    At most `at_once` of them are under way, or as many as `room` says just now, if it says any, and
+    items are taken as there is room. The first error comes out here; then nothing new begins, and
+    what is under way is given up. An item may be worked on twice at the same time: Ray does it
+    again when its worker or node is lost.
     """
     import ray
 
@@ -94,7 +105,7 @@ def side_by_side(
     try:
         for item in items:
             under_way.add(task.remote(shared, item))
-            if len(under_way) >= at_once:
+            while len(under_way) >= ((room() if room is not None else None) or at_once):
                 yield _next(under_way)
         while under_way:
             yield _next(under_way)

@@ -2,8 +2,9 @@
 
 A run leases the engines that are up and are of its kind, and gives them back when it ends. They
 belong to the process: while somebody keeps them they wait for the next run, make room for engines
-of another kind, and go when they have waited long enough. Starting, asking and ending them is
-handed in: all this can be tested without Ray.
+of another kind, and go when they have waited long enough. Those that were started early, while the
+input of their run is copied, wait in the same place for that run alone: nobody need keep them.
+Starting, asking and ending them is handed in: all this can be tested without Ray.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +30,25 @@ TIDY_EVERY = 5.0  # seconds between two looks for engines that have waited long 
 class WarmKind:
     """What an engine is: `key` is equal where one can stand in for the other. `engine` is the class
     of its stage, `options` are those of its actor in Ray's words, `calls` the blocks that may be in
-    it at once, and `takes` what it holds, by Ray's names of resources."""
+    it at once, and `takes` what it holds, by Ray's names of resources. `arguments` are those of
+    vLLM, and `base` is equal where two kinds differ in nothing but these."""
 
     key: str
     engine: type
     options: Mapping[str, Any] = field(compare=False)
     calls: int
     takes: Mapping[str, float] = field(compare=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    base: str = field(default="", compare=False)
+
+    def beside(self, other: WarmKind) -> str:
+        """The arguments of vLLM in which this kind differs from another, where nothing else tells
+        them apart."""
+        if self.base != other.base:
+            return ""
+        names = sorted(self.arguments.keys() | other.arguments.keys())
+        pairs = [(name, self.arguments.get(name), other.arguments.get(name)) for name in names]
+        return ", ".join(f"{name} {one}, not {two}" for name, one, two in pairs if one != two)
 
 
 class HostAccess(Protocol):
@@ -43,8 +57,17 @@ class HostAccess(Protocol):
     def make(self, kind: WarmKind) -> Any:
         """Starts one; its engine starts with the first run."""
 
+    def begin(self, host: Any, spec: Any) -> Any:
+        """Starts its engine by that spec, before a run has it; what `begun` is asked with."""
+
+    def begun(self, starts: Sequence[Any]) -> bool:
+        """Whether all of these starts are over, well or not."""
+
     def idle(self, hosts: Sequence[Any]) -> list[bool]:
-        """Whether each is there with no block in it."""
+        """Whether each is there with no block in it, on a node that stays."""
+
+    def leaving(self, hosts: Sequence[Any]) -> list[bool]:
+        """Whether each says that its node leaves the cluster."""
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:
         """Ends them and what they hold; `kindly`: each may end its engine by itself."""
@@ -55,6 +78,7 @@ class _Kept:
     kind: WarmKind
     host: Any
     since: float
+    early: bool = False  # started for a run that is planned yet
 
 
 class WarmEngines:
@@ -96,16 +120,29 @@ class WarmEngines:
     @contextmanager
     def lease(self, kind: WarmKind | None, most: int = 0) -> Iterator[WarmLease | None]:
         """At most so many engines of a kind for the block, those that are up first; None where
-        nobody keeps any, or the kind cannot be kept."""
-        if kind is None or not self._keepers:
+        nobody keeps any and none was started early, or the kind cannot be kept."""
+        mine: list[_Kept] = []
+        others: set[str] = set()
+        if kind is not None:
+            with self._lock:
+                mine = [one for one in self._idle if one.kind == kind][:most]
+                self._idle = [one for one in self._idle if one not in mine]
+                kept = [one for one in self._idle if not one.early]
+                others = {one.kind.beside(kind) for one in kept if one.kind != kind}
+        if kind is None or not (mine or self._keepers):
             yield None
             return
-        with self._lock:
-            mine = [one for one in self._idle if one.kind == kind][:most]
-            self._idle = [one for one in self._idle if one not in mine]
-        lease = WarmLease(self.access, kind, [one.host for one in mine])
-        if mine:
-            log.info("%s of an earlier run up and used again", counted(len(mine), "engine"))
+        if len(mine) < most and (told := sorted(others - {""})):
+            log.info(
+                "an engine of an earlier run is up and cannot be used: it has %s; jobs that are to "
+                "share engines name these in `engine`",
+                "; or ".join(told),
+            )
+        early = [one.host for one in mine if one.early]
+        lease = WarmLease(self.access, kind, [one.host for one in mine], early)
+        if len(mine) > len(early):
+            used = counted(len(mine) - len(early), "engine")
+            log.info("%s of an earlier run up and used again", used)
         try:
             yield lease
         finally:
@@ -125,6 +162,40 @@ class WarmEngines:
         if not kept:
             self.access.end(free, kindly=True)
 
+    def waiting(self, kind: WarmKind) -> int:
+        """How many of a kind wait for a run."""
+        with self._lock:
+            return sum(one.kind == kind for one in self._idle)
+
+    def start_early(self, kind: WarmKind, spec: Any, count: int) -> EarlyHosts:
+        """Starts so many engines for a run that is to come, which leases them by their kind."""
+        made = EarlyHosts(self.access)
+        for _ in range(count):
+            host = self.access.make(kind)
+            with self._lock:
+                self._idle.append(_Kept(kind, host, self.clock(), early=True))
+            made.add(host, self.access.begin(host, spec))
+        return made
+
+    @property
+    def early(self) -> dict[str, float]:
+        """What engines hold that were started early and that no run has taken yet."""
+        held: Counter[str] = Counter()
+        with self._lock:
+            for one in self._idle:
+                if one.early:
+                    held.update(one.kind.takes)
+        return dict(held)
+
+    def end_early(self, made: EarlyHosts, but: int = 0) -> int:
+        """Ends those of these that no run has taken, but for so many of them; how many."""
+        with self._lock:
+            found = [one for one in self._idle if one.early and one.host in made.hosts][but:]
+            self._idle = [one for one in self._idle if one not in found]
+        if found:  # one that starts still would not listen
+            self.access.end([one.host for one in found], kindly=made.begun())
+        return len(found)
+
     def make_room(self, short: Mapping[str, float]) -> bool:
         """Ends engines that wait, the one that has waited longest first, until what they held
         covers what is `short`; whether any was ended."""
@@ -142,12 +213,19 @@ class WarmEngines:
         return bool(gone)
 
     def tidy(self) -> None:
-        """Ends the engines that have waited long enough."""
+        """Ends the engines that have waited long enough, and those whose node leaves."""
         with self._lock:
             longest = max(self._keepers, default=0.0)
-            gone = [one for one in self._idle if self.clock() - one.since >= longest]
-            self._idle = [one for one in self._idle if one not in gone]
+            waited = [one for one in self._idle if self.clock() - one.since >= longest]
+            gone = [one for one in waited if not one.early]  # whose copy is waited for elsewhere
+            left = self._idle = [one for one in self._idle if one not in gone]
         self._end(gone, f"no run came in {longest:g} s")
+        leaving = self.access.leaving([one.host for one in left]) if left else []
+        with self._lock:  # but for such as a run has taken meanwhile
+            going = [one for one, goes in zip(left, leaving, strict=True) if goes]
+            gone = [one for one in going if one in self._idle]
+            self._idle = [one for one in self._idle if one not in gone]
+        self._end(gone, "their nodes leave the cluster")
 
     def end_idle(self) -> None:
         """Ends all that wait."""
@@ -170,11 +248,31 @@ class WarmEngines:
             self.tidy()
 
 
-class WarmLease:
-    """The engines of one run: those that were up, and such as it has started."""
+class EarlyHosts:
+    """Engines that were started before their run is planned."""
 
-    def __init__(self, access: HostAccess, kind: WarmKind, hosts: list[Any]):
-        self.access, self.kind, self.hosts = access, kind, hosts
+    def __init__(self, access: HostAccess):
+        self.access = access
+        self.hosts: list[Any] = []
+        self._starts: list[Any] = []
+
+    def add(self, host: Any, start: Any) -> None:
+        self.hosts.append(host)
+        self._starts.append(start)
+
+    def begun(self) -> bool:
+        """Whether all are up, or have failed to be."""
+        return self.access.begun(self._starts)
+
+
+class WarmLease:
+    """The engines of one run: those that were up, and such as it has started. Those in `early` may
+    start still."""
+
+    def __init__(
+        self, access: HostAccess, kind: WarmKind, hosts: list[Any], early: Sequence[Any] = ()
+    ):
+        self.access, self.kind, self.hosts, self.early = access, kind, hosts, list(early)
 
     @property
     def holds(self) -> dict[str, float]:
@@ -182,10 +280,13 @@ class WarmLease:
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
     def engines(self, count: int) -> list[Any]:
-        """At least so many that live, for a pass that begins; others in place of those that died or
-        that an earlier pass left something in."""
-        idle = self.access.idle(self.hosts) if self.hosts else []
-        gone = [host for host, is_idle in zip(self.hosts, idle, strict=True) if not is_idle]
+        """At least so many that live, for a pass that begins; others in place of those that died,
+        whose node leaves, or that an earlier pass left something in."""
+        # One that starts still answers late, and no pass can have left anything in it.
+        early, self.early = self.early, []
+        asked = [host for host in self.hosts if host not in early]
+        idle = self.access.idle(asked) if asked else []
+        gone = [host for host, is_idle in zip(asked, idle, strict=True) if not is_idle]
         self.access.end(gone, kindly=False)
         self.hosts = [host for host in self.hosts if host not in gone]
         while len(self.hosts) < count:

@@ -3,12 +3,12 @@ forward its blocks to them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,11 +17,12 @@ from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.ledger.failures import ENGINE_DIED, NODE_LOST, Loss
 from prefect_raybatch.ledger.records import digest
 from prefect_raybatch.stages.block import lost_all, passes_by
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import GIVEN_BACK, EngineSpec
 
 log = logging.getLogger(__name__)
 
 REACH_AGAIN = 1.0  # seconds between two tries to reach an actor that Ray starts anew
+LOOK_AGAIN = 0.5  # seconds between two looks whether an engine has nothing left in it
 SPARE_CALLS = 16  # beside the blocks: a run that begins, one that asks whether it is idle
 HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone share engines
 
@@ -35,7 +36,8 @@ def warm_kind(
         return None
     counts = {
         "engine": f"{engine.__module__}.{engine.__qualname__}",
-        "model": spec.model,
+        # An engine loads adapters when rows ask for them: only the room for them is its own.
+        "model": {name: value for name, value in spec.model.items() if name != "adapters"},
         "arguments": spec.arguments,
         "env": spec.env,
         "engines_per_gpu": spec.engines_per_gpu,
@@ -43,29 +45,31 @@ def warm_kind(
         "share": spec.share,
         "hang_seconds": spec.hang_seconds,
         "encodes": spec.encodes,
-        # Rows name their adapter by its number among those of the run.
-        "adapted": asdict(spec.adapted),
         "resources": resources,
     }
     try:
         key = digest(json.dumps(counts, sort_keys=True).encode())
+        base = digest(json.dumps({**counts, "arguments": None}, sort_keys=True).encode())
     except (TypeError, ValueError):  # an argument that is an object
         return None
     # A host that dies is started anew by Ray as often as it dies: how often an engine may die is
     # bounded where runs are driven, and a host has many runs.
     options = {**resources, "max_restarts": -1, "max_task_retries": 0}
     takes = {"CPU": float(resources.get("num_cpus", 0)), "GPU": float(resources.get("num_gpus", 0))}
-    return WarmKind(key, engine, options, max(HOST_CALLS, calls) + SPARE_CALLS, takes)
+    most = max(HOST_CALLS, calls) + SPARE_CALLS
+    return WarmKind(key, engine, options, most, takes, spec.arguments, base)
 
 
 class EngineHost:
     """The engine stage of one run after the other, in an actor that belongs to none of them.
 
     A run is known by a `token`, one a pass; `by` is the actor of it that forwards blocks.
+    `leaving` says, in the actor, whether its node is to leave the cluster: then it takes no block
+    any more, and no run.
     """
 
-    def __init__(self, engine: type):
-        self.engine = engine
+    def __init__(self, engine: type, leaving: Callable[[], bool] = lambda: False):
+        self.engine, self._leaving = engine, leaving
         self.stage: Any = None
         self._lock, self._begins = threading.Lock(), threading.Lock()
         self._token, self._by = "", ""
@@ -74,6 +78,8 @@ class EngineHost:
 
     def take(self, token: str, by: str) -> bool:
         """Whether that actor of a pass has this engine, as the first of its pass that asks."""
+        if self.leaves():
+            return False
         with self._lock:
             if self._token == token and self._by != by:
                 return False
@@ -96,9 +102,11 @@ class EngineHost:
                 self.stage.take_over(spec)
             self._ready = token
 
-    def answer(self, token: str, table: pa.Table) -> pa.Table | None:
+    def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
         """What the engine stage makes of a block; None where it does not know the pass, since its
-        process was started anew."""
+        process was started anew; False where its node leaves, and the block is for another."""
+        if self.leaves():
+            return False
         if self._ready != token:
             return None
         with self._lock:
@@ -110,8 +118,15 @@ class EngineHost:
                 self._inside -= 1
 
     def is_idle(self) -> bool:
+        """Whether another run can have it: no block is inside, and its node stays."""
+        return self.is_empty() and not self.leaves()
+
+    def is_empty(self) -> bool:
         with self._lock:
             return not self._inside
+
+    def leaves(self) -> bool:
+        return self._leaving()
 
     def close(self) -> None:
         """Ends the engine, so that its GPU is free before the actor is."""
@@ -127,12 +142,26 @@ class EngineHost:
 
 class Forwarder:
     """Takes the engine stage's place in a pass: each block goes to an actor that holds an engine,
-    and comes back answered. It holds no resources: those are the host's."""
+    and comes back answered. It holds no resources: those are the host's.
 
-    def __init__(self, spec: EngineSpec, hosts: Sequence[Any], token: str):
+    Where the node of its engine leaves the cluster, another engine `made` of the `kind` takes what
+    is not begun; that one is this actor's own and ends with the pass. `leaving` says whether this
+    actor's own node leaves: then it gives back, for the one that takes its place elsewhere.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        hosts: Sequence[Any],
+        token: str,
+        kind: WarmKind,
+        made: Callable[[WarmKind], Any],
+        leaving: Callable[[], bool],
+    ):
         import ray
 
         self.spec, self.token = spec, token
+        self.kind, self._made, self._leaving = kind, made, leaving
         # the same for an actor that Ray starts anew, which so finds the host that it had
         self.id = ray.get_runtime_context().get_actor_id() or ""
         self._lock = threading.Lock()
@@ -173,6 +202,15 @@ class Forwarder:
                 except ActorUnavailableError:
                     time.sleep(REACH_AGAIN)
 
+    def _move(self, host: Any) -> None:
+        """Another engine in place of one whose node leaves, which ends once it is empty."""
+        with self._lock:
+            if self.host is not host:  # another thread was first
+                return
+            self.host, self._begun = self._made(self.kind), False
+        log.warning("the node of an engine leaves the cluster: another one takes what is left")
+        threading.Thread(target=_end_when_empty, args=(host,), daemon=True).start()
+
     def __call__(self, table: pa.Table) -> pa.Table:
         """The block as the engine stage gives it on; never raises for what befalls an engine."""
         import ray
@@ -183,15 +221,32 @@ class Forwarder:
         try:
             while True:
                 self._begin()
-                made = ray.get(self.host.answer.remote(self.token, table))
-                if made is not None:
+                host = self.host
+                made = ray.get(host.answer.remote(self.token, table))
+                if made is False:
+                    if self._leaving():
+                        return lost_all(table, GIVEN_BACK)
+                    self._move(host)
+                elif made is not None:
                     return made
-                self._begun = False
+                else:
+                    self._begun = False
         except RayActorError as error:
             self._begun = False
             if "node has died" in str(error):
                 return lost_all(table, NODE_LOST)
             return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error)))
+
+
+def _end_when_empty(host: Any) -> None:
+    """So that its node need not wait for it until the notice is over."""
+    import ray
+
+    with contextlib.suppress(Exception):  # it is gone, or the cluster is
+        while not ray.get(host.is_empty.remote()):
+            time.sleep(LOOK_AGAIN)
+        ray.get(host.close.remote())
+        ray.kill(host)
 
 
 def _how_it_died(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from prefect_raybatch.cluster.warm import WarmKind
 
 IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
+EARLY = "early"  # the token of a start that no pass has asked for
 ENDING = 30.0  # seconds that engines may take to end by themselves
 
 
@@ -21,13 +22,26 @@ class RayHosts:
 
         # Imported here: who only looks at a run needs no engine stage.
         from prefect_raybatch.cluster.warm_actors import EngineHost
+        from prefect_raybatch.stages.ray_internals import node_is_leaving
 
         made: Any = ray.remote(EngineHost)
         options = {name: v for name, v in kind.options.items() if name != "max_task_retries"}
-        return made.options(**options, max_concurrency=kind.calls).remote(kind.engine)
+        actor = made.options(**options, max_concurrency=kind.calls)
+        return actor.remote(kind.engine, node_is_leaving)
+
+    def begin(self, host: Any, spec: Any) -> Any:
+        return host.begin.remote(EARLY, spec)
+
+    def begun(self, starts: Sequence[Any]) -> bool:
+        import ray
+
+        return not ray.wait(list(starts), num_returns=len(starts), timeout=0)[1]
 
     def idle(self, hosts: Sequence[Any]) -> list[bool]:
         return [found is True for found in self._asked([(h, "is_idle") for h in hosts], IDLE_WAIT)]
+
+    def leaving(self, hosts: Sequence[Any]) -> list[bool]:
+        return [found is True for found in self._asked([(h, "leaves") for h in hosts], IDLE_WAIT)]
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:
         import ray

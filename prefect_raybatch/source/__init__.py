@@ -7,12 +7,14 @@ that none needs memory in proportion to the input.
 from __future__ import annotations
 
 from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.copied_shares import forget_copied
 from prefect_raybatch.source.dataset_copies import snapshot_dataset
 from prefect_raybatch.source.find import Inventory, Weights, detect_format, needs_snapshot, reaches
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
     peek,
+    seen_csv,
     snapshot,
     snapshot_tables,
 )
@@ -22,11 +24,13 @@ __all__ = [
     "Weights",
     "check_columns",
     "detect_format",
+    "forget_copied",
     "heads",
     "inventory",
     "needs_snapshot",
     "peek",
     "reaches",
+    "seen_csv",
     "snapshot",
     "snapshot_dataset",
     "snapshot_tables",

@@ -19,7 +19,12 @@ from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.columns import check_columns
-from prefect_raybatch.source.encodings import CSV_ENCODING, check_csv_encoding, not_decoded
+from prefect_raybatch.source.encodings import (
+    CSV_ENCODING,
+    check_csv_encoding,
+    not_decoded,
+    seen_encoding,
+)
 from prefect_raybatch.source.find import File, ending
 from prefect_raybatch.source.streams import Raw, one_line, open_text
 from prefect_raybatch.words import counted
@@ -103,6 +108,20 @@ def delimiter_of(file: File, options: Csv) -> str:
     return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
 
 
+def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
+    """(fields of `source.csv` that are not as they are by default, whether the encoding is a
+    guess), as the first bytes and the first line of a CSV file say."""
+    encoding, guessed = seen_encoding(file)
+    written = _Written.of(file, Csv(encoding=encoding))
+    first = _first_line(file, written)
+    fields: dict[str, Any] = {}
+    if (named := _named_by_excel(first)) is not None:
+        fields = {"delimiter": named, "skip_rows": 1}
+    elif (other := _another_delimiter(first, written.delimiter)) is not None:
+        fields = {"delimiter": other}
+    return fields | ({} if encoding == "utf-8" else {"encoding": encoding}), guessed
+
+
 @dataclass(frozen=True)
 class _Written:
     """How one file is written: the options, with the delimiter that its name tells."""
@@ -165,21 +184,37 @@ class _Written:
 
 def _check_delimiter(file: File, written: _Written) -> None:
     """Raises ConfigError where the first row is one value, and holds another delimiter."""
-    skipped = written.options.skip_rows
-    lines = (line.strip() for line in islice(written.lines(file), skipped, None))
-    first = next(filter(None, lines), "")
-    if first.lower().startswith("sep=") and len(first) == 5:
+    first = _first_line(file, written)
+    if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
             f"{file.uri}: begins with {first!r}, Excel's line that names the delimiter; set "
-            f"source.csv.delimiter to {_shown(first[4])} and source.csv.skip_rows to {skipped + 1}"
+            f"source.csv.delimiter to {_shown(named)} and source.csv.skip_rows to "
+            f"{written.options.skip_rows + 1}"
         )
-    other = _other_delimiter(first, written.delimiter)
-    if other is not None and written.delimiter not in first:
+    other = _another_delimiter(first, written.delimiter)
+    if other is not None:
         raise ConfigError(
             f"{file.uri}: has one column, {first[:80]!r}, with {_shown(written.delimiter)} "
             f"between the values; set source.csv.delimiter to {_shown(other)} (or to "
             f"{_shown(written.delimiter)} if it is one column)"
         )
+
+
+def _first_line(file: File, written: _Written) -> str:
+    """The first line that is read and not empty."""
+    lines = (line.strip() for line in islice(written.lines(file), written.options.skip_rows, None))
+    return next(filter(None, lines), "")
+
+
+def _named_by_excel(line: str) -> str | None:
+    """The delimiter, where this is the line in which Excel names it."""
+    return line[4] if line.lower().startswith("sep=") and len(line) == 5 else None
+
+
+def _another_delimiter(line: str, delimiter: str) -> str | None:
+    """What separates the values of a line that does not hold `delimiter`; None where it does, or
+    is one value."""
+    return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
 def _other_delimiter(line: str, delimiter: str) -> str | None:

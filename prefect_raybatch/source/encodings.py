@@ -62,6 +62,21 @@ def check_csv_encoding(file: File, encoding: str) -> None:
         )
 
 
+def seen_encoding(file: File) -> tuple[str, bool]:
+    """(encoding by Python's name, whether it is a guess) of a file, by its first bytes: cp1252, in
+    which Excel writes CSV in Western Europe, is guessed of bytes that are none of Unicode's."""
+    with open_bytes(file) as stream:
+        head = stream.read(SAMPLE)
+    found, _ = _wide(head)
+    if found is not None:
+        return codecs.lookup(found).name, False
+    for name, guessed in (("utf-8", False), ("cp1252", True)):
+        with suppress(UnicodeDecodeError):
+            codecs.getincrementaldecoder(name)().decode(head)  # may end within a character
+            return name, guessed
+    return "latin-1", True
+
+
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
     """Names the first byte that is not of `encoding`; reads the file again, which only errors
     pay for."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,10 +20,16 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.ledger.layout import INPUT
-from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source import cuts
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, TypesSeen
+from prefect_raybatch.source.copied_shares import (
+    CopyShare,
+    ShareCopied,
+    copy_key,
+    found_copied,
+    note_copied,
+)
 from prefect_raybatch.source.copies import COPY_TRIES, Chosen
 from prefect_raybatch.source.cuts import Everywhere, Stretch
 from prefect_raybatch.source.find import File, Inventory
@@ -33,8 +39,6 @@ from prefect_raybatch.storage import Store
 
 SHARE_FILES = 256  # of small files a share: each costs a store several requests
 REMOTE_AT_ONCE = 8  # shares from a remote store: it is waited for more than it is worked
-
-CopyShare = tuple[Stretch, ...]
 
 
 class Reader(Protocol):
@@ -53,36 +57,10 @@ class NotSideBySide(Exception):
 
 
 @dataclass(frozen=True)
-class ShareCopied:
-    """What came of a share. `files` is None where a later value did not fit `schema`, by which it
-    was being written (before what is null throughout became text); `types` each time a file's
-    were wider."""
-
-    files: tuple[InputFile, ...] | None
-    schema: pa.Schema
-    types: tuple[tuple[str, dict[str, pa.DataType]], ...]
-    known: tuple[str, ...]
-    row_bytes: float = 0.0
-    read: int = 0  # rows, of which a filter may leave some out
-    unfit: ConfigError | None = None  # why the filter does not go with `schema`
-    error: RayBatchError | None = None
-    part: bool = False  # of a file, whose other parts may have wider types
-
-    def under(self, shape: Shape) -> bool:
-        """Whether it was written by the types of all, and shows that its values have them."""
-        if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
-            return False
-        return not (self.part and shape.text) or all(
-            pa.types.is_null(kind) or kind == (shape.types_of(uri) or {})[name]
-            for uri, kinds in _last(self.types).items()
-            for name, kind in kinds.items()
-        )
-
-
-@dataclass(frozen=True)
 class ShareCopier:
-    """Copies a share to `store`. `known` are types that are known of any column, in the order of
-    the snapshot's, `of_files` those of each file; the rest as in `Shape`."""
+    """Copies a share to `store`, unless it was before a copy was cut off. `known` are types that
+    are known of any column, in the order of the snapshot's, `of_files` those of each file;
+    `read_as` as in `copy_key`, the rest as in `Shape`."""
 
     reader: Reader
     store: Store
@@ -91,14 +69,23 @@ class ShareCopier:
     text: bool
     union: bool
     typed: frozenset[str]
+    read_as: str = ""
     known: dict[str, pa.DataType] = field(default_factory=dict)
     of_files: Mapping[str, dict[str, pa.DataType]] = field(default_factory=dict)
 
     def __call__(self, share: CopyShare) -> ShareCopied:
         """Errors of reading are values: which of them counts is known when all before are there."""
-        known: dict[str, None] = {}
         names = {stretch.file.uri for stretch in share}
         mine = {uri: types for uri, types in self.of_files.items() if uri in names}
+        key = copy_key(self.read_as, share, self.known, mine)
+        if (found := found_copied(self.store, key)) is not None:
+            return found
+        made = self._copied(share, mine)
+        note_copied(self.store, key, made)
+        return made
+
+    def _copied(self, share: CopyShare, mine: dict[str, dict[str, pa.DataType]]) -> ShareCopied:
+        known: dict[str, None] = {}
         seen = TypesSeen(self.text, self.union, self.typed, dict(self.known), mine)
         parts = SnapshotWriter(self.store, f"{INPUT}/{self.attempt}-{uuid.uuid4()}")
         try:
@@ -201,29 +188,20 @@ def copy_shares(
     say. `guess`: types that columns most likely have.
     """
     made: list[ShareCopied | None] = [None] * len(shares)
-    try:
-        for again in range(COPY_TRIES):
-            todo = [n for n, one in enumerate(made) if one is None or not one.under(shape)]
-            types = dict(guess) if not again else shape.columns
-            files = {s.file.uri: shape.types_of(s.file.uri) for n in todo for s in shares[n]}
-            work = replace(copier, known=types, of_files={u: t for u, t in files.items() if t})
-            for number in todo:
-                _forget(copier.store, made[number])
-            _round(todo, shares, made, shape, partial(everywhere, work))
-            schema = written(shape.schema)
-            found = [one for one in made if one is not None]
-            if all(one.under(shape) for one in found):
-                return _inventory(found, shape, copier.chosen, known, kind)
-            for one in found:
-                if one.unfit is not None and one.schema == schema:
-                    raise one.unfit
-        raise SourceError(
-            "source.uri: the input keeps changing while it is copied; try again later"
-        )
-    except BaseException:
-        for copied in made:
-            _forget(copier.store, copied)
-        raise
+    for again in range(COPY_TRIES):
+        todo = [n for n, one in enumerate(made) if one is None or not one.under(shape)]
+        types = dict(guess) if not again else shape.columns
+        files = {s.file.uri: shape.types_of(s.file.uri) for n in todo for s in shares[n]}
+        work = replace(copier, known=types, of_files={u: t for u, t in files.items() if t})
+        _round(todo, shares, made, shape, partial(everywhere, work))
+        schema = written(shape.schema)
+        found = [one for one in made if one is not None]
+        if all(one.under(shape) for one in found):
+            return _inventory(found, shape, copier.chosen, known, kind)
+        for one in found:
+            if one.unfit is not None and one.schema == schema:
+                raise one.unfit
+    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
 
 
 def _round(
@@ -265,16 +243,6 @@ def _take(share: CopyShare, one: ShareCopied, shape: Shape) -> None:
         raise
 
 
-def _last(
-    changes: Sequence[tuple[str, dict[str, pa.DataType]]],
-) -> dict[str, dict[str, pa.DataType]]:
-    """The types of each file's text columns after all changes."""
-    last: dict[str, dict[str, pa.DataType]] = {}
-    for uri, types in changes:
-        last.setdefault(uri, {}).update(types)
-    return last
-
-
 def _inventory(
     found: Sequence[ShareCopied],
     shape: Shape,
@@ -291,13 +259,6 @@ def _inventory(
     row_bytes = max((one.row_bytes for one in found), default=0.0)
     schema = schema if chosen is None else chosen.schema(schema)
     return Inventory(files, schema, row_bytes, kind)
-
-
-def _forget(store: Store, one: ShareCopied | None) -> None:
-    """Takes away what was written: no plan can know it yet."""
-    if one is not None and one.files:
-        with suppress(RayBatchError):  # only tidiness
-            store.delete([file.uri for file in one.files])
 
 
 def _bytes(stretch: Stretch) -> int:

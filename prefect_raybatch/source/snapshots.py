@@ -8,17 +8,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.source import cuts, side_copies, streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
-from prefect_raybatch.source.csv_text import csv_tables, delimiter_of
+from prefect_raybatch.source.csv_text import csv_as_seen, csv_tables, delimiter_of
 from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.filters import Filter
@@ -76,7 +79,10 @@ def snapshot(
     reader = partial(_tables, kind, source=reads, hive=hive, pushed=pushed)
     made = None
     if source.limit is None and not any(is_web(file.uri) for file in files):
-        copier = ShareCopier(reader, run_store, attempt, chosen, *_typing(kind, hive))
+        typing = _typing(kind, hive)
+        copier = ShareCopier(
+            reader, run_store, attempt, chosen, *typing, _read_as(kind, source, hive)
+        )
         made = _side_by_side(kind, files, reads, hive, copier, known, everywhere or in_this_process)
 
     def blocks() -> Blocks:
@@ -199,6 +205,16 @@ def peek(source: Source) -> Inventory:
     return Inventory(tuple(chosen), schema, row_bytes, kind, guessed=not whole and left != 0)
 
 
+def seen_csv(source: Source) -> tuple[dict[str, Any], bool]:
+    """What `source.csv` has to say for the first file of a source to be read, and whether the
+    encoding is a guess; nothing where it is no CSV. Raises as `detect_format`."""
+    if table_format(source) is None:
+        kind, files = find(source)
+        if kind == "csv":
+            return csv_as_seen(files[0])
+    return {}, False
+
+
 def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
     """(uri, first block) of up to `most` files, spread over all, with types as `peek` guesses
     them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
@@ -302,6 +318,12 @@ def _tables(
 def _typing(kind: str, hive: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
     """`text`, `union` and `typed` of a `Shape` of such files."""
     return kind == "csv", kind in ("csv", "jsonl"), frozenset(hive)
+
+
+def _read_as(kind: str, source: Source, hive: Mapping[str, pa.DataType]) -> str:
+    """What a copy of the same bytes follows from besides: how they are read, and by which code."""
+    types = sorted((name, str(found)) for name, found in hive.items())
+    return dump([code_version(), kind, source.model_dump(mode="json"), types]).decode()
 
 
 def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:

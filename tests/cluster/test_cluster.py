@@ -106,6 +106,7 @@ def second_node(gpu_cluster: None) -> Iterator[None]:
         yield
     finally:
         nodes.stop()
+        until(lambda: len(ray_nodes()) == 1, 120, "its end, which the cluster may notice late")
 
 
 def run_placed(
@@ -342,6 +343,10 @@ def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(alone: pytest.Monk
     assert cluster.glance(make_job(cluster={"job_server": "http://head:8265"})) is None
     alone.setenv("RAY_ADDRESS", "head:6379")
     assert cluster.glance(make_job()) is None
+    here = make_job(cluster={"address": "local"})  # whatever the environment says
+    assert cluster.address_of(here.cluster) is None
+    found = cluster.glance(here)
+    assert found and found.gpus == 1 and not here.cluster.elsewhere
 
 
 @pytest.mark.parametrize("terminal", [True, False])

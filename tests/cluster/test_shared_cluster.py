@@ -17,6 +17,7 @@ import pytest
 from helpers.engines import FAILS, FakeEngine
 from helpers.heard import wait_for
 from helpers.hosts import FakeHosts
+from helpers.ray_head import ROOT
 from helpers.small import make_job
 
 from prefect_raybatch.cluster import connect as cluster
@@ -46,7 +47,7 @@ class FakeRay:
     def start(self, address: str | None, cpus: int) -> None:
         assert not self.there, "Ray: you called ray.init twice"
         if self.gate:
-            assert self.gate.wait(10)
+            assert self.gate.wait(120)
         self.there = True
         self.made.append((address, cpus))
 
@@ -83,7 +84,7 @@ class Runs:
                     self.events.append(f"{name} joined")
                     with self.shared.admitted(user, {"CPU": cpus}, self.total):
                         self.events.append(f"{name} works")
-                        assert self.go[name].wait(10)
+                        assert self.go[name].wait(120)
             except BaseException as error:
                 self.errors[name] = error
             self.events.append(f"{name} ended")
@@ -284,13 +285,13 @@ from types import SimpleNamespace
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 
-there, at_work = [], threading.Event()
+there, at_work, waits = [], threading.Event(), threading.Event()
 shared = Shared(SimpleNamespace(
     joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
 ), WarmEngines(None))
 
 def work(name):
-    user = User(name)
+    user = User(name, lambda text: waits.set())
     with shared.joined(user, None, 2), shared.admitted(user, {{"CPU": 2}}, {{"CPU": 2}}):
         at_work.set()
         user.stopped.wait(60)
@@ -304,7 +305,8 @@ with ThreadPoolExecutor() as pool:
     first = pool.submit(work, "a")
     at_work.wait(60)
     second = pool.submit(work, "b")
-    time.sleep(0.3)
+    assert waits.wait(60)
+    print(time.monotonic(), flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """
@@ -314,13 +316,55 @@ with ThreadPoolExecutor() as pool:
 def test_a_signal_ends_runs_in_threads_that_the_main_thread_waits_for(error: str) -> None:
     """As Prefect's task runner does: its `with` waits for every task that was submitted."""
     text = ENDING.format(error=error)
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=150, check=False
     )
-    assert time.monotonic() - began < 30
-    assert done.stdout.splitlines() == ["a JobStopped"], done.stderr
+    told, *said = done.stdout.splitlines()
+    assert said == ["a JobStopped"], done.stderr
+    assert time.monotonic() - float(told) < 30
     assert done.returncode != 0
+
+
+BESIDE = """
+import sys, threading, time
+from contextlib import ExitStack
+from helpers.small import make_job
+from prefect_raybatch.cluster import connect as cluster
+
+def hold():
+    with cluster.connected(make_job()):
+        time.sleep(600)
+
+with ExitStack() as stack:
+    stack.callback(print, "ended in order", flush=True)
+    if sys.argv[1] == "early":
+        stack.enter_context(cluster.started_early(make_job()))
+    else:
+        threading.Thread(target=hold, daemon=True).start()
+    until = time.monotonic() + 120
+    while not cluster.is_joined() and time.monotonic() < until:
+        time.sleep(0.1)
+    if sys.argv[1] != "early":
+        stack.enter_context(cluster.connected(make_job(name="second")))
+    print(cluster.is_joined(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("started", ["early", "by another run"])
+def test_sigterm_ends_in_order_a_process_whose_ray_another_thread_started(started: str) -> None:
+    """Ray takes care of the signal only where the main thread starts it."""
+    command = [sys.executable, "-c", BESIDE, started]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "True\n"
+            process.terminate()
+            said = process.communicate(timeout=120)[0]
+        finally:
+            process.kill()
+    assert (said, process.returncode) == ("ended in order\n", 143)
 
 
 def test_log_lines_stay_in_the_page_until_the_last_run_of_several_ends() -> None:

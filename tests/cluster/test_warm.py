@@ -8,15 +8,18 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers.engine_stage import block, lost_rows
 from helpers.heard import wait_for
-from helpers.hosts import FakeHosts
+from helpers.hosts import FakeHosts, Handle, calls_in_process
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import warm_engines
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
-from prefect_raybatch.cluster.warm_actors import EngineHost, warm_kind
+from prefect_raybatch.cluster.warm_actors import EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 
 KIND = WarmKind("a", EngineStage, {}, 8, {"CPU": 1.0, "GPU": 1.0})
@@ -107,6 +110,38 @@ def test_a_kind_that_cannot_be_kept_is_started_as_ever(warm: WarmEngines) -> Non
     warm.keep()
     with warm.lease(None, 2) as lease:
         assert lease is None
+
+
+def test_engines_whose_node_leaves_end_and_no_run_gets_them(
+    warm: WarmEngines, hosts: FakeHosts
+) -> None:
+    warm.keep()
+    used(warm, KIND, 2)
+    hosts.going = {1}
+    warm.tidy()
+    assert hosts.ended == [(1, True)]
+    hosts.going = {0}
+    assert used(warm, KIND) == [2], "of a notice that came since"
+    with warm.lease(KIND, 2) as lease:
+        assert lease is not None and lease.engines(1) == [2]
+        hosts.going = {2}
+    assert [host for host, _ in hosts.ended] == [1, 0, 2], "nor does one wait there for the next"
+
+
+def test_a_run_is_told_why_the_engine_that_is_up_is_not_its_own(
+    warm: WarmEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    short, long = (
+        replace(KIND, key=str(length), arguments={"max_model_len": length, "seed": 0})
+        for length in (512, 576)
+    )
+    warm.keep()
+    with caplog.at_level("INFO"):
+        used(warm, short)
+        used(warm, replace(OTHER, base="another model", arguments=long.arguments))
+        assert "cannot be used" not in caplog.text
+        used(warm, long)
+    assert "it has max_model_len 512, not 576; jobs that" in caplog.text
 
 
 def test_the_engine_that_waited_longest_makes_room_and_no_more_than_needed(
@@ -289,10 +324,16 @@ def test_what_an_engine_is_started_with_tells_it_from_others(change: dict[str, A
     assert kind_of(replace(SPEC, **change)) != kind_of()
 
 
-def test_so_do_its_adapters_its_stage_and_what_it_holds() -> None:
+def test_so_do_the_room_for_adapters_its_stage_and_what_it_holds() -> None:
+    """Other adapters in the same room are told apart in the engine, by their numbers."""
     one, two = ({"a": {"source": "a", "revision": None, "identity": x}} for x in "12")
-    adapted = [replace(SPEC, adapted=replace(SPEC.adapted, pinned=some)) for some in (one, two)]
-    kinds = [kind_of(), *map(kind_of, adapted), kind_of(engine=EngineHost)]
+    room = replace(SPEC, arguments={**SPEC.arguments, "enable_lora": True, "max_loras": 1})
+    adapted = [
+        replace(room, model={**MODEL, "adapters": some}, adapted=Adapted("a", some))
+        for some in (one, two)
+    ]
+    assert kind_of(adapted[0]) == kind_of(adapted[1])
+    kinds = [kind_of(), kind_of(adapted[0]), kind_of(engine=EngineHost)]
     kinds += [kind_of(resources={"num_cpus": 2}), kind_of(calls=1000)]
     assert len({(kind.key, kind.calls) for kind in kinds if kind is not None}) == len(kinds)
 
@@ -376,6 +417,38 @@ def test_each_forwarder_of_a_pass_takes_a_host_of_its_own() -> None:
     assert host.take("one", "a") and host.take("one", "a"), "its own, again after a death"
     assert not host.take("one", "b")
     assert host.take("two", "b"), "of the next pass"
+
+
+def forwarding(hosts: list[Handle], made: list[Handle], leaving: bool = False) -> Forwarder:
+    """The actor of a pass that sends blocks to these hosts; others are `made` from the list."""
+    return Forwarder(SPEC, hosts, "one", KIND, lambda kind: made.pop(), lambda: leaving)
+
+
+def test_blocks_go_to_another_engine_where_the_node_of_theirs_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_in_process(monkeypatch)
+    going: list[bool] = []
+    old = Handle(EngineHost(Stage, lambda: bool(going)))
+    new = Handle(EngineHost(Stage))
+    forwarder = forwarding([old], [new])
+    assert len(forwarder(TABLE)) == 2 and not new.held.stage
+    stage = old.held.stage
+    going.append(True)
+    assert not old.held.is_idle() and old.held.leaves()
+    assert len(forwarder(TABLE)) == 2 and new.held.stage
+    wait_for(lambda: old.killed)  # what it had begun is over: its node need not wait
+    assert stage.closed and not new.killed
+    assert forwarding([old, new], []).host is new, "one that takes its place"
+
+
+def test_an_actor_on_a_node_that_leaves_gives_its_blocks_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_in_process(monkeypatch)
+    old = Handle(EngineHost(Stage, lambda: True))
+    (back,) = lost_rows(forwarding([old], [], leaving=True)(block(Unit(3, 0, 2))))
+    assert back[:2] == (3, 0) and "its node leaves" in back[2] and not back[3]
 
 
 def test_the_job_is_asked_only_where_engines_can_be_kept() -> None:

@@ -9,10 +9,21 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.small import make_job
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.source import csv_text, cuts, side_copies, snapshot, streams
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.source import (
+    csv_text,
+    cuts,
+    forget_copied,
+    side_copies,
+    snapshot,
+    snapshots,
+    streams,
+)
 from prefect_raybatch.storage import open_store
 
 CUT, BLOCK = 2048, 512
@@ -29,7 +40,8 @@ def table_of(folder, name, uri, **fields):
     assert [file.rows for file in made.files] == [len(table) for table in read]
     assert all(table.schema.equals(made.schema) for table in read)
     rows = pa.concat_tables(read).combine_chunks() if read else None
-    left = {p for p in (folder / name).rglob("*.parquet")}
+    forget_copied(store, "attempt", {file.uri for file in made.files})  # as with a plan
+    left = {p for p in (folder / name).rglob("*") if p.is_file()}
     assert left == {folder / name / file.uri for file in made.files}
     return rows
 
@@ -258,3 +270,139 @@ def test_numbers_that_fractions_elsewhere_would_round_are_an_error(order, both, 
     texts = [text.replace(LONG, "1234567") for text in texts]
     rows, _ = both(files(tmp_path / "short", *texts))
     assert sorted(rows["a"].to_pylist()) == [1.5, 2.0, 3.0, 4.0, 1234567.0]
+
+
+# --- a copy that was cut off --------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing in the package catches it to tidy up."""
+
+
+@pytest.fixture
+def copying(small, monkeypatch, tmp_path):
+    """A function that copies `uri`, one share after the other, and gives (rows, files of the
+    snapshot, places of the parts that were read to their end); killed once `kill_after` are."""
+    read = snapshots.csv_tables
+    monkeypatch.setattr(snapshots.os, "sched_getaffinity", lambda _: {0})
+
+    def copy(uri, kill_after=None, attempt="attempt", **fields):
+        done = []
+
+        def tables(file, *args, **more):
+            if len(done) == kill_after:
+                raise Killed
+            yield from read(file, *args, **more)
+            done.append((file.info.path, 0 if file.cut is None else file.cut.at))
+
+        store = open_store(str(tmp_path / "run"))
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshots, "csv_tables", tables)
+            if kill_after is not None:
+                with pytest.raises(Killed):
+                    snapshot(Source(uri=uri, **fields), store, attempt)
+                return None, (), done
+            made = snapshot(Source(uri=uri, **fields), store, attempt)
+        parts = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
+        assert all(part.schema.equals(made.schema) for part in parts)
+        return pa.concat_tables(parts), made.files, done
+
+    return copy
+
+
+def stored(tmp_path):
+    return {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*.parquet")}
+
+
+@pytest.mark.parametrize("late", [(), ("x,1.5,y",)])
+def test_a_copy_that_was_killed_goes_on_from_its_parts(copying, tmp_path, late):
+    uri = files(tmp_path / "in", csv(*numbered(900, *late)))
+    want, whole, all_read = copying(uri, attempt="whole")
+    shutil.rmtree(tmp_path / "run")
+    before = copying(uri, kill_after=3, attempt="first")[2]
+    kept = stored(tmp_path)
+    assert len(before) == len(kept) == 3
+    rows, found, after = copying(uri, attempt="second")
+    assert rows.equals(want) and len(found) == len(whole)
+    assert sorted(before + after) == sorted(all_read), "each part was to be read once"
+    if not late:  # else they were read again for their types, by which nothing is kept
+        assert kept < {file.uri for file in found}
+    again = copying(uri, attempt="third")
+    assert again[1] == found
+    assert len(again[2]) == len(late), "but for the part that showed the types anew"
+
+
+def changed_file(tmp_path, uri):
+    path = tmp_path / "in/000.csv"
+    path.write_text(path.read_text().replace("name 1,", "nama 1,"))
+
+
+def changed_fields(tmp_path, uri):
+    return {"columns": ["a", "c"]}
+
+
+def lost_part(tmp_path, uri):
+    for path in (tmp_path / "run").rglob("*.parquet"):
+        path.unlink()
+
+
+def changed_part(tmp_path, uri):
+    for path in (tmp_path / "run").rglob("*.parquet"):
+        path.write_bytes(path.read_bytes() + b"x")
+
+
+def bad_record(tmp_path, uri):
+    for path in (tmp_path / "run").rglob("*.json"):
+        path.write_bytes(b"{}")
+
+
+def foreign_record(tmp_path, uri):
+    for path in (tmp_path / "run").rglob("*.json"):
+        path.write_text(path.read_text().replace("_raybatch/input/first", "data/first"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [changed_file, changed_fields, lost_part, changed_part, bad_record, foreign_record],
+    ids=lambda change: change.__name__,
+)
+def test_what_was_copied_of_another_input_or_is_not_there_is_copied_again(
+    copying, tmp_path, change
+):
+    uri = files(tmp_path / "in", csv(*numbered(900)))
+    copying(uri, kill_after=3, attempt="first")
+    kept = stored(tmp_path)
+    fields = change(tmp_path, uri) or {}
+    rows, found, after = copying(uri, attempt="second", **fields)
+    assert not kept & {file.uri for file in found}
+    shutil.rmtree(tmp_path / "run")
+    want, _, all_read = copying(uri, attempt="third", **fields)
+    assert rows.equals(want) and sorted(after) == sorted(all_read)
+
+
+def test_records_and_parts_of_other_types_go_once_there_is_a_plan(copying, tmp_path):
+    uri = files(tmp_path / "in", csv(*numbered(900, "x,1.5,y")))
+    store = open_store(str(tmp_path / "run"))
+    copying(uri, kill_after=2, attempt="first")
+    earlier = stored(tmp_path)
+    found = copying(uri, attempt="second")[1]
+    assert len(stored(tmp_path)) > len(found)
+    forget_copied(store, "second", {file.uri for file in found})
+    assert stored(tmp_path) == earlier | {file.uri for file in found}
+    assert not list((tmp_path / "run").rglob("*.json"))
+
+
+def test_a_plan_takes_the_parts_of_a_run_that_was_killed_while_it_copied(copying, tmp_path):
+    uri = files(tmp_path / "in", csv(*numbered(900)))
+    copying(uri, kill_after=3, attempt="first")
+    kept = stored(tmp_path)
+    job = make_job(
+        source={"uri": uri},
+        prompt={"template": "{b}"},
+        output={"uri": str(tmp_path)},
+    )
+    plan_run(job, "run")
+    ledger = Ledger(open_store(str(tmp_path / "run")))
+    named = {file.uri for file in ledger.files(ledger.load_plan())}
+    assert kept < named == {path for path in stored(tmp_path) if "/input/" in path}
+    assert not (tmp_path / "run/_raybatch/input/copied").exists()

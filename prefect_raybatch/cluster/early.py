@@ -1,0 +1,382 @@
+"""Engines that start while the input of their run is copied.
+
+Copying millions of rows takes a while, and so does a start. Where what an engine is started with is
+certain before the rows are known, both are done at once: the engines wait among those that outlast
+their run (`warm`) for a run whose engines are of their kind, and are ended if there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.sharing import END_SECONDS, User
+from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.precision import precision_tries
+from prefect_raybatch.sizing import sizes as sizing
+from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.source import Inventory
+
+log = logging.getLogger(__name__)
+
+WORTH_BYTES = 64 << 20  # of rows in memory: fewer are copied in a second, and a start is as it was
+COPY_LOOK = 1.0  # seconds between looks while the input is copied
+# What the first block of an input leaves open: its rows are taken for as large as the others, give
+# or take this. Sizes are asked for at steps between.
+GUESS_OFF = 1.5
+GUESS_STEPS = 5
+ANY_ROW = tuple(4.0**power for power in range(11))  # bytes, where nothing is known of the rows
+SHARDS_AN_ENGINE = 2  # at least, by the guess, for several engines: else some might get none
+_HOUR = 3600.0  # seconds
+COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy that works there
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Of the input before it is copied: its rows, and bytes a row in memory may come to; `whole`
+    are the bytes that are copied. 0 rows and bytes where nothing can be told."""
+
+    rows: int
+    row_bytes: tuple[float, ...]
+    whole: float = 0.0
+
+    @classmethod
+    def of(cls, found: Inventory, images: bool) -> Guess:
+        rows = sum(file.rows for file in found.files)
+        if images:  # a row is what its images come to, which nobody has looked at
+            return cls(rows, ANY_ROW, rows * found.row_bytes)
+        steps = [GUESS_OFF ** (2 * n / (GUESS_STEPS - 1) - 1) for n in range(GUESS_STEPS)]
+        sizes = tuple(found.row_bytes * step for step in steps)
+        return cls(rows, sizes, rows * found.row_bytes)
+
+
+@dataclass(frozen=True)
+class EarlyPlan:
+    """The engines that a run is certain to start, so many, each made by `spec`."""
+
+    kind: WarmKind
+    spec: Any
+    engines: int
+    gpus_an_engine: float
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What was begun for a run: the name under which the engines tell of their start ("": none
+    that it takes), and the GPU-seconds that were spent before it."""
+
+    name: str = ""
+    gpu_seconds: float = 0.0
+
+
+# --- whether ------------------------------------------------------------------------------------
+
+
+def why_late(job: BatchJob) -> str:
+    """Why a job's engines can only start once its input is copied, by the job alone; "" where
+    nothing in it says so."""
+    engine = job.engine
+    if job.cluster.access.remote:
+        return "they are in a cluster that this process is not in"
+    if engine.max_model_len == "auto":
+        return "engine.max_model_len: auto follows from the rows"
+    if precision_tries(engine):
+        return "a sample of the rows decides on fp8"
+    if job.keeps_answers:
+        return "which rows are asked follows from the answers that are there"
+    if engine.stage != "vllm":
+        return f"engine.stage {engine.stage} starts its own"
+    if engine.spans_nodes:
+        return "engines that span nodes are no single actors"
+    if isinstance(engine.replicas, list):
+        return "engine.replicas is a range, which grows by the rows that wait"
+    return ""
+
+
+def early_plan(
+    job: BatchJob,
+    model: Mapping[str, Any],
+    have: Capacity,
+    guess: Guess,
+    engine: type | None = None,
+) -> EarlyPlan | str:
+    """The engines that a run starts on that cluster whatever its rows are, by what can be guessed
+    of these; or why that is not certain. Raises `InsufficientResources` and `ConfigError` where
+    the run will."""
+    from prefect_raybatch.cluster.pipeline import spec_of, warm_kind_of
+
+    more = {"engine": engine} if engine else {}
+    known, unknown = sized.model_sizes(job.engine, model, have)
+    rows = guess.rows or sizing.ASSUMED_GPUS
+    sizes = [sizing.sizes_of(job, rows, b, have, known, unknown) for b in guess.row_bytes]
+    kinds = [warm_kind_of(job, model, size, **more) for size in sizes]
+    kind, size = kinds[0], sizes[0]
+    if kind is None:
+        return "a logits processor, or an argument that is an object, is one run's alone"
+    for other, its in zip(kinds, sizes, strict=True):
+        if other != kind or its.pool.replicas != size.pool.replicas:
+            return f"what they are started with follows from the length of rows{_differing(sizes)}"
+    fewest = min(its.shards for its in sizes)
+    if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
+        return "how many of them there are may follow from the number of shards"
+    spare, cpus = spare_cpus(job, have), _cpus(job, have)
+    wanted = size.pool.fewest * job.engine.num_cpus
+    if wanted + spare > cpus:
+        return f"they would take {wanted:g} of {cpus:g} CPUs, and the copy needs {spare:g}"
+    cluster.check_fit(job, have, size.pool)
+    gpus = size.pool.gpus_a_replica / size.pool.engines_per_gpu
+    return EarlyPlan(kind, spec_of(job, model, size), size.pool.fewest, gpus)
+
+
+def _differing(sizes: list[Sizing]) -> str:
+    names = {
+        "engines_per_gpu": {size.pool.engines_per_gpu for size in sizes},
+        "max_num_seqs": {size.max_num_seqs for size in sizes},
+        "max_num_batched_tokens": {size.arguments.max_num_batched_tokens for size in sizes},
+    }
+    told = [f"engine.{name} {sorted(map(str, of))}" for name, of in names.items() if len(of) > 1]
+    return f" ({'; '.join(told)}: name them)".replace("'", "") if told else ""
+
+
+def _cpus(job: BatchJob, have: Capacity) -> float:
+    """CPUs to share among engines and copy. A local cluster may count more than there are."""
+    local = cluster.address_of(job.cluster) is None
+    return min(have.cpus, float(os.cpu_count() or 1)) if local else have.cpus
+
+
+def spare_cpus(job: BatchJob, have: Capacity) -> float:
+    """CPUs that are left to the copy: one, and of a cluster on which it works a part."""
+    if cluster.address_of(job.cluster) is None:
+        return 1.0
+    return max(1.0, math.floor(COPY_SHARE * have.cpus))
+
+
+def guessed(job: BatchJob) -> Guess:
+    """What the beginning of a job's input tells. Raises as `source.peek`."""
+    from prefect_raybatch import source
+
+    if source.detect_format(job.source) == "sql":  # a look would ask the database once more
+        return Guess(0, ANY_ROW)
+    return Guess.of(source.peek(job.source), job.prompt.images.used)
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+class EarlyStart:
+    """The engines of one run, from the copy of its input until it takes them, or until `end`.
+
+    They are started from a thread, which holds the cluster for them meanwhile. What keeps that from
+    starting them is of no concern here: the run starts its own, and tells. `plan` and `hosts` are
+    what was started; once `closed` nothing is started any more.
+    """
+
+    def __init__(self, engine: type | None = None, clock: Callable[[], float] = time.monotonic):
+        self.engine, self.clock = engine, clock
+        self.name = uuid.uuid4().hex  # under which the engines tell of their start
+        self._lock = threading.Lock()
+        self._user = User("engines of a run to come", works=False)
+        self.thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self.closed = False
+        self.plan: EarlyPlan | None = None
+        self.hosts: EarlyHosts | None = None
+        self._copies = 0  # CPUs that the copy takes while it is open whether engines start
+        self._since = 0.0  # from which GPUs are held that are not counted yet
+        self._held = 0  # engines that hold them
+        self._spent = 0.0
+        self._most = math.inf  # GPU-seconds that limits.max_cost allows
+
+    def begin(self, job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
+        """Starts them, unless something speaks against it; returns at once. `model` gives the
+        pinned one. Called again, as a plan is that is tried again, it goes on."""
+        if self.thread is not None or self.closed:
+            return
+        if why := why_late(job):
+            log.info("engines start once the input is copied: %s", why)
+            return
+        cluster.end_by_sigterm()
+        self.thread = threading.Thread(
+            target=self._main, args=(job, model), name="raybatch-engines", daemon=True
+        )
+        self.thread.start()
+
+    def copy_room(self, cpus: int) -> int | None:
+        """The CPUs, of so many in the cluster, on which the copy may work just now, so that the
+        engines find theirs free; None once they have them, or start later."""
+        thread = self.thread
+        with self._lock:
+            if self.closed or self.hosts is not None or thread is None or not thread.is_alive():
+                return None
+            self._copies = max(1, math.floor(COPY_SHARE * cpus))
+            return self._copies
+
+    def settle(self, kind: WarmKind | None, most: int) -> Begun:
+        """The run is in the cluster, and its engines are of that kind, at most so many: others are
+        ended, and nothing is started any more. Counts what was spent, once."""
+        with self._lock:
+            self.closed, plan, hosts = True, self.plan, self.hosts
+            self._over.set()
+            spent, self._spent = self._spent + self._counted(), 0.0
+            left, self._held = self._held, 0
+        if plan is None or hosts is None or not left:
+            return Begun("", spent)
+        if plan.kind == kind:
+            cluster.SHARED.warm.end_early(hosts, but=most)
+            log.info("%s started while the input was copied", counted(min(left, most), "engine"))
+            return Begun(self.name, spent)
+        cluster.SHARED.warm.end_early(hosts)
+        log.info("%s started early and ended: the run's are others", counted(left, "engine"))
+        return Begun("", spent)
+
+    def end(self) -> None:
+        """Ends what no run has taken, and lets go of the cluster."""
+        with self._lock:
+            self.closed = True
+            self._end_hosts()
+        self._over.set()
+        if self.thread is not None:
+            self.thread.join(END_SECONDS)
+
+    def _main(self, job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
+        try:
+            guess = guessed(job)
+            if guess.rows and guess.whole < WORTH_BYTES:
+                log.debug("engines start once the input is copied, which takes no time")
+                return
+            pinned = model()
+            if self.closed:
+                return
+            with cluster.connected(job, self._user) as have:
+                found = early_plan(job, pinned, have, guess, self.engine)
+                why = found if isinstance(found, str) else self._started(job, found, have)
+                if why:
+                    log.info("engines start once the input is copied: %s", why)
+                    return
+                self._hold()
+        except (RayBatchError, OSError) as error:  # planning and inference say it where it counts
+            log.info("engines start once the input is copied: %s", error)
+        except Exception as error:
+            log.warning("engines were not started early: %s: %s", type(error).__name__, error)
+
+    def _started(self, job: BatchJob, plan: EarlyPlan, have: Capacity) -> str:
+        """Why they were not started; "" where they were."""
+        from prefect_raybatch.stages.ray_internals import tell_start
+
+        spec = replace(
+            plan.spec, untaken=True, attempt=self.name, tell=partial(tell_start, self.name)
+        )
+        if (most := job.limits.max_cost) is not None and plan.gpus_an_engine:
+            price = gpu_price(job, have).hour
+            if price is None:
+                return "limits.max_cost has no price to count by"
+            self._most = most / price * _HOUR
+        total = {"CPU": _cpus(job, have), "GPU": have.gpus}
+        with self._lock:
+            if self.closed:
+                return "it is"
+            # What the copy has already need not be free.
+            spare = {"CPU": max(0.0, spare_cpus(job, have) - self._copies)}
+            hosts = cluster.SHARED.begin_early(plan.kind, spec, plan.engines, total, spare)
+            if hosts is None:
+                return "other engines or tasks are in their room, or such engines are up"
+            self.plan, self.hosts = plan, hosts
+            self._since, self._held = self.clock(), len(hosts.hosts)
+        log.info("%s started while the input is copied", counted(plan.engines, "engine"))
+        return ""
+
+    def _hold(self) -> None:
+        """Holds the cluster until the run is in it; an engine that is up waits only so long."""
+        up: float | None = None
+        while not self._over.wait(COPY_LOOK):
+            if up is None and self.hosts is not None and self.hosts.begun():
+                up = self.clock()
+            waited = 0.0 if up is None else self.clock() - up
+            if self._spent + self._since_then(self.clock()) >= self._most:
+                with self._lock:
+                    ended = self._end_hosts()
+                if ended:
+                    log.warning(
+                        "%s ended: they have cost what limits.max_cost allows while the input was "
+                        "copied. The run stops once it is; raise the limit to go on from there",
+                        counted(ended, "engine"),
+                    )
+                return
+            if self._user.stopped.is_set() or waited > IDLE_SECONDS:
+                with self._lock:
+                    ended = self._end_hosts()
+                if ended and waited > IDLE_SECONDS:
+                    log.info(
+                        "%s ended: the input is copied still after %g s; they start again then",
+                        *(counted(ended, "idle engine"), IDLE_SECONDS),
+                    )
+                return
+
+    def _end_hosts(self) -> int:
+        if self.hosts is None:
+            return 0
+        self._spent += self._counted()
+        self._held = 0
+        return cluster.SHARED.warm.end_early(self.hosts)
+
+    def _counted(self) -> float:
+        """GPU-seconds since the last time."""
+        now = self.clock()
+        found, self._since = self._since_then(now), now
+        return found
+
+    def _since_then(self, now: float) -> float:
+        each = self.plan.gpus_an_engine if self.plan else 0.0
+        return self._held * each * (now - self._since)
+
+
+_EARLY: ContextVar[EarlyStart | None] = ContextVar("early", default=None)
+
+
+@contextmanager
+def engines_early(engine: type | None = None) -> Iterator[EarlyStart]:
+    """A run that is planned and driven within the block may have its engines started while its
+    input is copied. The end of the block ends those that the run has not taken. `engine` replaces
+    the engine stage in tests."""
+    early = EarlyStart(engine)
+    token = _EARLY.set(early)
+    try:
+        yield early
+    finally:
+        _EARLY.reset(token)
+        early.end()
+
+
+def current_early() -> EarlyStart | None:
+    """That of the block of `engines_early` that one is in."""
+    return _EARLY.get()
+
+
+def begin_early(job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
+    """The job's input is copied from now on."""
+    if (early := current_early()) is not None:
+        early.begin(job, model)
+
+
+def engines_begun(kind: WarmKind | None, most: int) -> Begun:
+    """What was begun for the run that is in the cluster now; see `EarlyStart.settle`."""
+    early = current_early()
+    return Begun() if early is None else early.settle(kind, most)

@@ -1,0 +1,176 @@
+"""What came of a share of the input that was copied, and the record of it, by which a copy that was
+cut off is gone on with.
+
+A record stands for what the share was read as: the same bytes, read in the same way under the same
+types known before, by the same code. Until there is a plan nobody deletes what a record names:
+whoever is copying may have found it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
+from prefect_raybatch.ledger.layout import COPIED, INPUT
+from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import InputFile, dump
+from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.source.arrow_types import written
+from prefect_raybatch.source.columns import Shape
+from prefect_raybatch.source.cuts import Stretch
+from prefect_raybatch.source.find import input_file
+from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
+
+CopyShare = tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
+class ShareCopied:
+    """What came of a share. `files` is None where a later value did not fit `schema`, by which it
+    was being written (before what is null throughout became text); `types` each time a file's
+    were wider."""
+
+    files: tuple[InputFile, ...] | None
+    schema: pa.Schema
+    types: tuple[tuple[str, dict[str, pa.DataType]], ...]
+    known: tuple[str, ...]
+    row_bytes: float = 0.0
+    read: int = 0  # rows, of which a filter may leave some out
+    unfit: ConfigError | None = None  # why the filter does not go with `schema`
+    error: RayBatchError | None = None
+    part: bool = False  # of a file, whose other parts may have wider types
+
+    def under(self, shape: Shape) -> bool:
+        """Whether it was written by the types of all, and shows that its values have them."""
+        if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
+            return False
+        return not (self.part and shape.text) or all(
+            pa.types.is_null(kind) or kind == (shape.types_of(uri) or {})[name]
+            for uri, kinds in _last(self.types).items()
+            for name, kind in kinds.items()
+        )
+
+
+@dataclass(frozen=True)
+class _CopyRecord:
+    """A `ShareCopied` without faults, on disk; types as Arrow schemas in base64."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    files: tuple[InputFile, ...]
+    schema: str
+    types: tuple[tuple[str, str], ...]
+    known: tuple[str, ...]
+    row_bytes: Number
+    read: Count
+    part: bool
+
+    @classmethod
+    def of(cls, one: ShareCopied) -> _CopyRecord:
+        types = tuple((uri, encode_schema(_schema(kinds))) for uri, kinds in one.types)
+        schema = encode_schema(one.schema)
+        return cls(one.files or (), schema, types, one.known, one.row_bytes, one.read, one.part)
+
+    def share(self) -> ShareCopied:
+        types = tuple((uri, _kinds(decode_schema(text))) for uri, text in self.types)
+        schema = decode_schema(self.schema)
+        row_bytes = float(self.row_bytes)
+        return ShareCopied(
+            self.files, schema, types, self.known, row_bytes, self.read, part=self.part
+        )
+
+
+def copy_key(
+    read_as: str,
+    share: CopyShare,
+    known: Mapping[str, pa.DataType],
+    of_files: Mapping[str, Mapping[str, pa.DataType]],
+) -> str:
+    """The name of a share's record; `read_as` tells how its files are read, and by which code."""
+    told = [
+        read_as,
+        [_bytes_told(stretch) for stretch in share],
+        [(name, str(kind)) for name, kind in known.items()],
+        [
+            (uri, [(name, str(kind)) for name, kind in types.items()])
+            for uri, types in sorted(of_files.items())
+        ],
+    ]
+    return hashlib.sha256(dump(told)).hexdigest()
+
+
+def found_copied(store: Store, key: str) -> ShareCopied | None:
+    """The share as it was copied before, if its files are there as they were then."""
+    path = _path(key)
+    try:
+        record = read_json(_RECORD, read_record(store, path), path)
+        for file in record.files:
+            if not file.uri.startswith(f"{INPUT}/"):
+                raise CorruptRun(f"{path} names {file.uri}, which is no part of a snapshot")
+            if input_file(file.uri, store.stat(file.uri), file.rows) != file:
+                return None
+        return record.share()
+    except FileNotFoundError:
+        return None
+    except CorruptRun as error:
+        log.warning("a copied part of the input is copied again: %s", error)
+        return None
+
+
+def note_copied(store: Store, key: str, one: ShareCopied) -> None:
+    """Records a share whose files are stored, if it is whole. Raises the store's errors."""
+    if one.files is not None and one.unfit is None and one.error is None:
+        put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))
+
+
+def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
+    """Once there is a plan, which names the files `named`: removes the records, and what this
+    attempt has copied under other types than the plan's."""
+    ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
+    with suppress(RayBatchError):  # only tidiness
+        left = [i.path for i in store.list(INPUT) if i.path.startswith(ours)]
+        store.delete([path for path in left if path not in named])
+
+
+def _bytes_told(stretch: Stretch) -> Sequence[object]:
+    """What tells the bytes of a stretch from all others; the change time cannot be set back."""
+    file, info = stretch.file, stretch.file.info
+    seen = [info.size, info.etag, info.mtime_ns, info.ctime_ns]
+    place = [stretch.start, stretch.stop, stretch.lead, stretch.head.hex()]
+    return [file.uri, *seen, *place, list(file.values)]
+
+
+def _last(
+    changes: Sequence[tuple[str, dict[str, pa.DataType]]],
+) -> dict[str, dict[str, pa.DataType]]:
+    """The types of each file's text columns after all changes."""
+    last: dict[str, dict[str, pa.DataType]] = {}
+    for uri, types in changes:
+        last.setdefault(uri, {}).update(types)
+    return last
+
+
+def _schema(kinds: Mapping[str, pa.DataType]) -> pa.Schema:
+    return pa.schema(list(kinds.items()))
+
+
+def _kinds(schema: pa.Schema) -> dict[str, pa.DataType]:
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def _path(key: str) -> str:
+    return f"{COPIED}/{key}.json"
+
+
+_RECORD = TypeAdapter(_CopyRecord)
