@@ -2,19 +2,21 @@
 
 The package's own code without engines: an input of real Parquet files (copies of one file of a
 single tiny column, so that all footers are read and little space is needed), the plan, a commit of
-every shard but a few by synthetic receipts (rows left out on purpose, so that no pieces need to
+every shard but a few by synthetic receipts (all rows left out on purpose, so that no pieces need to
 be made), what a driver does when it resumes, up to the read tasks it would hand to Ray, then the
-rest of the commits, finalize, status and verify. Each phase is a process of its own. The S3 server
-is Ceph radosgw on this machine, where it is installed.
+rest of the commits, finalize, status and verify. Each phase is a process of its own. With shares
+(--left-out, --failed) rows are left out or fail at random; finalize and verify need the pieces
+then, which --pieces writes. The S3 server is Ceph radosgw on this machine, where it is installed.
 
     python benchmarks/ledger.py                            2,500, 25,000 and 250,000 shards
     python benchmarks/ledger.py --shards 25_000
     python benchmarks/ledger.py --shards 2_500 --store local --writers 1
+    python benchmarks/ledger.py --shards 2_500 --store local --left-out 0.5 --failed 0.1 --pieces
 
-Prints one row a step: seconds, requests to S3, memory (RSS) before and after it and the process's
-peak so far, in MB; the step "import" is what loading the code costs. A table over the sizes ends
-it. Exit status 1 when a driver process (plan, start, resume) peaks above --bar, or a resume takes
-longer than --resume-bar.
+Prints one row a step: seconds, CPU seconds, requests to S3, memory (RSS) before and after it and
+the process's peak so far, in MB; the step "import" is what loading the code costs. A table over the
+sizes ends it. Exit status 1 when a driver process (plan, start, resume) peaks above --bar, or a
+resume takes longer than --resume-bar.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
+from functools import lru_cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from typing import Any
 DRIVER = ("plan", "start", "resume")
 SIZES = (2_500, 25_000, 250_000)
 ROWS = 4_000  # a shard, the most that a plan chooses by itself
+DRAWS = 64  # of positions, which shards take in turn: to draw them takes longer than to commit
 RUN_KEY = "ledger-benchmark"
 BUCKET = "ledger-benchmark"
 requests = 0
@@ -58,10 +61,11 @@ class Steps:
         """Measures the block; counts set in the dict it gives are shown beside it."""
         row: dict[str, Any] = {"phase": self.phase, "step": name, "before_mb": _rss_mb()}
         counts: dict[str, Any] = {}
-        began, before = time.perf_counter(), requests
+        began, cpu, before = time.perf_counter(), time.process_time(), requests
         yield counts
         row["requests"] = requests - before
         row["seconds"] = round(time.perf_counter() - began, 3)
+        row["cpu"] = round(time.process_time() - cpu, 3)
         row["after_mb"] = _rss_mb()
         row["peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
         self.rows.append({**row, "counts": counts})
@@ -133,9 +137,11 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     plan = ledger.load_plan()
     assert plan is not None
     shards = ledger.shards(plan)
-    receipt = receipts(args.left_out, args.failed)
+    put: Callable[[str, bytes], Any] = ledger.store.put
     if args.unsynced and args.store == "local":
-        ledger.store.put_if_absent = partial(_write, Path(_run_folder(args)))  # type: ignore[method-assign]
+        put = partial(_write, Path(_run_folder(args)))
+        ledger.store.put_if_absent = put  # type: ignore[method-assign]
+    receipt = receipts(args.left_out, args.failed, put if args.pieces else None)
     todo = np.flatnonzero(~ledger.committed(plan)).tolist()
     if len(todo) > args.pending:
         todo = todo[: -args.pending]
@@ -163,17 +169,20 @@ def _write(folder: Path, path: str, data: bytes) -> bool:
     return True
 
 
-def receipts(left_out: float, failed: float) -> Callable[[int, int], Any]:
+def receipts(
+    left_out: float = 0.0, failed: float = 0.0, put: Callable[[str, bytes], Any] | None = None
+) -> Callable[[int, int], Any]:
     """A function (shard, rows) -> receipt of about the size a real one has: rows left out and
-    failed at random by these shares, the others good. Pieces are named and not there; without
-    shares all rows are left out, and there are none."""
+    failed at random by these shares, the others good. Pieces are written by `put`, or else named
+    and not there; without shares all rows are left out, and there are none."""
     import uuid
 
     import numpy as np
 
+    from prefect_raybatch.ledger.layout import piece_path
     from prefect_raybatch.ledger.positions import Positions
     from prefect_raybatch.ledger.record_texts import PieceKind
-    from prefect_raybatch.ledger.records import Piece, Receipt
+    from prefect_raybatch.ledger.records import Piece, Receipt, digest
     from prefect_raybatch.ledger.stats import ShardStats
 
     attempt, began = uuid.uuid4().hex, time.time() - 3600
@@ -181,10 +190,11 @@ def receipts(left_out: float, failed: float) -> Callable[[int, int], Any]:
     sums = dict.fromkeys(names, 412_345.0)
     times = dict.fromkeys(("read_s", "prepare_s", "engine_s", "finish_s"), 3.1415)
 
-    def positions(shard: int, rows: int) -> dict[str, Positions]:
+    @lru_cache(2 * DRAWS)
+    def positions(draw: int, rows: int) -> dict[str, Positions]:
         if not left_out and not failed:
             return {"skipped": Positions.spans((0, rows))}
-        drawn = np.random.default_rng(shard).random(rows)
+        drawn = np.random.default_rng(draw).random(rows)
         parts = {
             "skipped": drawn < left_out,
             "failed": (drawn >= left_out) & (drawn < left_out + failed),
@@ -192,23 +202,58 @@ def receipts(left_out: float, failed: float) -> Callable[[int, int], Any]:
         }
         return {name: Positions.of(np.flatnonzero(flags)) for name, flags in parts.items()}
 
+    @lru_cache(4 * DRAWS)
+    def content(draw: int, rows: int, kind: PieceKind, part: str) -> tuple[bytes, str]:
+        data = _piece(kind, positions(draw, rows)[part].numbers)
+        return data, digest(data)
+
+    def piece(shard: int, rows: int, kind: PieceKind, part: str) -> Piece:
+        name, held = f"{shard:08d}-{uuid.uuid4().hex}.parquet", positions(shard % DRAWS, rows)[part]
+        if put is None:
+            return Piece(name, kind, len(held), 10**6, "0" * 64, held)
+        data, made = content(shard % DRAWS, rows, kind, part)
+        put(piece_path(name), data)
+        return Piece(name, kind, len(held), len(data), made, held)
+
     def receipt(shard: int, rows: int) -> Receipt:
-        held = positions(shard, rows)
+        held = positions(shard % DRAWS, rows)
         kinds: tuple[tuple[str, PieceKind], ...] = (("good", "data"), ("failed", "quarantine"))
         return Receipt(
             shard=shard,
             attempt=attempt,
             **held,
-            pieces=tuple(
-                Piece(f"{shard:08d}-{'0' * 32}.parquet", kind, len(part), 10**6, "0" * 64, part)
-                for name, kind in kinds
-                if (part := held.get(name))
-            ),
+            pieces=tuple(piece(shard, rows, kind, name) for name, kind in kinds if held.get(name)),
             stats=ShardStats(**sums, **times, rows=rows, started=began, ended=began + shard / 100),
             where={"node": "10.0.0.17", "pid": "4711"},
         )
 
     return receipt
+
+
+def _piece(kind: str, positions: Any) -> bytes:
+    """A piece as the finish stage writes it, of rows that are all alike."""
+    from io import BytesIO
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from prefect_raybatch.ledger.layout import POSITION
+
+    def alike(value: Any) -> Any:
+        return pa.repeat(value, len(positions))
+
+    number = alike(pa.scalar(7, pa.int32()))
+    columns = {POSITION: pa.array(positions, pa.int64())}
+    if kind == "data":
+        columns |= {"n": number, "answer": alike("seven")}
+    else:
+        said = {"stage": "engine", "error": "ValueError", "message": "no answer to this"}
+        columns |= {name: alike(text) for name, text in said.items()}
+        columns["attempts"] = alike(pa.scalar(1, pa.int32()))
+        columns["input"] = pa.StructArray.from_arrays([number], names=["n"])
+    out = BytesIO()
+    pq.write_table(pa.table(columns), out, compression="zstd")
+    return out.getvalue()
 
 
 def drive(args: argparse.Namespace, steps: Steps) -> None:
@@ -286,8 +331,10 @@ def verify(args: argparse.Namespace, steps: Steps) -> None:
         from prefect_raybatch.storage import open_store
     with steps.step("raybatch verify") as counts:
         found = prove(open_store(_run_folder(args)))
-        counts["rows"], counts["shards"] = found.skipped, found.committed_shards
-    if not found.ok or found.skipped != args.rows:
+        rows = found.data + found.quarantined + found.skipped
+        counts["rows"], counts["shards"] = rows, found.committed_shards
+        counts["in files"] = found.data + found.quarantined
+    if not found.ok or rows != args.rows:
         raise SystemExit(f"not proved: {found.faults}")
 
 
@@ -356,8 +403,9 @@ def main() -> int:
     parser.add_argument("--writers", type=int, default=16, help="threads that commit; a run has 1")
     parser.add_argument("--left-out", type=float, default=0.0, help="share of rows, at random")
     parser.add_argument("--failed", type=float, default=0.0, help="share of rows, at random")
+    parser.add_argument("--pieces", action="store_true", help="write those of the shares' rows")
     parser.add_argument("--unsynced", action="store_true", help="local commits are not synced")
-    parser.add_argument("--through", choices=PHASES, default="verify", help="the last phase")
+    parser.add_argument("--through", choices=PHASES, help="the last phase; by default verify")
     parser.add_argument("--store", choices=("s3", "local"), default="s3", help="of the output")
     parser.add_argument("--bar", type=float, default=1000.0, help="MB a driver process may take")
     parser.add_argument("--resume-bar", type=float, default=60.0, help="seconds of a resume")
@@ -371,15 +419,27 @@ def main() -> int:
         PHASES[args.phase](args, steps)
         print(json.dumps(steps.rows))
         return 0
+    _limit(parser, args)
     if not args.json:
         print_sizes()
-    if (args.left_out or args.failed) and args.through not in ("plan", "start", "commit"):
-        args.through = "resume" if args.through == "resume" else "status"  # there are no pieces
     with (
         tempfile.TemporaryDirectory(prefix="raybatch-ledger-", dir=args.folder) as folder,
         server(args, folder, args.json) as environment,
     ):
         return measure(args, folder, environment)
+
+
+def _limit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """The last phase: none that needs pieces which nobody writes."""
+    phases = list(PHASES)
+    named = (args.left_out or args.failed) and args.left_out < 1 and not args.pieces
+    last = "status" if named else "verify"
+    args.through = args.through or last
+    if phases.index(args.through) > phases.index(last):
+        parser.error(
+            f"--through {args.through}: with --left-out or --failed the records name pieces that "
+            "are not there; add --pieces, which writes them, or end with --through status"
+        )
 
 
 @contextmanager
@@ -421,7 +481,7 @@ def _size(args: argparse.Namespace, environment: dict[str, str]) -> list[dict[st
     rows: list[dict[str, Any]] = []
     if not args.json:
         print(f"\n{args.rows:,} rows, {args.files:,} files, {args.shards:,} shards\n")
-        titles = f"{'phase':9}{'step':24}{'seconds':>9}{'requests':>9}"
+        titles = f"{'phase':9}{'step':24}{'seconds':>9}{'CPU':>9}{'requests':>9}"
         print(titles + f"{'before':>9}{'after':>9}{'peak MB':>9}", flush=True)
     phases = list(PHASES)
     for phase in phases[: phases.index(args.through) + 1]:
@@ -445,7 +505,8 @@ def _run(phase: str, args: argparse.Namespace, environment: dict[str, str]) -> l
         "failed",
     )
     given = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    given += [f"--phase={phase}", *(["--unsynced"] if args.unsynced else [])]
+    given += [f"--{name}" for name in ("unsynced", "pieces") if getattr(args, name)]
+    given.append(f"--phase={phase}")
     done = subprocess.run(
         [sys.executable, __file__, *given],
         stdout=subprocess.PIPE,
@@ -457,12 +518,13 @@ def _run(phase: str, args: argparse.Namespace, environment: dict[str, str]) -> l
     return found
 
 
-def _total(rows: list[dict[str, Any]], phase: str) -> tuple[float, int, float]:
-    """Seconds and requests of a phase, without loading the code, and its peak in MB."""
+def _total(rows: list[dict[str, Any]], phase: str) -> tuple[float, float, int, float]:
+    """Seconds, CPU seconds and requests of a phase but for loading the code; its peak in MB."""
     steps = [row for row in rows if row["phase"] == phase]
     work = [row for row in steps if not row["step"].startswith("import")]
     return (
         sum(row["seconds"] for row in work),
+        sum(row["cpu"] for row in work),
         sum(row["requests"] for row in work),
         max((row["peak_mb"] for row in steps), default=0.0),
     )
@@ -471,7 +533,7 @@ def _total(rows: list[dict[str, Any]], phase: str) -> tuple[float, int, float]:
 def _missed(args: argparse.Namespace, shards: int, rows: list[dict[str, Any]]) -> list[str]:
     texts = []
     for phase in DRIVER:
-        if (peak := _total(rows, phase)[2]) > args.bar:
+        if (peak := _total(rows, phase)[3]) > args.bar:
             texts.append(f"{shards:,} shards: {phase} took {peak:.0f} MB, over {args.bar:.0f}")
     if (seconds := _total(rows, "resume")[0]) > args.resume_bar:
         texts.append(f"{shards:,} shards: resume took {seconds:.0f} s, over {args.resume_bar:.0f}")
@@ -482,18 +544,20 @@ def _summary(found: dict[int, list[dict[str, Any]]]) -> None:
     measured = {row["phase"] for rows in found.values() for row in rows}
     known = ("plan", "commit", "resume", "status", "finalize", "verify")
     phases = [phase for phase in known if phase in measured]
-    print("\n| shards | " + " | ".join(f"{phase}: s, requests, MB" for phase in phases) + " |")
+    print(
+        "\n| shards | " + " | ".join(f"{phase}: s, CPU s, requests, MB" for phase in phases) + " |"
+    )
     print("| ---: |" + " ---: |" * len(phases))
     for shards, rows in found.items():
-        cells = ("{:.1f}, {:,}, {:.0f}".format(*_total(rows, phase)) for phase in phases)
+        cells = ("{:.1f}, {:.1f}, {:,}, {:.0f}".format(*_total(rows, phase)) for phase in phases)
         print(f"| {shards:,} | " + " | ".join(cells) + " |")
 
 
 def _line(row: dict[str, Any]) -> str:
     memory = "".join(f"{row[name]:>9.0f}" for name in ("before_mb", "after_mb", "peak_mb"))
     counts = ", ".join(f"{value:,} {name}" for name, value in row["counts"].items())
-    head = f"{row['phase']:9}{row['step']:24}{row['seconds']:>9.2f}{row['requests']:>9,}"
-    return f"{head}{memory}  {counts}"
+    head = f"{row['phase']:9}{row['step']:24}{row['seconds']:>9.2f}{row['cpu']:>9.2f}"
+    return f"{head}{row['requests']:>9,}{memory}  {counts}"
 
 
 if __name__ == "__main__":

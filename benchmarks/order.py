@@ -78,6 +78,7 @@ def orders(
 
 def over_run(keys: Sequence[bytes]) -> list[int]:
     """The rows as the plan of `engine.order: run` puts them."""
+    import numpy as np
     import pyarrow as pa
 
     from prefect_raybatch.plan.prefix_order import PrefixOrder, compared_text
@@ -86,7 +87,7 @@ def over_run(keys: Sequence[bytes]) -> list[int]:
         order = PrefixOrder(Path(folder) / "prompts")
         began = time.process_time()
         order.add(0, pa.array([compared_text(key, keys[0]) for key in keys], pa.binary()))
-        rows = list(order.rows())
+        rows = np.concatenate(list(order.rows())).tolist()
         seconds = time.process_time() - began
     print(f"ordering over the run takes {seconds / len(keys) * 1e6:.1f} us a row")
     return rows

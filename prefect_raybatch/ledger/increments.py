@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS
+from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS, BY_ROW_RECORD
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
 from prefect_raybatch.ledger.positions import Positions
@@ -67,6 +67,35 @@ class TakenPrecision:
     decided: Mapping[str, str]
     min_agreement: Number
     by: str
+
+
+@dataclass(frozen=True)
+class RowAnswers:
+    """A file of raw answers in the order of the run's rows, whose numbers, from `first` on, are its
+    column `_row`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    path: str
+    first: Count
+    rows: Count
+    bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class AnswersByRow:
+    """The raw answers of all rows of the run of `plan` (its hash), in the order of the input."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    plan: str
+    files: tuple[RowAnswers, ...]
+    format: int = 1
+
+    def put(self, store: Store) -> None:
+        """Writes the record; of two that are written at a time both are right, and one counts."""
+        put_record_if_absent(store, BY_ROW_RECORD, dump(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -159,6 +188,18 @@ def read_answers(store: Store) -> Answers | None:
     return read_json(_ANSWERS, data, ANSWERS_RECORD)
 
 
+def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
+    """Which files hold the answers in the order of the run's rows; None where none do."""
+    try:
+        data = read_record(store, BY_ROW_RECORD)
+    except FileNotFoundError:
+        return None
+    found = read_json(_BY_ROW, data, BY_ROW_RECORD)
+    if found.plan != plan.hash or found.format != 1:
+        raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} is not of this plan, or of a newer version")
+    return found
+
+
 def asks_ledger(store: Store) -> Ledger:
     """The ledger of the asks of the run at `store`."""
     return Ledger(store.sub(ASKS))
@@ -208,3 +249,4 @@ def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waitin
 
 
 _INCREMENT, _ANSWERS = TypeAdapter(Increment), TypeAdapter(Answers)
+_BY_ROW = TypeAdapter(AnswersByRow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,17 +36,22 @@ class PartFiles:
         """Add `table` to the part as one row group."""
         import pyarrow.parquet as pq
 
+        def begin(path: str) -> pq.ParquetWriter:
+            dictionary = dictionary_columns(table)
+            return pq.ParquetWriter(
+                path, table.schema, compression="zstd", use_dictionary=dictionary
+            )
+
         with local_disk():
-            if self._local is None:
-                self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
-                self._writer = pq.ParquetWriter(
-                    self._path,
-                    table.schema,
-                    compression="zstd",
-                    use_dictionary=dictionary_columns(table),
-                )
-            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+            self._begun(begin).write_table(table, row_group_size=max(1, table.num_rows))
         self.rows += table.num_rows
+
+    def _begun(self, begin: Callable[[str], Any]) -> Any:
+        """What writes the part, which `begin` makes for a local path unless it is there."""
+        if self._local is None:
+            self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
+            self._writer = begin(self._path)
+        return self._writer
 
     @property
     def _path(self) -> str:

@@ -26,7 +26,16 @@ from prefect_raybatch.ledger.record_files import (
 from prefect_raybatch.ledger.records import Plan, TableName, digest, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, read_json
 
-WHOLE_SHARDS = "whole shards in input order, a new file before file_bytes of pieces are passed"
+# Numbers and checksums of a file's rows are held while it is written: about 40 bytes a row, and
+# 256 MiB of narrow rows (an id and a label) are a hundred million of them.
+MOST_PART_ROWS = 1 << 22
+# Whoever hands its writing out holds the commits of a file's shards, about 2 KB each; where a few
+# rows of each shard fail, one file would be of all shards.
+MOST_PART_SHARDS = 10_000
+WHOLE_SHARDS = (
+    "whole shards in input order, a new file before file_bytes of pieces or "
+    f"{MOST_PART_ROWS} rows or {MOST_PART_SHARDS} shards are passed"
+)
 _COLUMNS = ("kind", "index", "start", "stop", "rows")
 
 
@@ -77,16 +86,18 @@ def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
     """The files that these shards make, by the rule WHOLE_SHARDS."""
     spans: list[PartSpan] = []
     for kind in KINDS:
-        index = start = stop = rows = held = 0
+        index = start = stop = rows = held = shards = 0
         for shard in np.flatnonzero(sums.rows[kind]).tolist():
             size = int(sums.bytes[kind][shard])
-            if held and held + size > file_bytes:
+            more = int(sums.rows[kind][shard])
+            full = rows + more > MOST_PART_ROWS or shards == MOST_PART_SHARDS
+            if held and (held + size > file_bytes or full):
                 spans.append(PartSpan(kind, index, start, stop, rows))
-                index, rows, held = index + 1, 0, 0
+                index, rows, held, shards = index + 1, 0, 0, 0
             if not held:
                 start = shard
             stop, held = shard + 1, held + size
-            rows += int(sums.rows[kind][shard])
+            rows, shards = rows + more, shards + 1
         if rows:
             spans.append(PartSpan(kind, index, start, stop, rows))
     return tuple(spans)

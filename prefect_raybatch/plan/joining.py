@@ -172,10 +172,10 @@ class Join:
         self._asks = asks
         if self.prompts is not None:
             number = 0
-            for row in self.prompts.rows():
-                if self._kind[row] == ASKED:
-                    asks[row] = number
-                    number += 1
+            for rows in self.prompts.rows():
+                asked = rows[self._kind[rows] == ASKED]
+                asks[asked] = np.arange(number, number + len(asked))
+                number += len(asked)
         taken = _numbers(self.needed, True, self._mapped("taken", np.int64, self.earlier))
         for a, b in _steps(self.rows):
             kind, at = self._kind[a:b], np.array(self._at[a:b])
@@ -199,10 +199,11 @@ class Join:
 
     def weights(self) -> np.ndarray:
         """How many rows wait for each of the asks."""
-        made = np.zeros(self.asked, np.int64)
+        made = self._mapped("weights", np.int64, self.asked)
         for a, b in _steps(self.rows):
             waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)
-            made += np.bincount(self._at[a:b][waits], minlength=self.asked)
+            asks, rows = np.unique(self._at[a:b][waits], return_counts=True)
+            made[asks] += rows
         return made
 
 

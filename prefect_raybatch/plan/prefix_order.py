@@ -8,14 +8,15 @@ that order.
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.stages.block import Failure
@@ -27,9 +28,12 @@ MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk fo
 # Bytes of a prompt that are compared, from where it parts from the first row's on: beginnings that
 # differ do so soon, and rows of one beginning are put in order by their tokens in the engine stage.
 COMPARED = 512
-RUN_ROWS = 1 << 18  # rows that are sorted in memory
+RUN_ROWS = 1 << 18  # rows that are sorted in memory, and about as many when runs are merged
+RUN_BYTES = 96 << 20  # ... or fewer, where their texts are long
 MERGED_ROWS = 512  # of each sorted run, in memory while all are merged
-BUCKET_BYTES = 128 << 20  # of rows that are dealt out together
+CUT_ROWS = 1024  # of a sorted run, one of which tells where runs are cut to be merged
+BUCKET_BYTES = 128 << 20  # of rows that are sorted together after they were dealt out
+DEALT_BYTES = 64 << 20  # of rows that are dealt out together: few make many small writes
 MOST_DEALT = 256  # files that are open at once
 RANK = "__rb_rank"
 
@@ -84,7 +88,7 @@ def _common(one: bytes, other: bytes) -> int:
 class PrefixOrder:
     """The prompts of a run, by their rows: `add` all, then ask for the `rows` in order.
 
-    Memory: RUN_ROWS of `compared_text`. Local disk: those of all rows, in `folder`.
+    Memory: some RUN_BYTES of `compared_text`. Local disk: those of all rows, in `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,72 +96,128 @@ class PrefixOrder:
             folder.mkdir()
         self._folder = folder
         self._held: list[pa.Table] = []
-        self._held_rows = 0
+        self._held_rows = self._held_bytes = 0
         self._runs: list[Path] = []
+        self._cuts: list[pa.Table] = []
+        self._rows = 0
 
     def add(self, start: int, texts: pa.Array) -> None:
         """`compared_text` of the rows from `start` on (binary)."""
         numbers = np.arange(start, start + len(texts), dtype=np.int64)
         self._held.append(pa.table({"text": texts, "row": pa.array(numbers)}))
         self._held_rows += len(texts)
-        if self._held_rows >= RUN_ROWS:
+        self._held_bytes += texts.nbytes
+        if self._held_rows >= RUN_ROWS or self._held_bytes >= RUN_BYTES:
             self._sort()
 
     def _sort(self) -> None:
         if not self._held:
             return
-        table = pa.concat_tables(self._held).sort_by([("text", "ascending"), ("row", "ascending")])
-        self._held, self._held_rows = [], 0
+        table = pa.concat_tables(self._held).sort_by(_BY_TEXT)
+        self._held, self._held_rows, self._held_bytes = [], 0, 0
+        self._rows += table.num_rows
+        self._cuts.append(_at(table, range(CUT_ROWS // 2, table.num_rows, CUT_ROWS)))
         path = self._folder / f"run-{len(self._runs)}"
         self._runs.append(path)
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         with local_disk(), pa.ipc.new_stream(str(path), table.schema, options=options) as out:
             out.write_table(table, max_chunksize=MERGED_ROWS)
 
-    def rows(self) -> Iterator[int]:
-        """All rows, those that begin alike one after the other; equal ones as they stand."""
+    def rows(self) -> Iterator[np.ndarray]:
+        """All rows (int64), some at a time; those that begin alike one after the other, equal ones
+        as they stand."""
         self._sort()
+        if not self._runs:
+            return
         with ExitStack() as stack:
-            for _, row in heapq.merge(*(self._read(stack, path) for path in self._runs)):
-                yield row
+            runs = [_SortedRun(stack, path) for path in self._runs]
+            for cut in [*self._merged_at(), None]:
+                parts = [part for run in runs for part in run.before(cut)]
+                if parts:
+                    table = pa.Table.from_batches(parts)
+                    order = pc.sort_indices(table, sort_keys=_BY_TEXT)
+                    yield table["row"].to_numpy()[order.to_numpy()]
 
-    def _read(self, stack: ExitStack, path: Path) -> Iterator[tuple[bytes, int]]:
+    def _merged_at(self) -> list[tuple[bytes, int]]:
+        """Places that part all rows in parts of which each fits into memory."""
+        cuts = pa.concat_tables(self._cuts).sort_by(_BY_TEXT)
+        parts = math.ceil(self._rows / RUN_ROWS)
+        chosen = _at(cuts, [cuts.num_rows * i // parts for i in range(1, parts)])
+        return list(zip(chosen["text"].to_pylist(), chosen["row"].to_pylist(), strict=True))
+
+
+_BY_TEXT = [("text", "ascending"), ("row", "ascending")]
+
+
+def _at(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    return table.take(pa.array(rows, pa.int64()))
+
+
+class _SortedRun:
+    """A sorted run that is read once, from the start; `stack` closes it."""
+
+    def __init__(self, stack: ExitStack, path: Path) -> None:
         with local_disk():
             file = stack.enter_context(pa.OSFile(str(path)))
-        for batch in pa.ipc.open_stream(file):
-            yield from zip(batch["text"].to_pylist(), batch["row"].to_pylist(), strict=True)
+        self._batches = iter(pa.ipc.open_stream(file))
+        self._held: pa.RecordBatch | None = next(self._batches, None)
+
+    def before(self, cut: tuple[bytes, int] | None) -> Iterator[pa.RecordBatch]:
+        """What comes before (text, row); all that is left for None."""
+        while (batch := self._held) is not None:
+            texts, numbers = batch["text"], batch["row"]
+            rows = batch.num_rows
+            if cut is not None:
+                rows = bisect_left(
+                    range(rows), cut, key=lambda i: (texts[i].as_py(), numbers[i].as_py())
+                )
+            if rows:
+                yield batch.slice(0, rows)
+            if rows < batch.num_rows:
+                self._held = batch.slice(rows)
+                return
+            self._held = next(self._batches, None)
 
 
 def dealt_out(
-    tables: Iterator[tuple[str, pa.Table]], rows: int, folder: Path
+    tables: Iterator[tuple[str, pa.Table]],
+    rows: int,
+    folder: Path,
+    ranks: int | None = None,
+    keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """(what they are, rows) of all tables, in the order of their column RANK, which holds each of
-    0 to `rows` - 1 once, and which is left out. Memory: a bucket of about BUCKET_BYTES; local
-    disk: all rows, in `folder`."""
+    """(what they are, rows) of all tables, in the order of their column RANK, which is left out
+    unless `keep`. It holds numbers below `ranks`, by default each of 0 to `rows` - 1 once; `rows`
+    is about how many rows there are. Memory: a bucket of about BUCKET_BYTES, if ranks repeat alike;
+    local disk: all rows, in `folder`."""
     first = next(tables, None)
     if first is None:
         return
     what, table = first
     size = table.nbytes / max(1, table.num_rows) * rows
     buckets = max(1, min(MOST_DEALT, math.ceil(size / BUCKET_BYTES)))
-    each = -(-rows // buckets)
+    each = -(-(rows if ranks is None else ranks) // buckets)
     paths = [folder / f"bucket-{number}" for number in range(buckets)]
     with ExitStack() as stack:
         with local_disk():
             files = [
                 stack.enter_context(pa.ipc.new_stream(str(path), table.schema)) for path in paths
             ]
-        while True:
-            _deal(table, each, files)
-            after = next(tables, None)
-            if after is None:
-                break
-            table = after[1]
+        held, size = [table], table.nbytes
+        for _, table in tables:
+            if size + table.nbytes > DEALT_BYTES:
+                _deal(pa.concat_tables(held), each, files)
+                held, size = [], 0
+            held.append(table)
+            size += table.nbytes
+        _deal(pa.concat_tables(held), each, files)
+    del held, table
     for path in paths:
         with local_disk(), pa.OSFile(str(path)) as file:
             found = pa.ipc.open_stream(file).read_all()
         if found.num_rows:
-            yield what, found.sort_by(RANK).drop_columns([RANK])
+            found = found.sort_by(RANK)
+            yield what, found if keep else found.drop_columns([RANK])
         with suppress(OSError):
             path.unlink()
 

@@ -7,6 +7,7 @@ then names what is there, whoever wrote it.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
@@ -26,16 +27,32 @@ from prefect_raybatch.ledger.layout import POSITION, SUCCESS, row_sums_path
 from prefect_raybatch.ledger.part_files import PartFiles, local_disk
 from prefect_raybatch.ledger.part_layout import PartSpan
 from prefect_raybatch.ledger.records import Commit, Part, digest
+from prefect_raybatch.result.parquet_footer import (
+    GroupFigures,
+    footer_at_end,
+    footer_figures,
+    footer_of,
+)
 from prefect_raybatch.result.part_notes import FileSeen, PartNote
 from prefect_raybatch.result.pieces import read_pieces
+from prefect_raybatch.result.row_groups import Columns, RowGroupFile, encoded_columns
 from prefect_raybatch.result.row_sums import decode, encode, row_sums
 from prefect_raybatch.storage import FileInfo, Store, Sums, holds, read_ahead
 from prefect_raybatch.storage.proof import bad_upload, sha256_of
 
 log = logging.getLogger("prefect_raybatch.result.finalize")
 
+UNREADABLE = (
+    *(pa.ArrowException, OSError, ValueError, LookupError, TypeError),
+    RecursionError,
+    *(CorruptRun, SourceError),
+)  # what reading a file that is none may raise
 LOOKS = 6  # at one file: each but the last may write it
 SHARDS_AHEAD = 4  # shards whose pieces are read while one is being written
+# Shards of fewer rows share a row group: each costs a reader 0.3 to 1 KB a column, whatever it
+# holds, and a thousandth of the rows in quarantine are 4 of a shard.
+LEAST_GROUP_ROWS = 1_000
+GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group is closed
 
 
 @dataclass(frozen=True)
@@ -73,18 +90,18 @@ def write_part(store: Store, task: PartTask) -> Part:
     file = _PartFile(store, task)
     try:
         load = partial(_load, store)
-        for start, (_, table, _) in read_ahead(
+        for start, (_, table, piece) in read_ahead(
             load, zip(task.starts, task.commits, strict=True), SHARDS_AHEAD, SHARDS_AHEAD
         ):
             positions = table[POSITION].to_numpy().astype(np.int64) + start
-            file.add(table.drop_columns([POSITION]), task.numbers_of(positions))
+            file.add(table, task.numbers_of(positions), piece)
         return file.end()
     finally:
         file.discard()
         file.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Table, int]]:
+def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Table, bytes | None]]:
     (found,) = read_pieces(store, item[1])
     return item[0], found
 
@@ -104,20 +121,61 @@ class _PartFile(PartFiles):
         self._task = task
         self._rows: list[np.ndarray] = []
         self._sums: list[Future[np.ndarray]] = []
+        self._gathered: list[tuple[pa.Table, np.ndarray, bytes | None]] = []
+        self._held = np.zeros(2, np.int64)  # rows and bytes of these
         self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
-    def add(self, table: pa.Table, numbers: np.ndarray) -> None:
-        """Rows of these numbers (int64) as a row group of their own."""
-        table = table.cast(self._task.schema)
+    def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
+        """The rows of a shard, with their positions and of these numbers (int64), as a row group of
+        their own or, where they are few, with those of its neighbours; `piece` is the Parquet file
+        of the table, if there is one."""
+        schema = self._task.schema
+        if table.column_names[0] != POSITION or not table.schema.remove(0).equals(schema):
+            piece = None
+        table = table.drop_columns([POSITION]).cast(schema)
+        self.rows += table.num_rows
+        if table.num_rows >= LEAST_GROUP_ROWS:
+            self._close_gathered()
+            self._add_group(table, numbers, piece)
+            return
+        self._gathered.append((table, numbers, piece))
+        self._held += np.array([table.num_rows, table.nbytes])
+        if (self._held >= GATHERED).any():
+            self._close_gathered()
+
+    def _close_gathered(self) -> None:
+        """The shards of few rows that wait, as one row group."""
+        gathered, self._gathered = self._gathered, []
+        self._held[:] = 0
+        if len(gathered) == 1:
+            self._add_group(*gathered[0])
+        elif gathered:
+            tables, numbers, _ = zip(*gathered, strict=True)
+            self._add_group(pa.concat_tables(tables), np.concatenate(numbers), None)
+
+    def _add_group(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
         if self._sums:
             self._sums[-1].result()  # at most one table waits
         self._rows.append(numbers)
         self._sums.append(self.pool.submit(row_sums, table, self._task.run_format))
-        self.write(table.append_column(self._task.row_number, pa.array(numbers)))
+        numbered = encoded_columns(pa.table({self._task.row_number: pa.array(numbers)}))
+        with local_disk():
+            file: RowGroupFile = self._begun(self._begin)
+            if piece is None or not file.append([Columns(piece, after_first=True), numbered]):
+                self._encode(file, table, numbered)
+
+    def _begin(self, path: str) -> RowGroupFile:
+        row_number = pa.field(self._task.row_number, pa.int64())
+        return RowGroupFile(path, self._task.schema.append(row_number))
+
+    def _encode(self, file: RowGroupFile, table: pa.Table, numbered: Columns) -> None:
+        if not file.append([encoded_columns(table), numbered]):
+            raise CorruptRun(f"{self._task.path}: rows are not of the types that it is to have")
 
     def end(self) -> Part:
         """Stores the file and the sums of its rows, and notes that they are there."""
         task = self._task
+        self._close_gathered()
         if self.rows != task.span.rows or (made := self.finish()) is None:
             raise CorruptRun(
                 f"{task.path} is to hold {task.span.rows} rows, its pieces hold {self.rows}"
@@ -144,10 +202,13 @@ class _PartFile(PartFiles):
         def same(path: str, local_path: str) -> str | None:
             try:
                 data = self._store.read(path)
-                same = _equal(made, decode(data, part.rows, path))
-                changed = _changed(pq.read_metadata(pa.BufferReader(data)), len(data), local_path)
-                return digest(data) if same and not changed else None
-            except CorruptRun as error:
+                if not _equal(made, decode(data, part.rows, path)):
+                    return None
+                with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as found:
+                    told = footer_figures(footer_of(data))
+                    misled = any(_misleads(one, rows) for one, rows in _groups(found, told))
+                    return None if misled else digest(data)
+            except UNREADABLE as error:
                 log.info("%s holds no row sums: %s", path, error)
                 return None
 
@@ -159,19 +220,18 @@ class _PartFile(PartFiles):
         """The SHA-256 of the stored file if it has this one's rows and schema, else None."""
         try:
             with self._store.open(path) as stream:
-                checksum, size = sha256_of(stream), stream.tell()
+                checksum = sha256_of(stream)
                 stream.seek(0)
                 with pq.ParquetFile(stream, pre_buffer=False) as found:
                     check_types(found.schema_arrow, path)
-                    if _changed(found.metadata, size, local_path):
-                        return None
                     if not found.schema_arrow.equals(pq.read_schema(local_path)):
                         return None
-                    same = _equal(self._made(), _numbers_and_sums(found, self._task))
-        except (pa.ArrowException, OSError, ValueError, CorruptRun, SourceError) as error:
+                    told = footer_figures(footer_at_end(stream))
+                    has_rows = _equal(self._made(), _numbers_and_sums(found, told, self._task))
+        except UNREADABLE as error:
             log.info("%s is no part of the result: %s", path, error)
             return None
-        return checksum if same else None
+        return checksum if has_rows else None
 
 
 def _fenced(
@@ -224,14 +284,32 @@ def _look(
     return None
 
 
-def _changed(metadata: pq.FileMetaData, size: int, local_path: str) -> bool:
-    """Whether a stored file of these rows, and not of these bytes, is one that was changed.
+def _groups(
+    found: pq.ParquetFile, told: list[GroupFigures]
+) -> Iterator[tuple[GroupFigures, pa.Table]]:
+    """The row groups of a file, one at a time, each with what its footer tells of it.
 
-    The same pyarrow writes the same bytes: where it wrote others of that very size they were
-    changed, if only in figures beside the rows by which readers leave row groups out.
+    `told` is asked for before: pyarrow ends the process where it is given some footers that are
+    none, for which `footer_figures` raises.
     """
-    ours = pq.read_metadata(local_path).created_by
-    return size == os.path.getsize(local_path) and metadata.created_by == ours
+    for group, figures in enumerate(told):
+        yield figures, found.read_row_group(group, use_threads=False)
+
+
+def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
+    """Whether a file tells other figures of a row group than its rows have: readers leave row
+    groups out by those. Its other bytes do not matter, so that all finalizers come to the same
+    verdict of it, whichever pyarrow they have and however it cuts row groups."""
+    anew = io.BytesIO()
+    pq.write_table(rows, anew, row_group_size=max(1, rows.num_rows))
+    (true,) = footer_figures(footer_of(anew.getbuffer()))
+    if figures.rows != true.rows or len(figures.columns) != len(true.columns):
+        return True
+    return any(
+        theirs[name] != own[name]  # one may know figures of types of which the other knows none
+        for theirs, own in zip(figures.columns, true.columns, strict=True)
+        for name in theirs.keys() & own.keys()
+    )
 
 
 @contextmanager
@@ -258,14 +336,20 @@ def _local_file(data: bytes) -> Iterator[str]:
         yield path
 
 
-def _numbers_and_sums(found: pq.ParquetFile, task: PartTask) -> tuple[np.ndarray, np.ndarray]:
+def _numbers_and_sums(
+    found: pq.ParquetFile, told: list[GroupFigures], task: PartTask
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Those of a file's rows; None where it misleads about any."""
     numbers, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
-    for group in range(found.num_row_groups):
-        table = found.read_row_group(group, use_threads=False)
+    for figures, table in _groups(found, told):
+        if _misleads(figures, table):
+            return None
         numbers.append(table[task.row_number].to_numpy())
         sums.append(row_sums(table.drop_columns([task.row_number]), task.run_format))
     return np.concatenate(numbers), np.concatenate(sums)
 
 
-def _equal(made: tuple[np.ndarray, np.ndarray], found: tuple[np.ndarray, np.ndarray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(made, found, strict=True))
+def _equal(
+    made: tuple[np.ndarray, np.ndarray], found: tuple[np.ndarray, np.ndarray] | None
+) -> bool:
+    return found is not None and all(np.array_equal(a, b) for a, b in zip(made, found, strict=True))

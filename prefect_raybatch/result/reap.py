@@ -9,16 +9,22 @@ plan.json is there and names others: whoever is still making them finds that pla
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of, read_answers
+from prefect_raybatch.ledger.increments import (
+    asks_ledger,
+    increment_of,
+    read_answers,
+    read_answers_by_row,
+)
 from prefect_raybatch.ledger.layout import (
     ANSWERS_RECORD,
+    BY_ROW,
     INPUT,
     PART_NOTE_NAME,
     PART_NOTES,
@@ -96,6 +102,7 @@ def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Rea
     take("partials", _cut_off_partials(store))
     take("notes", ended_notes(ledger, plan))
     take("answers", _answers(ledger, plan))
+    take("pieces", answers_by_row(ledger, plan))
     asks = asks_ledger(store)
     if plan.increment is not None and (theirs := asks.load_plan()) is not None:
         pieces = orphans(asks, theirs, on_kept=lambda info: _count(found))
@@ -117,14 +124,20 @@ def orphans(
 
     Raises `CorruptRun` before the first one where the result that they became is not there.
     """
-    # Pieces first: one that appears later is not looked at, and commits only ever grow.
-    pieces = [info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path)]
+    pieces: Iterable[FileInfo]
+    pieces = (info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path))
     success = ledger.finished(plan)
-    if not pieces:
-        return
+    if success is None or not success.compact:
+        # Pieces first: one that appears later is not looked at, and commits only ever grow.
+        pieces = list(pieces)
+        success = ledger.finished(plan)
+        if not pieces:
+            return
     if success is not None and success.compact:
-        _check_result(ledger, success)
-        yield from pieces  # the result has all of them
+        for number, info in enumerate(pieces):  # the result has all of them
+            if not number:
+                _check_result(ledger, success)
+            yield info
         return
     if success is not None:
         done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)
@@ -161,6 +174,18 @@ def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     """The notes of a finished run's files."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
+
+
+def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    """Answers in the order of rows: all of a finished run, else those that no record names while
+    another try's are named, which nobody reads."""
+    if plan.increment is None:
+        return
+    ended = ledger.finished(plan) is not None
+    found = None if ended else read_answers_by_row(ledger.store, plan)
+    if ended or found is not None:
+        named = {file.path for file in found.files} if found is not None else set()
+        yield from (info for info in ledger.store.list(BY_ROW) if info.path not in named)
 
 
 def _cut_off_partials(store: Store) -> Iterator[FileInfo]:

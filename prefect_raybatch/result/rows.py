@@ -145,7 +145,7 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
     uri = f"{member.ledger.store.uri}/{part.path}"
     with tempfile.TemporaryFile(prefix="raybatch-") as local:
         try:
-            with member.ledger.store.open(part.path) as stream:
+            with member.ledger.store.open(part.path) as stream, reading_parquet(uri):
                 source: Any = stream
                 if check:
                     _fetch(stream, local, part, uri)
@@ -157,8 +157,20 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
                     yield parquet, row_number
         except FileNotFoundError:
             raise CorruptRun(f"{uri}, which _SUCCESS names, is missing") from None
-        except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise CorruptRun(f"{uri} is not readable Parquet: {error}") from None
+
+
+@contextmanager
+def reading_parquet(uri: str) -> Iterator[None]:
+    """Raises `CorruptRun` naming `uri` for what pyarrow raises where a file of a result is no whole
+    Parquet; what the disk or the network raises passes."""
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # pyarrow's, of pages and footers, have no number
+        raise CorruptRun(
+            f"{uri} is no readable Parquet, so it is not what finalize wrote: {error}"
+        ) from None
 
 
 def _fetch(stream: Any, local: Any, part: Part, uri: str) -> None:

@@ -25,12 +25,15 @@ from prefect_raybatch.ledger.part_layout import (
     read_layout,
 )
 from prefect_raybatch.ledger.plan_tables import Shards, encode_schema
+from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.result.parts import check_unfinished
 from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.words import are, counted
+
+NOWHERE, NO_STATS = Positions(), ShardStats()  # shared, since many commits are held at a time
 
 
 @dataclass(frozen=True)
@@ -135,4 +138,14 @@ def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
 def bare(commit: Commit, kind: str) -> Commit:
     """The commit with what is needed to read its pieces of one kind."""
     pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
-    return replace(commit, pieces=pieces, stats=ShardStats(), failures={}, where={})
+    good, failed = (commit.good, NOWHERE) if kind == "data" else (NOWHERE, commit.failed)
+    return replace(
+        commit,
+        good=good,
+        failed=failed,
+        skipped=NOWHERE,
+        pieces=pieces,
+        stats=NO_STATS,
+        failures={},
+        where={},
+    )

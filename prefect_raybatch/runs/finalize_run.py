@@ -37,7 +37,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.run import Run, load_run
-from prefect_raybatch.runs.starts import read_starts
+from prefect_raybatch.runs.starts import attempts_seconds, read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
@@ -102,6 +102,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         dashboard=last_dashboard(store),
     )
     starts = read_starts(ledger)
+    made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
     made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
     made = replace(made, precision=precision_of(store))
     increment = increment_of(plan)
@@ -228,10 +229,11 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 
     Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
     """
-    from prefect_raybatch.result.reap import ended_notes, orphans
+    from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
 
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
+        ledger.store.delete(info.path for info in answers_by_row(ledger, plan))
         ledger.store.delete(info.path for info in ended_notes(ledger, plan))
     return load_report(ledger.store)
 

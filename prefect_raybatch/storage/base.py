@@ -24,7 +24,7 @@ PROBE_ROUNDS = 2
 RACE_TRIES = 10  # for what only a delete at the same moment can disturb
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a listing may have half a million
 class FileInfo:
     """One file: what tells that it is still the same one.
 

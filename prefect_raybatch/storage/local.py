@@ -69,7 +69,9 @@ class LocalStore(Store):
         except FileNotFoundError:
             return
         identity = (here.st_dev, here.st_ino)
-        for name, entry in found:
+        found.reverse()
+        while found:  # what was given is not held: an entry keeps what was asked of it
+            name, entry = found.pop()
             path = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
                 if recursive and identity not in above:

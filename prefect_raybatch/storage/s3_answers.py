@@ -54,7 +54,8 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        return f"{self.status} {self.code}" + (f": {self.text}" if self.text else "")
+        status = f"{self.status} " if self.status > 0 else ""
+        return f"{status}{self.code}" + (f": {self.text}" if self.text else "")
 
     def error(
         self, operation: str, bucket: str, key: str, tries: int, credentials: str, endpoint: str

@@ -76,7 +76,7 @@ class Trial:
         self.answer: Callable[[str], str | None] = checker.fast_answer
         self.address: str | None = world.address
         self.engine_class = engine
-        self.bound_faults: int | None = None
+        self.bound_faults: float | None = None
         self.cleanups: list[Callable[[], None]] = []
         self.out = world.out(self.store, self.folder, f"{kind}-{number}")
         self.options = dict(world.options(self.store))
@@ -270,7 +270,7 @@ class Trial:
         record.lost, record.doubled, record.wrong = found.lost, found.doubled, found.wrong
         record.again = self.inferred_again()
         faults = self.bound_faults if self.bound_faults is not None else record.faults
-        record.bound = self.in_flight * self.per_shard * faults
+        record.bound = int(self.in_flight * self.per_shard * faults)
         problems = list(found.faults)
         now = self.commits()
         changed = [name for name, body in self.kept.items() if now.get(name) != body]

@@ -27,6 +27,7 @@ from prefect_raybatch.ledger.layout import COMMITS, commit_path, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, digest
 from prefect_raybatch.result.finalize import finalize
+from prefect_raybatch.result.parquet_footer import footer_figures, footer_of
 from prefect_raybatch.result.reap import orphans, reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
@@ -294,12 +295,12 @@ def test_a_part_kept_badly_is_written_again(tmp_path, monkeypatch, damage, fits)
         assert part["sums"] == digest((tmp_path / row_sums_path(part["path"])).read_bytes())
 
 
-@pytest.mark.parametrize("fits", ["data/", "row_sums/"])
-def test_a_store_that_keeps_no_part_whole_keeps_the_pieces(tmp_path, monkeypatch, fits):
+@pytest.mark.parametrize(("fits", "damage"), [("data/", flipped), ("row_sums/", truncated)])
+def test_a_store_that_keeps_no_part_whole_keeps_the_pieces(tmp_path, monkeypatch, fits, damage):
     run = committed(tmp_path)
     before = pieces_of(run)
     with monkeypatch.context() as patch, pytest.raises(RayBatchError, match=fits) as caught:
-        end(run, patch, Spoils(tmp_path, fits, flipped, 99))
+        end(run, patch, Spoils(tmp_path, fits, damage, 99))
     assert is_transient(caught.value)
     assert pieces_of(run) == before and not (tmp_path / "_SUCCESS").exists()
     end(run)
@@ -434,13 +435,14 @@ def test_a_part_with_the_same_rows_is_adopted_and_not_written_again(tmp_path):
 
 
 def unseen_flip(body: bytes) -> bytes:
-    """A bit of a Parquet file turned so that all rows read as they were: a figure by which readers
-    leave row groups out, for one."""
-    rows = pq.read_table(pa.BufferReader(body))
+    """A bit of a Parquet file turned so that all rows read as they were, and a figure by which
+    readers leave row groups out does not."""
+    rows, figures = pq.read_table(pa.BufferReader(body)), footer_figures(footer_of(body))
     for at in range(len(body) - 9, 0, -1):
         changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        with suppress(pa.ArrowException, OSError, ValueError):
-            if pq.read_table(pa.BufferReader(changed)).equals(rows):
+        with suppress(pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+            misleads = footer_figures(footer_of(changed)) != figures
+            if misleads and pq.read_table(pa.BufferReader(changed)).equals(rows):
                 return changed
     raise AssertionError("every bit shows")
 

@@ -172,10 +172,10 @@ Orphan(piece, shown) ==
 
 ListCommits ==
   /\ reaper.step = "commits"
-  /\ \E lacking \in (IF budget.stale > 0 THEN Shards ELSE {}) \cup {Nobody} :
+  /\ \E lacking \in {Nobody} \cup
+         (IF budget.stale > 0 THEN {s \in Shards : commits[s] # Nobody} ELSE {}) :
        LET shown == [s \in Shards |-> IF s = lacking THEN Nobody ELSE commits[s]]
-       IN /\ lacking = Nobody \/ commits[lacking] # Nobody
-          /\ reaper' = [step |-> "delete", listed |->
+       IN /\ reaper' = [step |-> "delete", listed |->
                IF Proved THEN reaper.listed ELSE {p \in reaper.listed : Orphan(p, shown)}]
           /\ budget' = [budget EXCEPT !.stale = IF lacking = Nobody THEN @ ELSE @ - 1]
   /\ UNCHANGED <<pieces, commits, layout, parts, success, ended, drivers, late>>
@@ -197,9 +197,12 @@ Spec == Init /\ [][Next]_vars
 -----------------------------------------------------------------------------
 Kept == ended \/ \A s \in Shards : commits[s] # Nobody => <<s, commits[s]>> \in pieces
 Named == ended => parts = success
+Lasting == ended => \/ \A s \in Shards : commits[s] # Nobody => <<s, commits[s]>> \in pieces
+                    \/ {p.name : p \in success \ parts} \subseteq {p.name : p \in parts}
 Sound == ended => \A p \in parts : p.content.sound
 AllRows(files) == UNION {{p.content.rows[i] : i \in 1..Len(p.content.rows)} : p \in files}
+Disjoint(files) == \A p, q \in files : p # q => AllRows({p}) \cap AllRows({q}) = {}
+Single == ended => parts = success \/ Disjoint(parts)
 Whole == ended => /\ AllRows(success) = {<<s, commits[s]>> : s \in Shards}
-                  /\ \A p, q \in success :
-                       p # q => AllRows({p}) \cap AllRows({q}) = {}
+                  /\ Disjoint(success)
 =============================================================================

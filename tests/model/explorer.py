@@ -13,9 +13,10 @@ MOST_STATES = 5_000_000
 
 @dataclass
 class Explored:
-    """How many states there are, and the steps to the first with each fault."""
+    """How many states, the steps to the farthest, and those to the first with each fault."""
 
     states: int = 0
+    depth: int = 0
     faults: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -28,24 +29,24 @@ class Explored:
 def explore(
     first: S,
     following: Callable[[S], Iterable[tuple[str, S]]],
-    fault_of: Callable[[S], str | None],
+    faults_of: Callable[[S], Iterable[str]],
     enough: Collection[str] = (),
 ) -> Explored:
     """Every state that can be reached from `first`, also behind those that must not be; no more
     once all the faults `enough` are found."""
     came: dict[S, tuple[S, str] | None] = {first: None}
-    waiting, found = deque([first]), Explored()
+    waiting, found = deque([(first, 0)]), Explored()
     while waiting:
-        state = waiting.popleft()
-        fault = fault_of(state)
-        if fault is not None and fault not in found.faults:
-            found.faults[fault] = _way(came, state)
-            if enough and set(enough) <= set(found.faults):
-                break
+        state, found.depth = waiting.popleft()
+        for fault in faults_of(state):
+            if fault not in found.faults:
+                found.faults[fault] = _way(came, state)
+        if enough and set(enough) <= set(found.faults):
+            break
         for label, after in following(state):
             if after not in came:
                 came[after] = (state, label)
-                waiting.append(after)
+                waiting.append((after, found.depth + 1))
         if len(came) > MOST_STATES:
             raise ValueError(f"more than {MOST_STATES:,} states: make the model smaller")
     found.states = len(came)

@@ -96,27 +96,26 @@ def following(rules: Rules, state: State) -> Iterator[tuple[str, State]]:
         yield f"a late PUT of {put.name} arrives", after
 
 
-def fault_of(rules: Rules, state: State) -> str | None:
-    """What must not be."""
+def faults_of(rules: Rules, state: State) -> Iterator[str]:
+    """What must not be. Each is the opposite of an invariant of Ledger.tla: variants.INVARIANTS."""
+    gone = any(d is not None and (s, d) not in state.pieces for s, d in enumerate(state.commits))
     if state.success is None:
-        for shard, driver in enumerate(state.commits):
-            if driver is not None and (shard, driver) not in state.pieces:
-                return "the piece that a shard is committed with is gone"
-        return None
-    missing = state.success - state.parts
-    lost = any(d is not None and (s, d) not in state.pieces for s, d in enumerate(state.commits))
-    if missing and lost and not {n for n, _ in missing} <= {n for n, _ in state.parts}:
-        return "the result is lost"
+        if gone:
+            yield "the piece that a shard is committed with is gone"
+        return
+    missing = {name for name, _ in state.success - state.parts}
+    if gone and not missing <= {name for name, _ in state.parts}:
+        yield "the result is lost"
     if any(not content.sound for _, content in state.parts):
-        return "bad bytes are readable"
-    rows = sorted(row for _, content in state.parts for row in content.rows)
-    if len(rows) != len(set(rows)) and state.parts != state.success:
-        return "a reader that globs doubles rows"
+        yield "bad bytes are readable"
     if state.parts != state.success:
-        return "the files are not those that _SUCCESS names"
-    if rows != sorted(enumerate(state.commits)):
-        return f"_SUCCESS names rows {rows}"
-    return None
+        rows = [row for _, content in state.parts for row in content.rows]
+        if len(rows) != len(set(rows)):
+            yield "a reader that globs doubles rows"
+        yield "the files are not those that _SUCCESS names"
+    named = sorted(row for _, content in state.success for row in content.rows)
+    if named != sorted(enumerate(state.commits)):
+        yield "_SUCCESS does not name each row once"
 
 
 # --- a driver -------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ def _part(rules: Rules, state: State, me: int, to: object) -> Iterator[tuple[str
         return
     if state.success is None and any(
         (s, state.commits[s]) not in state.pieces for s in shards
-    ):  # its pieces are gone, so it stops with an error: fault_of tells where they must not be
+    ):  # its pieces are gone, so it stops with an error: faults_of tells where they must not be
         return
     kind = {"plain": "always", "content": "always"}.get(rules.parts, "absent")
     kind = "match" if mine.step == "replace" and rules.parts == "fenced" else kind
@@ -332,6 +331,7 @@ def following_retries(asked: bool, state: Retries) -> Iterator[tuple[str, Retrie
                 yield f"retrier {me} meets another plan {number}", to(("look", 0, frozenset()))
 
 
-def fault_of_retries(state: Retries) -> str | None:
-    rows = sorted(row for plan in state.plans if plan is not None for row in plan)
-    return "a row is retried twice" if len(rows) != len(set(rows)) else None
+def faults_of_retries(state: Retries) -> Iterator[str]:
+    rows = [row for plan in state.plans if plan is not None for row in plan]
+    if len(rows) != len(set(rows)):
+        yield "a row is retried twice"

@@ -16,6 +16,21 @@ DOUBLED = "a reader that globs doubles rows"
 OTHERS = "the files are not those that _SUCCESS names"
 LOST = "the result is lost"
 PIECE = "the piece that a shard is committed with is gone"
+UNNAMED = "_SUCCESS does not name each row once"
+TWICE = "a row is retried twice"
+
+# By module, the invariant of the TLA+ that each fault breaks.
+INVARIANTS = {
+    "Ledger": {
+        BAD: "Sound",
+        DOUBLED: "Single",
+        OTHERS: "Named",
+        LOST: "Lasting",
+        PIECE: "Kept",
+        UNNAMED: "Whole",
+    },
+    "Retry": {TWICE: "Once"},
+}
 
 
 @dataclass(frozen=True)
@@ -30,8 +45,8 @@ class Variant:
 
     def explored(self, enough: Collection[str] = ()) -> Explored:
         rules = self.rules
-        following, fault_of = partial(ledger.following, rules), partial(ledger.fault_of, rules)
-        return explore(ledger.first(rules), following, fault_of, enough)
+        following, faults_of = partial(ledger.following, rules), partial(ledger.faults_of, rules)
+        return explore(ledger.first(rules), following, faults_of, enough)
 
     def constants(self) -> dict[str, str]:
         rules = self.rules
@@ -53,7 +68,7 @@ class Retrying:
 
     def explored(self, enough: Collection[str] = ()) -> Explored:
         following = partial(ledger.following_retries, self.asked)
-        return explore(ledger.first_retries(), following, ledger.fault_of_retries, enough)
+        return explore(ledger.first_retries(), following, ledger.faults_of_retries, enough)
 
     def constants(self) -> dict[str, str]:
         return {"Asked": str(self.asked).upper(), "Stale": "1"}
@@ -77,5 +92,5 @@ VARIANTS = (
 )
 RETRIES = (
     Retrying("retries ask for each number", True),
-    Retrying("retries believe a listing", False, ("a row is retried twice",)),
+    Retrying("retries believe a listing", False, (TWICE,)),
 )

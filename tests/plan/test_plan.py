@@ -176,6 +176,19 @@ def listed(path: str, table: dict[str, str]) -> bool:
     return any(".".join(parts[:n]) in table for n in range(1, len(parts) + 1))
 
 
+POD = {"template": {"spec": {"containers": [{"image": "b"}]}}}
+WORKERS = [{**POD, "groupName": "gpu", "replicas": 2}]
+ON_KUBERNETES: dict[str, Any] = {
+    **{"image": "b", "workers": 2, "gpus_per_worker": 2, "worker_cpu": "2", "shm": "2Gi"},
+    **{"worker_memory": "2Gi", "head_cpu": "3", "head_memory": "2Gi", "service_account": "b"},
+    **{"env": {"TZ": "UTC"}, "secrets": ["b"], "manifest_file": "b.yaml", "namespace": "b"},
+    **{"context": "b", "url": "http://b:1", "ready_within": "1h", "lease": "2h", "keep": "1h"},
+    "manifest": {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "spec": {"headGroupSpec": POD, "workerGroupSpecs": WORKERS},
+    },
+}
 # Another value for each field, valid on its own; "extra" stands for what the engine passes on.
 CHANGED: dict[str, Any] = {
     "name": "other",
@@ -307,12 +320,18 @@ CHANGED: dict[str, Any] = {
     "cluster.on_crash": "stop",
     "cluster.price_per_gpu_hour": 2.0,
     "cluster.price_by_card": {"H100": 2.5},
+    **{f"cluster.kubernetes.{name}": value for name, value in ON_KUBERNETES.items()},
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.media_root": WITH_IMAGES,
     "limits.max_cost": {"cluster.price_per_gpu_hour": 2.0},
+    **{
+        f"cluster.kubernetes.{name}": {"cluster.kubernetes.image": "a"}
+        for name in ON_KUBERNETES
+        if not name.startswith("manifest")
+    },
     "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.config": {"source.uri": "hf://datasets/team/rows", "source.config": "de"},

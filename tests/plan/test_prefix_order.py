@@ -48,6 +48,7 @@ def test_prompts_that_begin_alike_stand_together(
     """Whatever the reference, and over sorted runs of several additions."""
     monkeypatch.setattr(prefix_order, "RUN_ROWS", 50)
     monkeypatch.setattr(prefix_order, "MERGED_ROWS", 7)
+    monkeypatch.setattr(prefix_order, "CUT_ROWS", 4)
     draw = random.Random(seed)
     shared = [b"System. " + draw.randbytes(30) for _ in range(9)]
     groups = [draw.randrange(9) for _ in range(400)]
@@ -57,11 +58,32 @@ def test_prompts_that_begin_alike_stand_together(
     for start in range(0, 400, 33):
         part = [compared_text(text, reference) for text in texts[start : start + 33]]
         order.add(start, pa.array(part, pa.binary()))
-    rows = list(order.rows())
+    rows = np.concatenate(list(order.rows())).tolist()
     assert sorted(rows) == list(range(400))
     changes = sum(groups[a] != groups[b] for a, b in pairwise(rows))
     # The group of the reference may be parted in two: those that go further with it stand last.
     assert changes <= len(set(groups)) + 1
+
+
+@pytest.mark.parametrize("rows", [1, 50, 51, 1000])
+def test_sorted_runs_are_merged_as_one_sort_would(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where most texts are equal and rows come in any order; in parts of bounded size."""
+    monkeypatch.setattr(prefix_order, "RUN_ROWS", 50)
+    monkeypatch.setattr(prefix_order, "MERGED_ROWS", 7)
+    monkeypatch.setattr(prefix_order, "CUT_ROWS", 4)
+    draw = random.Random(rows)
+    texts = [draw.choice([b"", b"same", b"same", b"\xff", draw.randbytes(3)]) for _ in range(rows)]
+    order = PrefixOrder(tmp_path / "prompts")
+    starts = list(range(0, rows, 13))
+    draw.shuffle(starts)
+    for start in starts:
+        order.add(start, pa.array(texts[start : start + 13], pa.binary()))
+    parts = list(order.rows())
+    assert np.concatenate(parts).tolist() == sorted(range(rows), key=lambda row: texts[row])
+    assert max(map(len, parts)) <= 50 + 4 * (rows // 50 + 1)
+    assert list(PrefixOrder(tmp_path / "none").rows()) == []
 
 
 def test_what_is_compared_begins_where_prompts_part() -> None:
@@ -85,3 +107,16 @@ def test_rows_are_dealt_out_by_their_ranks(tmp_path: Path, monkeypatch: pytest.M
         assert found.column_names == ["text"]
         assert found["text"].to_pylist() == [f"row {rank}" for rank in range(500)]
     assert list(dealt_out(iter(()), 0, tmp_path)) == []
+
+
+def test_ranks_that_repeat_or_are_missing_are_dealt_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_order, "BUCKET_BYTES", 500)
+    monkeypatch.setattr(prefix_order, "DEALT_BYTES", 300)
+    ranks = np.random.default_rng(2).integers(0, 90, 400) // 7 * 7
+    table = pa.table({"row": pa.array(np.arange(400)), RANK: pa.array(ranks)})
+    tables = (("rows", table.slice(start, 9)) for start in range(0, 400, 9))
+    made = list(dealt_out(tables, 400, tmp_path, ranks=90, keep=True))
+    found = pa.concat_tables([part for _, part in made])
+    assert len(made) > 5 and found.equals(table.sort_by(RANK).combine_chunks())

@@ -261,10 +261,11 @@ def test_a_run_that_is_not_finished_or_names_no_target_is_not_published(run, tmp
         publish_run(made("delta", run, tmp_path), begun.store.uri)
 
 
-def test_a_damaged_result_is_not_published(run, tmp_path):
+@pytest.mark.parametrize("at", [8, -300, -8])  # in a page, in the footer, in the footer's length
+def test_a_damaged_result_is_not_published(run, tmp_path, at):
     path = next((run / "data").glob("*.parquet"))
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptRun, match="not what finalize wrote"):
         publish_run(made("delta", run, tmp_path), str(run))

@@ -27,6 +27,8 @@ from prefect_raybatch.ledger import success as success_module
 from prefect_raybatch.ledger.layout import LAYOUT, PART_NOTES, PIECES
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_layout import (
+    MOST_PART_ROWS,
+    MOST_PART_SHARDS,
     PartLayout,
     PartSpan,
     ShardSums,
@@ -39,6 +41,7 @@ from prefect_raybatch.ledger.part_layout import (
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans, reap
+from prefect_raybatch.result.row_groups import Columns
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
@@ -49,6 +52,7 @@ OPERATIONS = (
     *("read", "list", "stat", "open", "delete"),
     *("put", "put_if_absent", "put_file", "put_file_if_absent", "replace_file"),
 )
+ENCODED = "prefect_raybatch.result.parts.encoded_columns"
 OPENER = "prefect_raybatch.runs.finalize_run.open_store"
 
 
@@ -216,6 +220,42 @@ def test_two_at_once_with_other_layouts_and_a_corrupt_file(tmp_path):
     check(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [(b"parquet-cpp-arrow", b"parquet-cpp-arroW", True), (b"Company 9", b"Company 8", False)],
+    ids=["its writer's name", "a bound of a row group"],
+)
+def test_a_file_of_the_same_rows_is_judged_by_what_it_tells_readers(tmp_path, old, new, kept):
+    """So that a finalizer of another pyarrow comes to the same verdict: if one kept a file that
+    another replaces, `_SUCCESS` might name the one that was replaced."""
+    run = small_run(tmp_path, rows=10)
+    run.commit_all()
+    twin = copy_of(tmp_path, broken=False)
+    end(twin)
+    (made,) = (twin / "data").iterdir()
+    data = made.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    changed = data[:footer] + data[footer:].replace(old, new)
+    assert changed != data
+    assert pq.read_table(pa.BufferReader(changed)).equals(pq.read_table(made))
+    for writer in ("this", "another"):
+        root = copy_of(tmp_path, broken=False)
+        (root / "data").mkdir()
+        (root / "data" / made.name).write_bytes(changed)
+        with patch(ENCODED, other_pages) if writer == "another" else nullcontext():
+            end(root)
+        assert ((root / "data" / made.name).read_bytes() == changed) is kept
+        assert verify(open_store(str(root))).ok
+        shutil.rmtree(root)
+
+
+def other_pages(table: pa.Table) -> Columns:
+    """The columns of `table` as another version of pyarrow encodes them."""
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out, data_page_version="2.0", compression="zstd")
+    return Columns(out.getvalue().to_pybytes())
+
+
 # --- the layout ---------------------------------------------------------------------------------
 
 
@@ -274,6 +314,20 @@ def test_files_are_of_whole_shards_in_order():
     )
     check_spans(spans, sums)
     assert choose_spans(sums_of([0, 0], [0, 0]), 100) == ()
+
+
+def test_a_file_of_narrow_rows_ends_before_it_holds_too_many():
+    rows = [MOST_PART_ROWS // 2, MOST_PART_ROWS // 2, 1, 3 * MOST_PART_ROWS, 1]
+    spans = choose_spans(sums_of(rows, [0] * 5), 1 << 60)
+    assert [(span.start, span.stop) for span in spans] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    check_spans(spans, sums_of(rows, [0] * 5))
+
+
+def test_a_file_of_a_few_rows_a_shard_ends_before_it_is_of_too_many_shards():
+    sums = sums_of([1, 0] * MOST_PART_SHARDS + [1], [0] * (2 * MOST_PART_SHARDS + 1))
+    spans = choose_spans(sums, 1 << 60)
+    assert [span.rows for span in spans] == [MOST_PART_SHARDS, 1]
+    check_spans(spans, sums)
 
 
 @pytest.mark.parametrize(

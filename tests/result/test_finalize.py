@@ -8,7 +8,9 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +22,7 @@ from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
+from prefect_raybatch.result import parts
 from prefect_raybatch.result.finalize import Result, finalize, first_rows
 from prefect_raybatch.result.pieces import check_commit
 from prefect_raybatch.result.reap import orphans
@@ -151,21 +154,60 @@ def test_two_finalizers_write_the_same_bytes(tmp_path):
     assert first.parts == second.parts
 
 
+def test_a_shard_of_one_piece_is_a_row_group_of_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "LEAST_GROUP_ROWS", 4)
+    run = small_run(tmp_path, rows=12, per_shard=4)
+    for shard in range(3):
+        run.commit(shard)
+    pieces = [path.read_bytes() for path in run.root.rglob("pieces/*.parquet")]
+    assert len(pieces) == 3
+    (part,) = finish(run).parts
+    whole = (run.root / part.path).read_bytes()
+    for piece in pieces:
+        group = pq.read_metadata(io.BytesIO(piece)).row_group(0)
+        for column in [group.column(n) for n in range(1, group.num_columns)]:
+            start = column.dictionary_page_offset or column.data_page_offset
+            assert piece[start : start + column.total_compressed_size] in whole
+
+
+def test_shards_of_few_rows_share_a_row_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "LEAST_GROUP_ROWS", 5)
+    monkeypatch.setattr(parts, "GATHERED", np.array([8, 1 << 20]))
+    run = small_run(tmp_path, rows=40, per_shard=5)
+    run.commit_all({(1, 1), (3, 3), (4, 0), (5, 2), (6, 0)})  # 5 4 5 4 4 4 4 5 good ones
+    finish(run)
+
+    def groups(kind):
+        (path,) = sorted(run.root.glob(f"{kind}/*.parquet"))
+        found = pq.read_metadata(path)
+        return [found.row_group(n).num_rows for n in range(found.num_row_groups)]
+
+    assert groups("data") == [5, 4, 5, 8, 8, 5] and groups("_quarantine") == [5]
+    rows = rows_of(run, "data")["id"].to_pylist()
+    assert rows == [n for n in range(40) if n not in (6, 18, 20, 27, 30)]
+
+
 @settings(max_examples=10)
 @given(
     rows=st.integers(1, 40),
     per_shard=st.integers(1, 15),
     failed=st.sets(st.integers(0, 39), max_size=8),
     file_bytes=st.sampled_from([1, 5000, 1 << 20]),
+    least=st.sampled_from([1, 4, 1000]),
+    gathered=st.sampled_from([5, 10_000]),
 )
 def test_any_run_comes_out_whole_and_in_order(
-    tmp_path_factory, rows, per_shard, failed, file_bytes
+    tmp_path_factory, rows, per_shard, failed, file_bytes, least, gathered
 ):
     run = small_run(tmp_path_factory.mktemp("run"), rows=rows, per_shard=per_shard)
     size = run.plan.rows_per_shard
     failed = {i for i in failed if i < rows}
     run.commit_all({divmod(i, size) for i in failed})
-    finish(run, file_bytes)
+    with (
+        mock.patch.object(parts, "LEAST_GROUP_ROWS", least),
+        mock.patch.object(parts, "GATHERED", np.array([gathered, 1 << 20])),
+    ):
+        finish(run, file_bytes)
     found = {}
     for kind in ("data", "quarantine"):
         if (run.root / run.plan.folders[kind]).exists():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.result.reap import Reaped, reap
+from prefect_raybatch.result.reap import Reaped, orphans, reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import FileInfo, open_store
 
 NOW = -60.0  # "older than": everything that is there, whatever a clock's resolution
 
@@ -98,6 +99,49 @@ def test_a_finished_run_keeps_its_result(tmp_path, compact):
     assert reap(run.store, NOW).files == {"pieces": 1}
     assert late and files_of(run) == whole
     assert verify(run.store).ok
+
+
+def test_a_run_that_ends_while_its_pieces_are_listed_loses_all_of_them(tmp_path, monkeypatch):
+    run = small_run(tmp_path)
+    run.commit_all()
+    finish(run)
+    late = run.receipt(run.whole(2)).pieces
+    seen, finished = [], Ledger.finished
+
+    def ending(ledger, plan):
+        seen.append(plan)
+        return None if len(seen) == 1 else finished(ledger, plan)
+
+    monkeypatch.setattr(Ledger, "finished", ending)
+    (orphan,) = orphans(Ledger(run.store), run.plan)
+    assert orphan.path == f"_raybatch/pieces/{late[0].path}"
+
+
+def test_the_pieces_of_a_finished_run_are_not_held_together(tmp_path, monkeypatch):
+    """There may be half a million of them."""
+    run = small_run(tmp_path)
+    run.commit_all()
+    finish(run)
+    (piece,) = run.receipt(run.whole(2)).pieces
+    listed, alive, most = type(run.store).list, set(), 0
+
+    class Seen(FileInfo):
+        __slots__ = ("__weakref__",)
+
+    def listing(store, prefix="", recursive=True):
+        for info in listed(store, prefix, recursive):
+            for number in range(100 if info.path.endswith(piece.path) else 1):
+                made = Seen(info.path.replace("-0-", f"-{number}-"), info.size, None, 0)
+                alive.add(id(made))
+                weakref.finalize(made, alive.discard, id(made))
+                yield made
+
+    monkeypatch.setattr(type(run.store), "list", listing)
+    given = 0
+    for info in orphans(Ledger(run.store), run.plan):
+        given, most = given + 1, max(most, len(alive))
+        assert isinstance(info, Seen)
+    assert given == 100 and most < 5
 
 
 def test_files_that_only_look_like_ours_stay(tmp_path):

@@ -40,25 +40,26 @@ class Unsynced:
             for name in [name for name in self.names if os.path.dirname(name) == path]:
                 del self.names[name]
 
-    def lose(self, root: str, rng: random.Random) -> Iterator[str]:
-        """Paths of what is lost, in part or whole."""
+    def lose(self, root: str, rng: random.Random, now: float) -> Iterator[str]:
+        """Paths of what is lost, in part or whole, at `now` by the machine's clock."""
         for path, before in sorted(self.names.items()):
             kept = rng.randrange(len(before) + 1)
             if kept < len(before):
                 yield path
-                self._restore(path, before[kept])
+                self._restore(path, before[kept], now)
         self.names.clear()
         for path in sorted(Path(root).rglob("*")):
             if path.is_file() and path.stat().st_ino not in self.synced:
                 yield str(path)
                 data = path.read_bytes()
-                self._restore(str(path), data[: rng.choice([0, len(data) // 2])])
+                self._restore(str(path), data[: rng.choice([0, len(data) // 2])], now)
 
-    def _restore(self, path: str, data: bytes | None) -> None:
+    def _restore(self, path: str, data: bytes | None, now: float) -> None:
         Path(path).unlink(missing_ok=True)
         if data is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_bytes(data)
+            os.utime(path, (now, now))  # or a calm reaper would think it younger than itself
             self.synced.add(os.stat(path).st_ino)
 
 
@@ -191,7 +192,7 @@ class Disk:
 
     def lose(self, rng: random.Random) -> list[str]:
         """The power fails: keys of what was lost by it."""
-        return [self.key(path) for path in self.unsynced.lose(self.root, rng)]
+        return [self.key(path) for path in self.unsynced.lose(self.root, rng, self.scheduler.now)]
 
     def damage(self, key: str, data: bytes | None) -> None:
         """Other bytes where some are, as if nothing had been written; None: nothing any more."""

@@ -1,0 +1,134 @@
+"""Row groups of Parquet files put together as the bytes they are: nothing is encoded again.
+
+The pieces of a run are Parquet already, compressed by its workers. Encoding their rows once more
+for the result would be two thirds of what finalize costs, and give the same.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.ledger.part_files import dictionary_columns
+from prefect_raybatch.result.parquet_footer import (
+    MAGIC,
+    ChunkField,
+    ColumnField,
+    FileField,
+    GroupField,
+    ThriftFields,
+    encoded,
+    footer_of,
+    integer,
+    listed,
+    structs,
+)
+
+_CHILDREN = 5  # of a SchemaElement, if it has any
+_FIRST = (ColumnField.FIRST_PAGE, ColumnField.DICTIONARY_PAGE)  # which of them is there
+_PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY_PAGE)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a Parquet file of one row group, or those after the first."""
+
+    data: bytes
+    after_first: bool = False
+
+
+def encoded_columns(table: pa.Table) -> Columns:
+    """A table as such a file."""
+    out = io.BytesIO()
+    with pq.ParquetWriter(
+        out, table.schema, compression="zstd", use_dictionary=dictionary_columns(table)
+    ) as writer:
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+    return Columns(out.getvalue())
+
+
+class RowGroupFile:
+    """A Parquet file of `schema` at a local path, made row group by row group.
+
+    The same groups give the same bytes. Until `close` it is no Parquet file. Raises OSError.
+    """
+
+    def __init__(self, path: str, schema: pa.Schema) -> None:
+        empty = io.BytesIO()
+        pq.ParquetWriter(empty, schema, compression="zstd").close()
+        self._footer = footer_of(empty.getvalue())
+        self._groups: list[ThriftFields] = []
+        self._file = open(path, "wb")  # noqa: SIM115, closed by close
+        self._file.write(MAGIC)
+
+    def append(self, sources: Sequence[Columns]) -> bool:
+        """Add the columns of all sources, side by side, as one row group; False, with nothing
+        written, where they are not those of the schema, or not of one row group each."""
+        footers = [footer_of(source.data) for source in sources]
+        elements, chunks, rows = [], [], set[int]()
+        for source, footer in zip(sources, footers, strict=True):
+            if (
+                len(listed(footer, FileField.GROUPS)) != 1
+                or footer[FileField.VERSION] != self._footer[FileField.VERSION]
+            ):
+                return False
+            (group,) = listed(footer, FileField.GROUPS)
+            first = int(source.after_first)
+            schema = listed(footer, FileField.SCHEMA)[1:]
+            if first and (not schema or schema[0].get(_CHILDREN)):
+                return False
+            elements += schema[first:]
+            chunks += [(source.data, chunk) for chunk in listed(group, GroupField.COLUMNS)[first:]]
+            rows.add(group[GroupField.ROWS][1])
+        if elements != listed(self._footer, FileField.SCHEMA)[1:] or len(rows) != 1:
+            return False
+        self._add(chunks, rows.pop())
+        return True
+
+    def close(self) -> None:
+        """Write the footer; the file is whole."""
+        if self._file.closed:
+            return
+        rows = sum(group[GroupField.ROWS][1] for group in self._groups)
+        footer = {
+            **self._footer,
+            FileField.ROWS: integer(rows),
+            FileField.GROUPS: structs(self._groups),
+        }
+        with self._file:
+            self._file.write(encoded(footer))
+
+    def _add(self, chunks: Sequence[tuple[bytes, ThriftFields]], rows: int) -> None:
+        begin, made, size = self._file.tell(), [], 0
+        for data, chunk in chunks:
+            told = chunk[ChunkField.META][1]
+            start = min(
+                told[n][1]
+                for n in (ColumnField.FIRST_PAGE, ColumnField.DICTIONARY_PAGE)
+                if n in told
+            )
+            stored = told[ColumnField.STORED][1]
+            shift = self._file.tell() - start
+            self._file.write(memoryview(data)[start : start + stored])
+            moved = {n: field for n, field in told.items() if n not in ColumnField.BLOOM}
+            for n in _PAGES:
+                if n in moved:
+                    moved[n] = integer(moved[n][1] + shift)
+            kept = {n: field for n, field in chunk.items() if n not in ChunkField.PAGE_INDEX}
+            kept[ChunkField.OFFSET] = integer(0)  # deprecated, to be 0
+            kept[ChunkField.META] = (chunk[ChunkField.META][0], moved)
+            made.append(kept)
+            size += told[ColumnField.SIZE][1]
+        self._groups.append(
+            {
+                GroupField.COLUMNS: structs(made),
+                GroupField.SIZE: integer(size),
+                GroupField.ROWS: integer(rows),
+                GroupField.OFFSET: integer(begin),
+                GroupField.STORED: integer(self._file.tell() - begin),
+            }
+        )

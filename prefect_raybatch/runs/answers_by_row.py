@@ -1,0 +1,174 @@
+"""The answers that a run looks up, written once more in the order of its rows.
+
+Requests are asked in the order of their prompts, and an earlier run's answers have an order of
+their own. So the rows of a shard find their answers all over the files, and each shard would read
+nearly all of them again: the work of the square of the rows. Dealing them out over the local disk
+(TMPDIR) reads each answer once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_raybatch.ledger.increments import (
+    NO_REQUEST,
+    REUSED,
+    AnswersByRow,
+    Increment,
+    RowAnswers,
+    read_answers_by_row,
+)
+from prefect_raybatch.ledger.layout import BY_ROW, table_path
+from prefect_raybatch.ledger.part_files import PartFiles, local_disk
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.plan.prefix_order import RANK, dealt_out
+from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.cluster.lookups import Known
+
+log = logging.getLogger(__name__)
+NEAR = 4096  # answers or rows that are read together
+FEW_READS = 8  # times that an answer may be read where none are dealt out
+# Bytes of files that are left as they are: a worker reads them once, keeps them in memory, and a
+# shard finds its answers in few of their row groups.
+KEPT_ANYWAY = 4 << 20
+DISK_TIMES = 8  # bytes on the local disk for one of a file: plain ones, and not compressed
+FOUND_AT_ONCE = 1 << 16  # rows whose answers are found together
+ROWS_TOGETHER = 8192
+FILE_ROWS = 1 << 20
+
+
+def place_answers(
+    store: Store,
+    plan: Plan,
+    increment: Increment,
+    known: Known,
+    waits: Callable[[str], None] = lambda why: None,
+) -> None:
+    """Writes the answers to the run's rows in the order of the input and names them in a record,
+    where looking them up would read most of them many times. Done by now, it does nothing.
+
+    `known` are the files of the answers as they are; `waits` is told what the run waits for
+    meanwhile, "" at the end. Raises `StoreError` for a full local disk, and
+    the store's errors.
+    """
+    size = sum(part.bytes for part in increment.reused) + known.asked_bytes
+    if size <= KEPT_ANYWAY or read_answers_by_row(store, plan) is not None:
+        return
+    taken = sum(part.rows for part in increment.reused)
+    answers = taken + increment.counts.asked
+    reads = sum(len(np.unique(n // NEAR)) for _, n in _near(store, increment, taken))
+    if reads * NEAR <= FEW_READS * answers:
+        return
+    room = shutil.disk_usage(tempfile.gettempdir()).free
+    if room < DISK_TIMES * size:
+        log.warning(
+            "%s has %d MB left, too few to put the answers in the order of the rows: each will be "
+            "read about %d times; set TMPDIR to a larger disk",
+            *(tempfile.gettempdir(), room >> 20, reads * NEAR // answers),
+        )
+        return
+    why = f"answers to {counted(answers, 'request')} are put in the order of the rows"
+    log.info(why)
+    with ExitStack() as stack:
+        waits(why)
+        stack.callback(waits, "")
+        with local_disk():
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="raybatch-"))
+        folder = Path(name)
+        pairs = (
+            ("rows", _pairs(rows, numbers)) for rows, numbers in _near(store, increment, taken)
+        )
+        by_answer = dealt_out(pairs, plan.rows, _made(folder / "pairs"), answers, keep=True)
+        found = _with_answers(by_answer, known, taken)
+        by_row = dealt_out(found, plan.rows, _made(folder / "rows"), plan.rows, keep=True)
+        files = tuple(_write(store, by_row))
+    AnswersByRow(plan.hash, files).put(store)
+
+
+def _made(folder: Path) -> Path:
+    with local_disk():
+        folder.mkdir()
+    return folder
+
+
+def _near(
+    store: Store, increment: Increment, taken: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, the numbers of their answers, those taken over first) of NEAR rows at a time."""
+    start = 0
+    for name in increment.places:
+        with store.open(table_path(name)) as stream:
+            file = pq.ParquetFile(stream, pre_buffer=False)
+            for batch in file.iter_batches(NEAR, columns=["kind", "at"], use_threads=False):
+                kind, at = batch["kind"].to_numpy(), batch["at"].to_numpy()
+                has = kind != NO_REQUEST
+                yield start + np.flatnonzero(has), np.where(kind == REUSED, at, taken + at)[has]
+                start += batch.num_rows
+
+
+def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
+    return pa.table({"row": pa.array(rows), RANK: pa.array(numbers)})
+
+
+def _with_answers(
+    pairs: Iterator[tuple[str, pa.Table]], known: Known, taken: int
+) -> Iterator[tuple[str, pa.Table]]:
+    """The answers of rows, with the rows as their RANK; of requests that failed there are none."""
+    for what, every in pairs:
+        for start in range(0, every.num_rows, FOUND_AT_ONCE):
+            part = every.slice(start, FOUND_AT_ONCE)
+            rows, numbers = part["row"].to_numpy(), part[RANK].to_numpy()
+            earlier = int(np.searchsorted(numbers, taken))
+            for files, a, b, first in (
+                (known.reused, 0, earlier, 0),
+                (known.asked, earlier, len(numbers), taken),
+            ):
+                found = _found(files, numbers[a:b] - first, rows[a:b])
+                if found is not None:
+                    yield what, found
+
+
+def _found(files: AnswerFiles, numbers: np.ndarray, rows: np.ndarray) -> pa.Table | None:
+    there, table = files.take(numbers)
+    return None if table is None else table.append_column(RANK, pa.array(rows[there]))
+
+
+def _write(store: Store, tables: Iterator[tuple[str, pa.Table]]) -> Iterator[RowAnswers]:
+    """Writes answers in the order of their rows."""
+    parts = PartFiles(store, f"{BY_ROW}/{uuid.uuid4().hex}")
+    first = 0
+
+    def finished() -> Iterator[RowAnswers]:
+        if (made := parts.finish()) is not None:
+            part = made[0]
+            yield RowAnswers(part.path, first, part.rows, part.bytes, part.sha256)
+
+    try:
+        for _, table in tables:
+            names = [NUMBER if name == RANK else name for name in table.column_names]
+            table = table.rename_columns(names)
+            for start in range(0, table.num_rows, ROWS_TOGETHER):
+                group = table.slice(start, ROWS_TOGETHER)
+                if not parts.rows:
+                    first = group[NUMBER][0].as_py()
+                parts.write(group)
+                if parts.rows >= FILE_ROWS:
+                    yield from finished()
+        yield from finished()
+    finally:
+        parts.discard()
