@@ -17,6 +17,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.context import text_part
 from prefect_raybatch.storage import Store, is_remote, open_store
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def check_adapters_fit(
 ) -> None:
     """Raises `ConfigError` for an adapter that was not made for this model, by its tensors, or that
     vLLM does not load; where only the name of its model differs that is a warning."""
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_part(config)
     for name, adapter in pinned.items():
         field = _field(name)
         said = _config(field, adapter)

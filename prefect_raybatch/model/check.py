@@ -6,6 +6,7 @@ An engine says the same after a minute, on the GPU, once for each of its restart
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +18,10 @@ from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.context import longest_context, own_context
 from prefect_raybatch.storage import Store, is_remote
 
+LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100 << 20  # the most that safetensors itself accepts
@@ -51,6 +54,7 @@ def check(
     tasks.check_can(engine, source, config, paired)
     if images is not None:
         media.check_takes(engine, images, source, config)
+    _check_length(engine, config)
     if not pools(engine.task):
         _check_room(engine, sampling, config)
     if found := adapters.pin_adapters(engine) if files else {}:
@@ -66,15 +70,26 @@ def _check_room(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -
         return
     context, said = engine.context, "engine.max_model_len"
     if context is None:
-        text = {**config, **(config.get("text_config") or {})}
-        own = text.get("max_position_embeddings")
-        if text.get("rope_scaling") or not isinstance(own, int):
-            return  # stretched: vLLM knows by how much
-        context, said = own, "max_position_embeddings of the model's config.json"
+        context, said = own_context(config), "by the model's config.json"
+    if context is None:
+        return
     if sampling.max_tokens >= context:
         raise ConfigError(
             f"sampling.max_tokens: {sampling.max_tokens:,} leave no room for a prompt, as prompt "
             f"and answer together have {context:,} tokens ({said}); lower it"
+        )
+
+
+def _check_length(engine: Engine, config: Mapping[str, Any]) -> None:
+    """`ConfigError` for a context that vLLM refuses, where that can be told from config.json."""
+    if "hf_overrides" in (engine.model_extra or {}) or engine.context is None:
+        return
+    allowed = {**os.environ, **engine.env}.get(LONGER_ALLOWED, "0")
+    longest = longest_context(config)
+    if longest is not None and engine.context > longest and allowed in ("", "0"):
+        raise ConfigError(
+            f"engine.max_model_len: {engine.context:,} is more than the {longest:,} tokens that "
+            "the model takes by its config.json; lower it, or leave it out for all that it takes"
         )
 
 

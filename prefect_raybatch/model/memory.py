@@ -13,6 +13,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
+from prefect_raybatch.model.context import own_context, text_part
 
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
@@ -103,7 +104,7 @@ def describe(
 
     Raises `ConfigError` for a config that does not say them.
     """
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_part(config)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [name for name in names if not text.get(name)]
     if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
@@ -138,7 +139,7 @@ def describe(
         kv_full=int(full * kept),
         kv_window=int(windowed * kept),
         window=text.get("sliding_window") or 0,
-        context=text.get("max_position_embeddings"),
+        context=own_context(config),
         adapters_whole=whole,
         adapters_split=split,
         attention=2.0 * values[0],
@@ -188,7 +189,7 @@ def gib(size: float) -> str:
 
 def experts_of(config: Mapping[str, Any]) -> int:
     """Experts of a layer by the model's config.json; 0 for a dense model."""
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_part(config)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return int(next((text[name] for name in names if text.get(name)), 0))
 

@@ -16,6 +16,7 @@ from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.model.context import own_context
 from prefect_raybatch.storage import Store, is_remote, open_store
 
 log = logging.getLogger(__name__)
@@ -141,13 +142,12 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 
 
 def context_length(path: str) -> int | None:
-    """Longest context the model's config.json names, in tokens; None where it cannot be told."""
+    """Tokens that the model at a local path takes; None where its config.json does not tell."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    value = config.get("max_position_embeddings")
-    return value if isinstance(value, int) else None
+    return own_context(config) if isinstance(config, dict) else None
 
 
 def _folder(path: Path) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.early_stop import label_cap, labels_cut_short
+from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.memory import Model
@@ -49,9 +49,12 @@ class Tokens:
         return self.shared + self.own + (self.out or 0)
 
 
-def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float, early: bool = False) -> Tokens:
+FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
+
+
+def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float, early: str = "off") -> Tokens:
     """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared;
-    `early`: of a label no more is asked for than decides it."""
+    `early`: how much is asked for of a label (`engine.early_stop`)."""
     first, _, rest = (prompt.template or "").partition("{")
     shared = (len(prompt.system or "") + len(first)) / CHARACTERS
     own = row_bytes / (IMAGE_TOKEN_BYTES if prompt.images.used else CHARACTERS)
@@ -61,7 +64,7 @@ def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float, early: bool = F
     return Tokens(round(shared), round(own), *_most_out(prompt, sampling, early), form)
 
 
-def _most_out(prompt: Prompt, sampling: Sampling, early: bool) -> tuple[int | None, str]:
+def _most_out(prompt: Prompt, sampling: Sampling, early: str) -> tuple[int | None, str]:
     extra = sampling.model_extra or {}
     structured = extra.get("structured_outputs") or {}
     choice = sampling.choice or (structured.get("choice") if isinstance(structured, dict) else None)
@@ -70,8 +73,12 @@ def _most_out(prompt: Prompt, sampling: Sampling, early: bool) -> tuple[int | No
     if choice:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
-        labels = labels_cut_short(sampling.given()) if early else None
-        if labels and (cap := label_cap(labels)) < most:
+        given = sampling.given()
+        labels = labels_cut_short(given) if early != "off" else None
+        cap = label_cap(labels) if labels else most
+        if early == "first_token" and may_ask_rest(given) and min(cap, most) > FIRST_AND_REST:
+            return FIRST_AND_REST, "the first token of a choice, and what it leaves open"
+        if cap < most:
             return cap * answers, "what decides between the choices"
         return most * answers, "the longest choice"
     if prompt.function:

@@ -6,12 +6,14 @@ What `raybatch plan` prints and what the pipeline and the engines are given is t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.early_stop import may_stop_early
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.ray_cluster import PodGroup
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
@@ -186,6 +188,23 @@ def assumed(engine: Engine) -> Capacity:
     )
 
 
+def to_be_made(groups: Sequence[PodGroup], engine: Engine) -> Capacity:
+    """A cluster of these pods, which a run makes for itself; which GPUs they hold, only the job may
+    tell."""
+    kinds = (engine.accelerator_type,) if engine.accelerator_type else ()
+    pods = [group for group in groups for _ in range(group.pods)]
+    with_gpus = [pod for pod in pods if pod.gpus]
+    return Capacity(
+        sum(pod.cpus for pod in pods),
+        float(sum(pod.gpus for pod in pods)),
+        len(pods),
+        "made by cluster.kubernetes",
+        tuple(float(pod.gpus) for pod in with_gpus),
+        kinds if with_gpus else (),
+        min((pod.cpus / pod.gpus for pod in with_gpus), default=0.0),
+    )
+
+
 # --- engines ------------------------------------------------------------------------------------
 
 
@@ -298,9 +317,10 @@ def rooms(engine: Engine, have: Capacity) -> int:
 def _row(job: BatchJob, row_bytes: float) -> Tokens:
     """The tokens of a row of so many bytes."""
     engine = job.engine
-    early = engine.early_stop != "off" and engine.stage == "vllm" and not job.output.parsed_columns
+    early = engine.stage == "vllm" and not job.output.parsed_columns
     early = early and may_stop_early(engine.model_extra or {})
-    return cost.tokens(job.prompt, job.drawn, row_bytes, early)
+    way = engine.early_stop if early else "off"
+    return cost.tokens(job.prompt, job.drawn, row_bytes, way)
 
 
 def row_tokens(job: BatchJob, row_bytes: float) -> float:

@@ -249,6 +249,18 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": CHOICES}}, 5, " 1 out"),
         (LLAMA_05B, {"sampling": {"max_tokens": 512, "choice": ["Yes, a", "Yes, b"]}}, 5, "4 out"),
         (LLAMA_05B, {"sampling": {"max_tokens": 2, "choice": ["Yes, a", "Yes, b"]}}, 5, "2 out"),
+        (
+            LLAMA_05B,
+            {"sampling": {"choice": ["Yes, a", "Yes, b"]}, "early_stop": "first_token"},
+            5,
+            "2 out",
+        ),
+        (
+            LLAMA_05B,
+            {"sampling": {"choice": ["Yes, a", "Yes, b"], "seed": 1}, "early_stop": "first_token"},
+            5,
+            "4 out",
+        ),
         (LLAMA_05B, {"sampling": {"choice": CHOICES}, "early_stop": "off"}, 5, "7 out"),
         (LLAMA_05B, {"sampling": {"choice": CHOICES, "stop": ["."]}}, 5, "7 out"),
         (LLAMA_05B, {"sampling": {"choice": CHOICES}, "logits_processors": ["a:b"]}, 5, "7 out"),

@@ -1,0 +1,71 @@
+"""How many tokens a model takes by its config.json: prompt and answer together.
+
+By the rule of vLLM 0.26 to 0.29 (`vllm/config/model.py`, `_get_and_verify_max_len`), so that what
+its engines would refuse after half a minute is refused by the plan, and a prompt that they would
+not take ends in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+ALONE_COUNTS = "model_max_length"  # where it is there, it alone counts
+UNSCALED = ("su", "longrope", "llama3")  # kinds of RoPE whose lengths hold their factor already
+ORIGINAL = "original_max_position_embeddings"
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the part that reads text, which models of several kinds of input nest in their
+    own; that of a model of text alone as it is."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def own_context(config: Mapping[str, Any]) -> int | None:
+    """Tokens that an engine takes unless it is told otherwise; None where config.json says
+    nothing."""
+    text = text_part(config)
+    longest = longest_context(config)
+    if longest is not None and any(_kind(rope) in ("su", "longrope") for rope in _ropes(text)):
+        short = text.get(ORIGINAL)
+        return short if _is_length(short) else longest
+    return longest
+
+
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """The most tokens that an engine may be told to take; None where config.json says nothing."""
+    text = text_part(config)
+    whole = text.get(ALONE_COUNTS)
+    known = [whole] if _is_length(whole) else [text.get(name) for name in LENGTHS]
+    length = min((n for n in known if isinstance(n, int) and _is_length(n)), default=None)
+    if length is None or "gemma3" in str(text.get("model_type")):
+        return length
+    factor = 1.0
+    for rope in _ropes(text):
+        if _kind(rope) not in UNSCALED:
+            factor = rope.get("factor") or factor
+        if _kind(rope) == "yarn" and _is_length(rope.get(ORIGINAL)):
+            length = rope[ORIGINAL]
+    return int(length * factor)
+
+
+def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """How positions are scaled: once, or by kinds of layers."""
+    for name in ("rope_scaling", "rope_parameters"):
+        found = text.get(name)
+        if isinstance(found, Mapping):
+            nested = [inner for inner in found.values() if isinstance(inner, Mapping)]
+            yield from nested or [found]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
