@@ -92,6 +92,12 @@ class ClusterUnavailable(InsufficientResources):
     transient = True
 
 
+class ClusterNotReady(InsufficientResources):
+    """The cluster that a run has made on Kubernetes does not come up; the message says why."""
+
+    remedy = "Mend what the message names (kubectl describe raycluster has more), then run again."
+
+
 class PrefectUnavailable(RayBatchError):
     """Prefect's API does not answer at its URL: a server that is down, or a wrong URL."""
 

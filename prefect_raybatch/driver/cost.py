@@ -99,9 +99,10 @@ class CostMeter:
         finally:
             self._beside -= gpus
 
-    def after(self, earlier: CostMeter) -> CostMeter:
-        """This meter, going on from what the same attempt has counted by another."""
-        self.gpu_seconds = earlier.gpu_seconds
+    def after(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
+        """This meter, going on from what the same attempt has counted by another, and from GPU
+        seconds that were spent for it before."""
+        self.gpu_seconds = earlier.gpu_seconds + more
         return self
 
     @property

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
 ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
 STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+PROBES = 3  # rows of committed shards that tell whether engines work at all
 NO_RECEIPT = "no receipt came back"
 LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
 RATE_WINDOW = 30  # commits the shown rate is taken over
@@ -169,6 +170,7 @@ class Driver:
         self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
         self._warned: set[int] = set()
         self._codes: set[str] = set()  # of workers, that were told of
+        self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
         """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
@@ -199,7 +201,7 @@ class Driver:
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
-        strikes, held_at_start = 0, self._held()
+        strikes = 0
         while units:
             self._check_draining()
             # Isolated once what is missing may all have been in flight at a death; more than that
@@ -209,7 +211,8 @@ class Driver:
             isolated = self.progress.passes > 0 and few
             before, known = self._held(), deaths.total()
             turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
-            self._pass(run_pass, turn, isolated)
+            asked = [*self._probes(), *turn] if isolated else turn
+            self._pass(run_pass, asked, isolated)
             units = self._missing(turn)
             if units:  # what was given back is no death of a row
                 self._check_draining()
@@ -218,8 +221,7 @@ class Driver:
             if later:
                 units += self._missing(later)
             # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
-            works = before > held_at_start
-            moved = self._held() > before or (works and deaths.total() > known)
+            moved = self._held() > before or (self._answered and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
             if units and strikes >= STRIKES:
                 reason = next(iter(self._lost.values()), NO_RECEIPT)
@@ -255,7 +257,17 @@ class Driver:
             if receipt.lost is not None:
                 self._note_lost(receipt.shard, receipt.lost)
                 continue
+            self._answered = True
             self._accept(receipt)
+
+    def _probes(self) -> list[Unit]:
+        """Rows of committed shards, asked again and their answers thrown away, while this attempt
+        has seen no engine work: an earlier one may have left nothing but rows that kill."""
+        done = np.flatnonzero(self.done).tolist()
+        if self._answered or not done:
+            return []
+        chosen = {done[len(done) * at // PROBES] for at in range(PROBES)}
+        return [Unit(shard, self.shards[shard].rows - 1, 1) for shard in sorted(chosen)]
 
     def _accept(self, receipt: Receipt) -> None:
         if self.done[receipt.shard]:

@@ -31,6 +31,7 @@ TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
 COSTS = ("cost", "cost_run", "cost_end")
 SINCE_COSTS = ("gpu_seconds", *COSTS)  # left out while they say nothing: kept runs have none
 UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
+MAKING = "waiting for the cluster"  # of who has one made for the run
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
 

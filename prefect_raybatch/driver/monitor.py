@@ -22,7 +22,7 @@ from prefect_raybatch.driver.heartbeat import (
     Listener,
     Ticker,
 )
-from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, starts
 from prefect_raybatch.driver.starting import Starting
 from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreError
 from prefect_raybatch.job.limits import Limits
@@ -47,7 +47,8 @@ class Monitor:
     """An observer for the driver that stands between it and `observe`.
 
     `engines` gives the number of engine actors by state, `starts` how far the start of each has
-    come; they may raise or be slow. `on_started` is told once, after the first commit of this
+    come, `restarts` how often the process of each was started again and which it is; they may raise
+    or be slow. `on_started` is told once, after the first commit of this
     attempt, how long the phases of the start took. Use as a context manager around the work; after
     it, `failure` is the error of a stall that is to fail the run, and `spent` that of costs that
     have reached their limit. `meter` counts the costs.
@@ -65,6 +66,8 @@ class Monitor:
     ):
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
+        self.restarts: Callable[[], Mapping[str, tuple[int, str]]] = dict
+        self._seen: Mapping[str, tuple[int, str]] = {}  # of `restarts`
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self._left: frozenset[str] = frozenset()  # nodes that were told of
         self.on_started: Callable[[Starting], None] = lambda starting: None
@@ -138,13 +141,16 @@ class Monitor:
 
     def beat(self) -> Beat:
         """The state now."""
-        counts, watch = self._now(), self._watch
+        latest, watch = self.counts, self._watch
+        counts = self._now(latest)
         if self._ended:
             phase = ENDED
         elif watch.alarms or self._held:
             phase = WAITING
         else:
-            phase = STARTING if watch.starting else INFERRING
+            # Of the counts that are told, which are newer than what the watch saw last.
+            starting = counts is None or latest is None or starts(latest, counts.passes)
+            phase = STARTING if starting else INFERRING
         more: dict[str, Any] = {
             "phase": phase,
             "engines": dict(self._states),
@@ -163,9 +169,9 @@ class Monitor:
         left = 0.0 if self._ended else found.seconds_left
         return replace(found, **self.meter.figures(left))
 
-    def _now(self) -> Counts | None:
-        """The counts with those that change between commits, too."""
-        counts, progress = self.counts, self._progress
+    def _now(self, counts: Counts | None) -> Counts | None:
+        """The counts of the latest commit, with those that change between commits, too."""
+        progress = self._progress
         if counts is None or progress is None:
             return None
         return replace(counts, passes=progress.passes, engine_deaths=progress.engine_deaths)
@@ -178,7 +184,9 @@ class Monitor:
             self._asked = now
             self._states = self.engines()
             self._look_at_nodes()
-        counts, latest = self._now(), self.counts
+            self._look_at_restarts()
+        latest = self.counts
+        counts = self._now(latest)
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
         if self._held:
@@ -209,6 +217,26 @@ class Monitor:
                 *(node, when),
             )
         self._left = frozenset(leaving)
+
+    def _look_at_restarts(self) -> None:
+        """Warns of each engine's process that died before a shard came through: Ray starts engines
+        again several times, minutes in which nothing else tells of it. A later death is told with
+        the shards it cost."""
+        try:
+            found = self.restarts()
+        except Exception as error:  # for people alone, as above
+            log.debug("restarts are not known: %s: %s", type(error).__name__, error)
+            return
+        for engine, (times, now) in found.items():
+            before, place = self._seen.get(engine, (0, now))
+            if times > before and self.starting.ended is None and not self._ended:
+                log.warning(
+                    "an engine's process died before a shard came through%s: Ray starts it again, "
+                    "%s until now. If nobody ended it, its node was out of memory, which `dmesg` "
+                    "there tells",
+                    *(f" ({place})" if place else "", counted(times, "time")),
+                )
+        self._seen = found
 
     def _look_at_start(self) -> None:
         """Asks the engines while they start."""

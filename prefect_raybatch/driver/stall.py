@@ -40,6 +40,12 @@ class Flowing:
     seconds: float
 
 
+def starts(counts: Counts, passes: int) -> bool:
+    """Whether engines start still. `counts` are those of the latest commit, `passes` as many as
+    have begun; what was committed before this attempt is no sign that its engines have started."""
+    return not counts.commits or passes > counts.passes
+
+
 class StallWatch:
     """Says, asked about every second, when a run stalls and when it goes on.
 
@@ -69,8 +75,7 @@ class StallWatch:
         self, now: float, counts: Counts, passes: int, longest: float = 0.0
     ) -> Stall | Flowing | None:
         """What is new. `counts` are those of the latest commit, `passes` as many as have begun."""
-        # What was committed before this attempt is no sign that its engines have started.
-        self.starting = not counts.commits or passes > counts.passes
+        self.starting = starts(counts, passes)
         before, self._seen = self._seen, (counts.committed, passes)
         waited, alarms = now - self.since, self.alarms
         if before != self._seen:

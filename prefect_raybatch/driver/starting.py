@@ -83,6 +83,9 @@ class Starting:
             if not began:
                 return _rounded(found)
             before = found.pop(ON_WORKERS)
+            # What engines did before the run had them, started while its input was copied, is no
+            # part of what it waited for.
+            began = _since(now - before, began)
             found[ON_WORKERS] = max(0.0, before - max(0.0, now - began[0][0]))
             for (at, name), (until, _) in zip(began, [*began[1:], (now, "")], strict=True):
                 found[ON_ROWS if name == STEPPED else name] = max(0.0, until - at)
@@ -96,6 +99,12 @@ class Starting:
             ready = sum(FIRST_STEP in marks for marks in known)
             text += f" ({ready} of {len(known)} engines ready)"
         return text
+
+
+def _since(start: float, began: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """The phases that were not over at `start`; the one that lasted then begins there."""
+    over = sum(at <= start for at, _ in began[1:])
+    return [(max(at, start), name) for at, name in began[over:]]
 
 
 def _how_far_behind(marks: Marks) -> tuple[int, float]:

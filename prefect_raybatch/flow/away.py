@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
+from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
 from prefect_raybatch.report.report import duration
@@ -21,9 +23,9 @@ class ApiWatch:
     """Calls are made `within` it, from one thread; `look` is called from another one, since
     Prefect's client asks on for a minute before a call raises."""
 
-    def __init__(self, clock: Callable[[], float]):
+    def __init__(self, clock: Callable[[], float], since: float | None = None):
         self.clock = clock
-        self._since: float | None = None  # when the first call began that was not answered
+        self._since = since  # when the first call began that was not answered
         self._said = False
 
     @contextmanager
@@ -42,9 +44,16 @@ class ApiWatch:
 
     def _answered(self) -> None:
         since, self._since = self._since, None
-        if self._said and since is not None:
+        if since is None:
+            return
+        if self._said or self.clock() - since >= AWAY_AFTER:
             self._said = False
-            log.warning("Prefect's API answers again, after %s", duration(self.clock() - since))
+            # It is the one line of the two that reaches the page: Prefect sends no log line twice.
+            log.warning(
+                "Prefect's API answers again, after %s; the run went on meanwhile and nothing is "
+                "to be done. Log lines of that time are in the log of its worker alone",
+                duration(self.clock() - since),
+            )
 
     def look(self) -> None:
         """Says once that the API is away, when it is."""
@@ -58,6 +67,28 @@ class ApiWatch:
             get_current_settings().api.url or "its embedded server",
             self.clock() - since,
         )
+
+    def left_over(self) -> ApiWatch | None:
+        """That of the next task, where the API is away as this one ends. This one says no more: a
+        thread of the task may be in a call still."""
+        since, self._since = self._since, None
+        return None if since is None else ApiWatch(self.clock, since)
+
+
+_UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: what a task of it left to the next one
+
+
+@contextmanager
+def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
+    """The watch of a task. One that goes on from an earlier task of the flow run, where the API was
+    away as that ended: else nobody would say that it is back, and for how long it was not there."""
+    run = flow_run.get_id() or ""
+    watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)
+    try:
+        yield watch
+    finally:
+        if (left := watch.left_over()) is not None:
+            _UNANSWERED[run] = left
 
 
 class _OneLine(logging.Filter):

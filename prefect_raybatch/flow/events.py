@@ -10,7 +10,7 @@ from typing import Any
 from prefect.events import emit_event
 from prefect.runtime import task_run
 
-from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat
 from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
@@ -94,7 +94,7 @@ class LiveEvents:
         self.told_high = False
 
     def started(self, beat: Beat, worked: float = 0.0) -> None:
-        """Call first: what is committed then is no news. `worked`: seconds of earlier tries."""
+        """Call first: what is committed then is no news. `worked`: seconds of earlier attempts."""
         self._committed = self._first = beat.committed
         self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
@@ -121,7 +121,10 @@ class LiveEvents:
 
     def _look_at_deadline(self, beat: Beat, now: float) -> None:
         """By the rate of the latest commits, once there are some: the first ones tell of the start
-        of the engines."""
+        of the engines. Counts as the report does: what an attempt waits for before it begins is not
+        its time."""
+        if beat.phase in (MAKING, UNHEARD):
+            return
         self._began = now if self._began is None else self._began
         if self.deadline is None or self.told_late or beat.committed == beat.shards:
             return
@@ -132,7 +135,7 @@ class LiveEvents:
             return
         self.told_late = True
         about = (
-            f"{duration(taken)} of work are done and about {duration(left)} are left, where "
+            f"{duration(taken)} are gone and about {duration(left)} are left, where "
             f"limits.deadline allows {duration(self.deadline)}"
         )
         log.warning("the deadline is at risk: %s", about)

@@ -47,6 +47,13 @@ LONGEST_LINE = 300  # characters of an error's text from elsewhere
 JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
 # So wide that the page shows the whole of it; the indent of lists stays.
 WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
+LEASE_LOST = "Concurrency lease renewal failed"  # as Prefect's line about it begins
+LEASE_TOLD = (
+    "Prefect ends this run: its server has been away too long, or was started again and has "
+    "forgotten which runs its deployment's concurrency limit counts. What is committed is kept; a "
+    "server with PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
+    "prefect.server.concurrency.lease_storage.filesystem does not forget.\nWhat to do:\n"
+)
 TOLD = "plain"  # attribute of an error that was told: its message before that
 
 
@@ -191,6 +198,23 @@ def root_run() -> UUID | None:
     return None
 
 
+def said_beforehand() -> str | None:
+    """What a run whose process or host is lost can say no more, for the first lines of its log: the
+    page shows these, and of the state's message nothing. None for a run that no deployment made."""
+    root = root_run()
+    if deployment_of(root) is None:
+        return None
+    return (
+        "should this run end as Crashed, its process or host is lost; what is committed is kept, "
+        f"and this goes on with it: prefect flow-run retry {root}"
+    )
+
+
+def _go_on() -> str:
+    root = root_run()
+    return f"prefect flow-run retry {root}" if root else "run it again under the same run key"
+
+
 def deployment_of(root: UUID | None) -> str | None:
     """FLOW/DEPLOYMENT of the outermost flow run; None where it has none, or nobody tells."""
     if root is None:
@@ -234,9 +258,14 @@ def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
 
 class _Short(logging.Filter):
     """Prefect logs an error with its traceback, once for the task and once for the flow. One that
-    was told has said all that a person can use; its traceback is of no use to them."""
+    was told has said all that a person can use; its traceback is of no use to them. Where Prefect
+    ends a flow run itself, it says so with a traceback of its own and not what to do."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(LEASE_LOST):
+            record.msg, record.args = f"{LEASE_LOST}. {LEASE_TOLD}  {_go_on()}", ()
+            record.exc_info = record.exc_text = None
+            return True
         error = record.exc_info[1] if record.exc_info else None
         if was_told(error) and (
             isinstance(error, RayBatchError) or type(error).__module__.startswith("ray.")

@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
+from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
@@ -141,9 +142,10 @@ def batch_inference(
         job = with_changes(job, overrides, limit)
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
-    run = plan_shards(job, key, **({"accept": accept} if accept else {}))
     try:
-        progress = infer_shards(job, run)
+        with engines_early():
+            run = plan_shards(job, key, **({"accept": accept} if accept else {}))
+            progress = infer_shards(job, run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     return _published(job, run, finalize_run(job, run, progress))

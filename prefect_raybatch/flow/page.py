@@ -16,6 +16,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     COSTS,
     ENDED,
+    MAKING,
     SILENT_AFTER,
     STARTING,
     Beat,
@@ -25,15 +26,18 @@ from prefect_raybatch.driver.heartbeat import (
     alive,
     newest,
 )
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
-from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once
+from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.starts import attempts_seconds
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
@@ -84,12 +88,13 @@ class Page(Listener):
         self._due: dict[str, float] = {}
         self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
         self.api = ApiWatch(clock)
-        self._watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
         self._open = ExitStack()
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
-        for part in (said_once(), self._watch, self._ticker):
+        self.api = self._open.enter_context(watched(self.clock))
+        watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
+        for part in (said_once(), watch, self._ticker):
             self._open.enter_context(part)
         return self
 
@@ -117,8 +122,7 @@ class Page(Listener):
             return
         if not self._began:
             self._began = True
-            worked = self.progress.tally.busy_seconds if self.progress else 0.0
-            self.events.started(beat, worked)
+            self.events.started(beat, self._worked())
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
@@ -143,6 +147,18 @@ class Page(Listener):
                 self._shown[what] = value
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
+
+    def _worked(self) -> float:
+        """Seconds of the attempts before this one, where a deadline is to be held against them."""
+        if self.events.deadline is None:
+            return 0.0
+        try:
+            ledger = Ledger(open_store(self.run.uri, self.job.output.options or None))
+            plan = ledger.load_plan()
+            return 0.0 if plan is None else attempts_seconds(ledger, plan)
+        except RayBatchError as error:  # the page shows everything else without it
+            self.log.info("the time of earlier attempts is not known: %s", error)
+            return 0.0
 
     def _show_share(self, beat: Beat) -> None:
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
@@ -237,8 +253,9 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
 
 
 def starting(beat: Beat) -> str:
-    """`starting engines: cluster 3 s, imports 9 s`, while that is what the run does; else ""."""
-    return f"{STARTING}: {beat.about}" if beat.phase == STARTING and beat.about else ""
+    """`starting engines: cluster 3 s, imports 9 s`, while that is what the run does, or what it
+    waits for of a cluster that is made for it; else ""."""
+    return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
 
 
 def cost_figures(beat: Beat) -> dict[str, str]:

@@ -26,13 +26,17 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Crashed, Scheduled
 
+from prefect_raybatch.doctor.services import prefect_api
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.kuberay.api import KubeApi
+from prefect_raybatch.kuberay.run_cluster import delete_expired
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
 from prefect_raybatch.remote.server import JobServer, RayJob
 
@@ -43,6 +47,7 @@ JOB_LABEL, SERVER_LABEL, SINCE_LABEL = (
     "raybatch.job_server",
     "raybatch.followed_since",
 )
+ON_KUBERNETES = "kubernetes/"
 GRACE = 900.0  # seconds after which a flow run has had time to notice that its job is over
 SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
 CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
@@ -59,11 +64,12 @@ OPEN = [
 ]
 
 
-def owner() -> Owner:
-    """The current flow run, as the one that follows a job; a nameless one outside of Prefect."""
-    current = flow_run.get_id()
+def owner(retries: int = 0) -> Owner:
+    """The current flow run, as the one that follows a job; a nameless one outside of Prefect. Its
+    task is tried `retries` times more."""
+    current, api = flow_run.get_id(), prefect_api() or ""
     if current is None:
-        return Owner()
+        return Owner(api=api)
     id = UUID(str(current))
 
     def attached(ray_job: str, server: str) -> None:
@@ -84,13 +90,16 @@ def owner() -> Owner:
             return False
         return state is not None and (state.is_cancelling() or state.is_cancelled())
 
-    return Owner(str(id), attached, cancelled)
+    def retried() -> bool:
+        return (task_run.get_run_count() or 1) <= retries
+
+    return Owner(str(id), attached, cancelled, api, retried)
 
 
 @dataclass(frozen=True)
 class Action:
-    """What was done (or, in a dry run, would be): `what` is stopped, crashed, restarted or
-    kept; `job` is the Ray job, or the run key of what is restarted."""
+    """What was done (or, in a dry run, would be): `what` is stopped, crashed, restarted, deleted or
+    kept; `job` is the Ray job, the run key of what is restarted, or the RayCluster."""
 
     what: str
     job: str
@@ -106,10 +115,15 @@ def reconcile_jobs(
     Jobs whose flow run has ended, and which no other flow run follows, are stopped. Flow runs that
     are still Running `grace` seconds after their job ended without success, or whose job the
     server does not know and does not learn of within `settle` seconds, become Crashed. A saved
-    RayCluster block (ray-cluster/NAME) may stand for the server and its keys. Raises
-    `JobServerUnavailable`, `ConfigError`.
+    RayCluster block (ray-cluster/NAME) may stand for the server and its keys.
+
+    kubernetes/NAMESPACE, or a block with `kubernetes`, stands for the clusters that runs have made
+    there: those whose lease has ended, as no flow lives that renews it, are deleted.
+    Raises `JobServerUnavailable`, `ClusterUnavailable`, `ConfigError`.
     """
     access = _access(job_server)
+    if access.kubernetes is not None:
+        return _clusters(access.kubernetes, dry_run)
     server = JobServer(str(access.job_server), access=access)
     with get_client(sync_client=True) as client:
         known = {
@@ -120,12 +134,30 @@ def reconcile_jobs(
         return stopped + _widows(client, server, known, following, dry_run, grace, settle)
 
 
+def _clusters(made: Kubernetes, dry_run: bool) -> list[Action]:
+    return [
+        Action("deleted" if one.over else "kept", one.name, one.flow_run, one.why)
+        for one in delete_expired(KubeApi(made), dry_run)
+    ]
+
+
 def _access(job_server: str) -> ClusterAccess:
-    """The job server of that URL or block."""
+    """The job server of that URL or block, or the place of clusters on Kubernetes."""
+    if job_server.startswith(ON_KUBERNETES):
+        namespace = job_server.removeprefix(ON_KUBERNETES)
+        try:
+            # Of a cluster that is there already nothing but its place is asked.
+            return ClusterAccess(kubernetes=Kubernetes(image="-", namespace=namespace))
+        except ValueError:
+            raise ConfigError(
+                f"{job_server!r} names no namespace; write {ON_KUBERNETES}NAMESPACE"
+            ) from None
     if job_server.startswith("ray-cluster/"):
         access = access_of(job_server)
-        if access.job_server is None:
-            raise ConfigError(f"the block {job_server} has no job_server; name one that has")
+        if not access.remote:
+            raise ConfigError(
+                f"the block {job_server} has no job_server and no kubernetes; name one that has"
+            )
         return access
     try:
         return Cluster(job_server=job_server).access

@@ -21,17 +21,18 @@ from prefect_raybatch.errors import RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
+from prefect_raybatch.flow.away import watched
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, was_told
+from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.remote import follower as jobs
+from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
@@ -100,6 +101,7 @@ def plan_shards(
             "run %s: %s in %s at %s",
             *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),
         )
+        _say_beforehand()
         return run
 
 
@@ -126,7 +128,13 @@ def plan_retry(
         else:
             rows, uri = counted(made.run.rows, "failed row"), made.run.uri
             log.info("run %s: %s of %s at %s", made.run.run_key, rows, made.parent, uri)
+            _say_beforehand()
         return made
+
+
+def _say_beforehand() -> None:
+    if text := said_beforehand():
+        get_run_logger().info("%s", text)
 
 
 @task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
@@ -135,13 +143,15 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
     Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError`
     (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
-    With `cluster.job_server` the work is a Ray job that outlives this process: see `jobs`.
+    With `cluster.job_server` the work is a Ray job that outlives this process, with
+    `cluster.kubernetes` on a cluster that is made for it: see `remote`.
     """
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
         with Page(loaded, run, observers=_observers.get()) as page:
-            return jobs.infer(job, loaded, run, page, flow_runs.owner())
+            owner = flow_runs.owner(RETRY["retries"])
+            return infer_in_place(job, loaded, run, page, owner)
 
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
@@ -154,7 +164,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     with logs_in_page(), _told("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
         report = finalize(loaded, run, progress)
-        _show_report(job, report)
+        with watched() as api, api.within():
+            _show_report(job, report)
         show_nights(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(

@@ -162,6 +162,8 @@ class RunReport(FinishedRows):
     roofline: Mapping[str, Number] = field(default_factory=dict)
     # of a run that tried fewer bits: what it decided, and by what
     precision: PrecisionNote | None = None
+    # of all attempts from begin to end, starts and waits included; 0 in reports of earlier versions
+    elapsed: Number = 0.0
     accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 
     @property
@@ -190,6 +192,7 @@ class RunReport(FinishedRows):
             "answers",
             "roofline",
             "precision",
+            "elapsed",
             "accepted",
             "starts",
         )

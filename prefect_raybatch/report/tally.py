@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect_raybatch.ledger.failures import FailureKey
@@ -137,7 +137,7 @@ class Tally:
     @property
     def busy_seconds(self) -> float:
         """Time in which at least one shard was in the engine stage or after it."""
-        return _covered(sorted((start, end) for start, end, _ in self.ends))
+        return covered(sorted((start, end) for start, end, _ in self.ends))
 
     @property
     def steady_rate(self) -> float:
@@ -151,8 +151,8 @@ class Tally:
         first = ends[0][0]  # from there on; time in which nothing ran, between attempts, is not
         spans = sorted((max(start, first), end) for start, end, _ in self.ends if end > first)
         # Where a clock was set back, shards end before they began, and no time is covered.
-        covered = _covered(spans)
-        return sum(rows for _, rows in ends[1:]) / covered if covered else 0.0
+        seconds = covered(spans)
+        return sum(rows for _, rows in ends[1:]) / seconds if seconds else 0.0
 
     def recent_rate(self, window: float = 120.0) -> float:
         """Rows a second over the shards that ended in the last `window` seconds; 0 for none."""
@@ -293,7 +293,8 @@ def _at_once(engines: Iterable[Place]) -> int:
     return max(Counter(attempt for attempt, _ in engines).values(), default=0)
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds that are in at least one of these (start, end), in order of their starts."""
     total, reached = 0.0, float("-inf")
     for start, end in spans:
         total += max(0.0, end - max(start, reached))

@@ -93,6 +93,12 @@ def test_gpus_count_from_when_engines_are_made_until_they_are_gone():
     assert meter.gpu_seconds == 40.0
 
 
+def test_what_was_spent_before_the_attempt_counts_as_its_own():
+    meter = CostMeter(3600.0).after(CostMeter(), 20.0)
+    assert (meter.gpu_seconds, meter.cost) == (20.0, 20.0)
+    assert CostMeter(3600.0).after(meter).gpu_seconds == 20.0
+
+
 def test_a_pool_that_waits_for_room_pays_for_what_it_has():
     meter = CostMeter(3600.0, gpus_an_engine=1.0, fewest=1)
     meter.see(0.0, {"ALIVE": 2, "PENDING_CREATION": 6})

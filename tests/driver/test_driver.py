@@ -190,6 +190,30 @@ def test_nothing_gets_through_is_an_infrastructure_error(tmp_path):
     assert not passes.quarantined  # no row is blamed for a machine
 
 
+@pytest.mark.parametrize("poison", [{(3, 0), (3, 1)}, {(2, 1), (3, 0), (3, 1)}, {(3, 1)}])
+def test_what_an_earlier_attempt_left_may_be_nothing_but_rows_that_kill(tmp_path, poison):
+    run = small_run(tmp_path, rows=8, per_shard=2)
+    for shard in {0, 1, 2, 3} - {shard for shard, _ in poison}:
+        run.commit(shard)
+    passes = Passes(run, poison=poison)
+    progress = drive(run, passes, limits={"max_failed": 0.9})
+    assert progress.done == 8
+    assert {(u.shard, u.offset) for u, _ in passes.quarantined} == poison
+    check_whole(run)
+
+
+def test_rows_of_committed_shards_tell_a_broken_machine_from_rows_that_kill(tmp_path):
+    run = small_run(tmp_path, rows=8, per_shard=2)
+    for shard in (0, 1, 2):
+        run.commit(shard)
+    passes = Passes(run, poison={(s, p) for s in range(4) for p in range(2)})
+    with pytest.raises(EngineFailure, match=f"in {STRIKES} passes"):
+        drive(run, passes)
+    assert not passes.quarantined
+    probed = {u for units, isolated in passes.calls if isolated for u in units if u.shard != 3}
+    assert probed == {Unit(0, 1, 1), Unit(1, 1, 1), Unit(2, 1, 1)}
+
+
 def test_silence_is_an_infrastructure_error_too(tmp_path):
     run = small_run(tmp_path)
     with pytest.raises(EngineFailure, match="no receipt came back"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.heard import counts
 from helpers.small import Passes, small_run
@@ -87,6 +89,19 @@ def test_a_later_pass_starts_engines_anew_and_no_cluster(clock: Clock) -> None:
     assert start.text() == "workers 2 s"
 
 
+def test_what_engines_did_before_the_run_had_them_is_not_what_it_waited_for(clock: Clock) -> None:
+    start = Starting(clock)
+    clock.now += 2
+    start.again()
+    ahead = {"imports": 960.0, "weights": 980.0, "graphs": 1001.0}
+    start.heard([ahead])
+    clock.now += 3
+    assert start.seconds() == {"cluster": 2.0, "workers": 0.0, "graphs": 3.0}
+    start.heard([{**ahead, "first step": 1004.0, "stepped": 1006.0}])
+    clock.now += 2
+    assert start.text() == "cluster 2 s, workers 0 s, graphs 2 s, first step 2 s, rows 1 s"
+
+
 def test_clocks_that_differ_give_no_negative_seconds(clock: Clock) -> None:
     start = Starting(clock)
     start.again()
@@ -117,6 +132,52 @@ def test_a_monitor_tells_the_start_while_it_lasts_and_notes_it_once(
     watch.note_start()
     assert (watch.beat().phase, watch.beat().about) == (INFERRING, "")
     assert told == [(1, ["cluster", "workers", "imports"])]
+
+
+def test_an_engine_that_dies_before_a_shard_came_through_is_warned_of_at_once(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitor, "ASK_ENGINES", 0.0)
+    run = small_run(tmp_path)
+    watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
+    driver.resume()
+    watch.pass_began()
+    seen: list[Any] = [
+        {},
+        {"a": (0, "process 7 on node n1"), "b": (0, "")},
+        {"a": (1, "process 8 on node n2"), "b": (0, "process 9 on node n1")},
+        {"a": (1, "process 8 on node n2"), "b": (0, "process 9 on node n1")},
+        {"a": (2, ""), "b": (0, "process 9 on node n1"), "c": (1, "")},
+    ]
+    for found in seen:
+        watch.restarts = lambda found=found: found
+        watch.look()
+    said = [r.getMessage() for r in caplog.records if "died before a shard" in r.getMessage()]
+    assert [text.partition("through")[2].partition(" until")[0] for text in said] == [
+        " (process 7 on node n1): Ray starts it again, 1 time",
+        " (process 8 on node n2): Ray starts it again, 2 times",
+        ": Ray starts it again, 1 time",
+    ]
+    assert all("out of memory, which `dmesg` there tells" in text for text in said)
+    watch.restarts = lambda: 1 / 0
+    watch.look()
+    driver.run(Passes(run), Passes(run).quarantine)
+    watch.restarts = lambda: {"b": (1, "")}  # told with the shards it cost
+    watch.look()
+    assert sum("died before a shard" in r.getMessage() for r in caplog.records) == 3
+
+
+def test_a_beat_that_counts_a_commit_never_says_that_engines_start(tmp_path) -> None:
+    run = small_run(tmp_path)
+    watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
+    driver.resume()
+    watch.pass_began()
+    assert watch.beat().phase == STARTING
+    driver.run(Passes(run), Passes(run).quarantine)
+    told = watch.beat()  # before the thread that looks has looked
+    assert (told.phase, told.committed) == (INFERRING, run.plan.shards)
 
 
 def test_a_cluster_that_cannot_be_asked_costs_only_the_note(tmp_path) -> None:

@@ -1,7 +1,8 @@
-"""What the failing nights share: a Prefect server with a worker, a Ray head, a store, a browser."""
+"""Where a failing night is played: a Prefect server with a worker, a Ray head, a store."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,11 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import httpx
 from helpers import environ
-from helpers.browser import browser_page
 from helpers.prefect_server import Prefect, prefect_server
 from helpers.ray_head import ROOT, Head, start_head
-from playwright.sync_api import Page
 from s3server import S3Server, start_s3
 
 from prefect_raybatch.demo.customers import write_customers
@@ -24,12 +24,27 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 @dataclass
 class World:
-    """Servers are started when a night first asks for them, and end with the world."""
+    """Servers are started when a night first asks for them, and end with the world. `env` is
+    what Prefect's server, worker and runs have beside their own variables; `given` is a server that
+    is there already, with a worker of our deployments."""
 
     folder: Path
-    prefect: Prefect
-    page: Page
     stack: ExitStack = field(repr=False)
+    env: dict[str, str] = field(default_factory=dict)
+    given: Prefect | None = None
+
+    @cached_property
+    def prefect(self) -> Prefect:
+        """A server with our deployments and a worker of their pool."""
+        if self.given is not None:
+            return self.given
+        home = self.folder / "prefect"
+        home.mkdir()
+        made = self.stack.enter_context(prefect_server(home, **self.env))
+        made.env["RAY_AUTH_MODE"] = "disabled"  # as the head
+        made.deploy()
+        made.work()
+        return made
 
     @cached_property
     def head(self) -> Head:
@@ -94,14 +109,22 @@ class World:
         self.prefect.until(look, seconds, f"{text!r} in the log")
         return time.monotonic() - began
 
+    def told(self, lines: int = 40) -> str:
+        """The last lines of the runs' logs, for whoever asks why a night was not played."""
+        if "prefect" not in self.__dict__:
+            return "Prefect's server has not started"
+        try:
+            last = self.prefect.ask("logs/filter", {"limit": lines, "sort": "TIMESTAMP_DESC"})
+        except httpx.HTTPError as error:
+            return f"no logs: {error}"
+        return "\n".join(f"{one['timestamp']} {one['message']}" for one in reversed(last))
+
 
 @contextmanager
-def new_world(folder: Path, **env: str) -> Iterator[World]:
-    """A world of its own: a server (with these variables), a worker of its pool and a browser."""
-    with ExitStack() as stack:
-        (folder / "prefect").mkdir()
-        prefect = stack.enter_context(prefect_server(folder / "prefect", **env))
-        prefect.env["RAY_AUTH_MODE"] = "disabled"  # as the head
-        prefect.deploy()
-        prefect.work()
-        yield World(folder, prefect, stack.enter_context(browser_page()), stack)
+def new_world() -> Iterator[World]:
+    """A world in a folder of its own, which ends with it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nights-", ignore_cleanup_errors=True) as made,
+        ExitStack() as stack,
+    ):
+        yield World(Path(made), stack)

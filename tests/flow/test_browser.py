@@ -25,6 +25,8 @@ from helpers.ray_head import Head
 from playwright.sync_api import Page
 
 from prefect_raybatch.demo.customers import companies, write_customers
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
@@ -36,6 +38,7 @@ from prefect_raybatch.storage import open_store
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SHARD = 50
+LABELS = ".schema-form-property__label"
 ROWS = 6_000
 MANY = 20_000  # a minute of work on a quiet machine, which cancelling cuts short
 CANCELLED = 120  # seconds until nothing is left of a run on a busy machine; 5 to 10 on a quiet one
@@ -64,9 +67,15 @@ def open_run(page: Page, prefect: Prefect, run: str) -> None:
     expect(page.get_by_text("batch_inference", exact=True).first).to_be_visible()
 
 
+def search_artifacts(page: Page, prefect: Prefect, text: str) -> None:
+    """The page of artifacts as the operator narrows it: of all keys it shows only fifty."""
+    page.goto(site(prefect, "/artifacts"))
+    page.get_by_placeholder("Search artifacts").fill(text)
+
+
 def open_artifact(page: Page, prefect: Prefect, key: str) -> None:
     """Follows the operator's way: the artifacts, the key's card, its newest version."""
-    page.goto(site(prefect, "/artifacts"))
+    search_artifacts(page, prefect, key)
     page.get_by_text(key, exact=True).click()
     page.locator("a[href*='/artifacts/artifact/']").first.click()
     expect(page.get_by_text("Show raw data")).to_be_visible()
@@ -145,7 +154,9 @@ def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None
     row_in_time(page, "engines alive 1")
     picture(page, "live", tmp_path, 700)
     open_artifact(page, prefect, "raybatch-dev-progress")
-    (share,) = re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text())
+    shown = page.get_by_text(re.compile(r"Progress: [\d.]+"))
+    expect(shown.first).to_be_visible()
+    (share,) = set(re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text()))
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
     refused = prefect.until(
         lambda: (s := prefect.state(second)) and s["type"] == "CANCELLED" and s,
@@ -154,6 +165,11 @@ def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None
     )
     assert "concurrency limit" in refused["message"]
     assert prefect.state(run)["type"] == "RUNNING", "the first had ended: nothing was tested"
+
+
+def runs_of(prefect: Prefect, deployment: str) -> dict[str, dict[str, Any]]:
+    found = prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
+    return {run["id"]: run for run in found}
 
 
 def job_of(url: str, run_dir: Path) -> RayJob:
@@ -172,6 +188,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     run_dir, table = folder / "out/monday", str(folder / "customers.csv")
     write_customers(table, ROWS, 3)
     dev = prefect.deployments["dev"]["id"]
+    before = runs_of(prefect, dev)
 
     page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
     form = page.locator("form").first
@@ -179,7 +196,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     expect(where).to_contain_text("A folder is read recursively.")
     expect(where.locator("textarea")).to_have_value("customers.csv")
     # Titles and not the names of fields; a choice is a list to choose from.
-    labels = form.locator(".schema-form-property__label").all_inner_texts()
+    labels = form.locator(LABELS).all_inner_texts()
     assert len(labels) > 60, labels
     first = [text.removesuffix(" (Optional)") for text in labels[:4]]
     assert first == ["Run key", "Scheduled for", "Run date", "Limit"]  # then the job
@@ -204,18 +221,18 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     picture(page, "form", tmp_path, 1000)
     submit(page)
 
-    def runs() -> Any:
-        return prefect.ask("flow_runs/filter", {"deployments": {"id": {"any_": [dev]}}})
+    def submitted() -> list[dict[str, Any]]:
+        return [run for id, run in runs_of(prefect, dev).items() if id not in before]
 
-    (run,) = prefect.until(runs, 60, "the run that was submitted")
+    (run,) = prefect.until(submitted, 60, "the run that was submitted")
     job = run["parameters"]["job"]
     given = Source(uri=table, rows_per_shard=SHARD)  # beside it the form sends what is there anyway
     assert Source.model_validate(job["source"]).model_dump() == given.model_dump()
     assert job["cluster"]["job_server"] == job_server
     assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
 
-    working(prefect, run["id"], run_dir, 3)
-    with slowed(below(ray_head.pid, "EngineStage")):
+    working(prefect, run["id"], run_dir, 1)
+    with slowed(below(ray_head.pid, "EngineStage"), share=0.03):  # stopped it would be a stall
         seen_at_work(page, prefect, run["id"], tmp_path)
     prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
     proof = verify(open_store(str(run_dir)))
@@ -234,7 +251,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     expect(page.get_by_text("raybatch-dev-report", exact=True)).to_be_visible()
     expect(page.get_by_text("raybatch-dev-nights", exact=True)).to_be_visible()
 
-    page.goto(site(prefect, "/artifacts"))
+    search_artifacts(page, prefect, "raybatch-dev-")
     for kind in ("progress", "live", "stages", "report"):
         expect(page.get_by_text(f"raybatch-dev-{kind}", exact=True)).to_be_visible()
     picture(page, "artifacts", tmp_path, 500)
@@ -250,17 +267,79 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     expect(page.get_by_text("Progress: 100%")).to_be_visible()
 
 
+def test_the_form_asks_kubernetes_for_a_cluster_of_the_runs_own(
+    deployed: Prefect, page: Page, folder: Path, tmp_path: Path
+) -> None:
+    """What is typed there becomes the job's `cluster.kubernetes`, and what is left empty stays out.
+    Where there is no Kubernetes the page says so."""
+    prefect, table = deployed, str(folder / "few.csv")
+    write_customers(table, 20, 3)
+    dev = prefect.deployments["dev"]["id"]
+    page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
+    form = page.locator("form").first
+    within = ("Job", "Cluster", "Cluster on Kubernetes")
+    group = form_field(form, *within)
+    expect(group).to_contain_text("Made by KubeRay for the run")
+    titles = [text.removesuffix(" (Optional)") for text in group.locator(LABELS).all_inner_texts()]
+    fields = [str(one.title) for one in Kubernetes.model_fields.values()]
+    assert sorted(titles[1:]) == sorted(fields), titles
+    form_field(form, "Job", "Source", "Where").locator("textarea").fill(table)
+    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(folder / "kube"))
+    for name, value in {
+        "Image": "registry.example.com/raybatch:1.0",
+        "Memory a worker": "64Gi",
+        "Namespace": "ray",
+        "Context": "nowhere",
+        "Ready within": "45m",
+    }.items():
+        form_field(form, *within, name).locator("textarea").fill(value)
+    for name, number in {"Workers": 4, "GPUs a worker": 2}.items():
+        form_field(form, *within, name).locator("input").fill(str(number))
+    key = form_field(form, "Run key")
+    key.get_by_role("button", name="Given").click()
+    key.locator("textarea").fill("kube")
+    form_field(form, *within, "Image").scroll_into_view_if_needed()
+    picture(page, "form-kubernetes", tmp_path, 1000)
+    submit(page)
+
+    asked = {"flow_runs": {"name": {"any_": ["kube"]}}}
+
+    def ended() -> Any:
+        found = prefect.ask("flow_runs/filter", asked)
+        return [run for run in found if run["state_type"] == "FAILED"]
+
+    (run,) = prefect.until(ended, WORK, "the end of the run that was submitted")
+    job = BatchJob.from_dict(run["parameters"]["job"])
+    assert job.cluster.kubernetes.model_dump(exclude_defaults=True) == {
+        "image": "registry.example.com/raybatch:1.0",
+        "workers": 4,
+        "gpus_per_worker": 2,
+        "worker_memory": "64Gi",
+        "namespace": "ray",
+        "context": "nowhere",
+        "ready_within": "45m",
+    }
+    assert job.cluster.kubernetes.asked and not job.cluster.job_server
+    open_run(page, prefect, run["id"])
+    expect(page.get_by_text("nowhere").first).to_be_visible()
+    assert "run_key=kube" in run["state"]["message"]
+
+
 def test_the_morning_page_shows_a_table_and_plots(
     prefect_process: Prefect, page: Page, tmp_path: Path
 ) -> None:
     nights = made_up_nights()
+    for other in range(60):  # more keys than the page of artifacts shows at once
+        prefect_process.ask(
+            "artifacts/", {"key": f"another-{other}", "type": "markdown", "data": "Another."}
+        )
     for key, kind, data in (
         ("nights", "markdown", nights_markdown(nights)),
         ("nights-plots", "image", data_uri(of_nights(nights.nights) or "")),
     ):
         name = f"raybatch-{nights.job}-{key}"
         prefect_process.ask(
-            "artifacts/", {"key": name, "type": kind, "data": data, "description": "x"}
+            "artifacts/", {"key": name, "type": kind, "data": data, "description": "Nights."}
         )
     open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights")
     expect(page.get_by_role("heading", name=f"{nights.job}: the last 14 nights")).to_be_visible()
@@ -322,10 +401,10 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
         open_run(page, prefect, run)
         page.get_by_role("button", name="Cancel", exact=True).click()
         expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
-    clicked = time.monotonic()
-    page.get_by_role("button", name="Confirm", exact=True).click()
-    badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
-    expect(badge.first).to_be_visible()
+        clicked = time.monotonic()
+        page.get_by_role("button", name="Confirm", exact=True).click()
+        badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
+        expect(badge.first).to_be_visible()
     while left := [*running(before), *at_work(prefect, ray_head)]:
         assert time.monotonic() - clicked < CANCELLED, f"these outlive the cancelled run: {left}"
         time.sleep(0.2)
@@ -350,7 +429,7 @@ def test_the_cause_of_a_failure_is_on_the_first_screen(
 ) -> None:
     night = next(case for case in CASES if case.name == "missing-column")
     with ExitStack() as stack:
-        world = World(folder, deployed, page, stack)
+        world = World(folder, stack, given=deployed)
         seen = night.play(world)
         command = "prefect deployment run batch_inference/dev -p run_key=missing-column-tuesday"
         assert command in deployed.state(seen.run)["message"]
@@ -359,4 +438,4 @@ def test_the_cause_of_a_failure_is_on_the_first_screen(
         expect(cause.first).to_contain_text(command)
         assert "Traceback" not in page.locator("body").inner_text()
         picture(page, "failed", tmp_path, 900)
-        look(world, night, seen, tmp_path)
+        look(page, world, night, seen, tmp_path)

@@ -28,7 +28,15 @@ from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, WAITING, Beat
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    INFERRING,
+    MAKING,
+    STARTING,
+    UNHEARD,
+    WAITING,
+    Beat,
+)
 from prefect_raybatch.errors import (
     CostExceeded,
     EngineStartError,
@@ -108,9 +116,20 @@ def test_a_deadline_at_risk_is_told_once(emitted):
     assert told([(0.0, 2, None), (20.0, 3, 500.0), (40.0, 9, 50.0), (90.0, 20, 0.0)]) == []
     late = [(0.0, 2, None), (30.0, 7, 71.0), (40.0, 8, 80.0)]
     allowed = "where limits.deadline allows 1 min 40 s"
-    assert told(late) == [f"30 s of work are done and about 1 min 11 s are left, {allowed}"]
+    assert told(late) == [f"30 s are gone and about 1 min 11 s are left, {allowed}"]
     assert told([(0.0, 2, None), (30.0, 7, 60.0)], worked=20.0) != []
     assert told([(0.0, 2, None), (101.0, 2, None)]) != []  # nothing was committed at all
+
+
+@pytest.mark.parametrize("phase", [MAKING, UNHEARD])
+def test_a_deadline_counts_from_where_an_attempt_begins(emitted, phase):
+    live = LiveEvents(RunEvents("k", "j"), "/run", 9, deadline=100.0)
+    live.started(Beat(0.0, shards=20))
+    for at, what in [(0.0, phase), (500.0, phase), (501.0, WAITING), (600.0, WAITING)]:
+        live.see(Beat(0.0, shards=20, phase=what), at)
+    assert names(emitted).get("raybatch.deadline.risk") is None
+    live.see(Beat(0.0, shards=20, phase=WAITING), 602.0)
+    assert names(emitted)["raybatch.deadline.risk"] == 1
 
 
 @pytest.mark.parametrize(
@@ -451,7 +470,7 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
 
     @flow
     def night(run: Run, progress: Any = None) -> None:
-        tasks.finalize_run(job, run, progress)
+        tasks.finalize_run.with_options(retry_delay_seconds=0)(job, run, progress)
 
     assert night(run, progress, return_state=True).is_completed()
     (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
@@ -547,7 +566,7 @@ def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
 
 def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch):
     """Everything that goes over HTTP while commits flow: artifacts, logs, states, events' kin."""
-    seconds, calls = 14.0, []
+    seconds, calls, began = 14.0, [], list[float]()
     for kind in (httpx.Client, httpx.AsyncClient):
         send = kind.send
 
@@ -556,17 +575,22 @@ def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch)
             return _send(self, request, *args, **kwargs)
 
         monkeypatch.setattr(kind, "send", counted)
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", steady(seconds, 1400))
+    commits = steady(seconds, 1400)
+
+    def infer_run(job: Any, run: Run, observe: Any) -> Progress:
+        began.append(time.monotonic())  # what starts a flow run takes as long as it takes
+        return commits(job, run, observe)
+
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     run = Run(str(tmp_path), "steady", "h", 14_000, 1400, False)
 
     @flow
     def night() -> None:
         tasks.infer_shards(make_job(), run)
 
-    began = time.monotonic()
     assert night(return_state=True).is_completed()
-    # The first seconds have what starts a flow run and what makes the artifacts.
-    steadily = [c for c in calls if began + 5 < c[0] < began + 13]
+    # The first seconds have what makes the artifacts.
+    steadily = [c for c in calls if began[0] + 5 < c[0] < began[0] + 13]
     print(Counter(path.rsplit("/", 1)[0] for _, _, path in steadily), len(steadily) / 8)
     assert len(steadily) / 8 <= 1.0
 
@@ -657,3 +681,5 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "What to do: look" in said["failed-night failed"]
     assert "limits.deadline allows 1 min 00 s" in said["industries-1 will be late"]
     assert state.is_crashed() and "No heartbeat for 10 s" in state.message
+    assert "prefect flow-run retry NAME" in state.message
+    assert f"prefect flow-run retry {gone}" in said["gone-night crashed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import pickle
@@ -11,8 +12,11 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
+import httpx
 import pytest
 from helpers.prefect_server import artifacts_of
 from helpers.retries import first_run
@@ -21,7 +25,15 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 
-from prefect_raybatch import BatchJob, batch_inference, plan_shards, retry_failed
+from prefect_raybatch import (
+    BatchJob,
+    batch_inference,
+    finalize_run,
+    infer_shards,
+    plan_shards,
+    publish_run,
+    retry_failed,
+)
 from prefect_raybatch.driver.stops import Sample, Stop
 from prefect_raybatch.errors import (
     ConfigError,
@@ -30,8 +42,9 @@ from prefect_raybatch.errors import (
     ErrorBudgetExceeded,
     RayBatchError,
 )
-from prefect_raybatch.flow import failure
-from prefect_raybatch.flow.away import ApiWatch, said_once
+from prefect_raybatch.flow import away, failure
+from prefect_raybatch.flow.away import ApiWatch, said_once, watched
+from prefect_raybatch.flow.tasks import tune_engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
@@ -51,15 +64,26 @@ def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None
 
 def logs_of(run: Any, text: str) -> list[str]:
     """The lines of a flow run from the first error on, once one of them holds `text`."""
-    lines: list[Any] = []
-    deadline = time.time() + 120
-    with get_client(sync_client=True) as client:
-        while not any(text in line.message for line in lines) and time.time() < deadline:
-            time.sleep(0.3)
-            lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])))
-    lines.sort(key=lambda line: line.timestamp)
+    lines = all_logs_of(run, text)
     levels = [line.level for line in lines]
     return [line.message for line in lines[levels.index(logging.ERROR) :]]
+
+
+def all_logs_of(run: Any, text: str) -> list[Any]:
+    """The lines of a flow run that has ended, which come to the server in several calls."""
+    lines: list[Any] = []
+    deadline = time.time() + 120
+
+    def there() -> bool:
+        ends = [line for line in lines if line.name == "prefect.flow_runs"]
+        ended = any("Finished in state" in line.message for line in ends)
+        return ended and any(text in line.message for line in lines)
+
+    with get_client(sync_client=True) as client:
+        while not there() and time.time() < deadline:
+            time.sleep(0.3)
+            lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])))
+    return sorted(lines, key=lambda line: line.timestamp)
 
 
 def page_of(job: str) -> str:
@@ -157,6 +181,40 @@ def test_any_error_of_any_task_is_explained(
     assert lines[0].startswith(f"plan_shards failed: {type(error).__name__}: ")
 
 
+@pytest.mark.parametrize(
+    ("task", "within"),
+    [
+        (infer_shards, "infer_in_place"),
+        (finalize_run, "finalize"),
+        (publish_run, "publish"),
+        (tune_engine, "tune.tune"),
+    ],
+)
+def test_each_later_task_says_why_it_failed(
+    task: Any, within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConfigError("the field x is wrong")
+
+    monkeypatch.setattr(f"prefect_raybatch.flow.tasks.{within}", fails)
+    name, made = f"later-{task.name.replace('_', '-')}", first_run(tmp_path, finish=False)
+    output = {
+        "uri": str(tmp_path),
+        "publish": [{"uri": str(tmp_path / "table"), "format": "delta"}],
+    }
+    job = make_job(name=name, output=output)
+    run = Run(made.store.uri, made.plan.run_key, made.plan.hash, 20, 4, False)
+
+    @flow
+    def night() -> None:
+        task(job) if task is tune_engine else task(job, run)
+
+    assert night(return_state=True).is_failed()
+    page = page_of(name)
+    assert page.startswith(f"# {name}: {task.name} failed\n")
+    assert "the field x is wrong" in page and "raybatch run JOB.yaml --run-key" in page
+
+
 def test_an_error_before_any_task_and_one_of_a_retry_are_explained(tmp_path: Path) -> None:
     job = make_job(name="no-key", source={"uri": "in/{run_key}"})
     state = batch_inference(job, "mon/day", return_state=True)
@@ -190,9 +248,52 @@ def test_the_command_fits_the_error(
     assert failure.command_for(error, make_job(limits=limits), "k", "/o/k") == command
 
 
+@pytest.mark.parametrize("deployment", ["f/d", None])
+def test_what_a_lost_process_can_say_no_more_is_said_by_its_plan(
+    deployment: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a deployment can be told to go on: with the outermost flow run, which keeps the key."""
+    run = Run("/o/k", "k", "hash", 20, 4, False)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
+    monkeypatch.setattr(failure, "deployment_of", lambda root: deployment)
+
+    @flow
+    def night() -> None:
+        plan_shards(make_job(name="beforehand"), "k")
+
+    told = night(return_state=True).state_details.flow_run_id
+    lines = [line.message for line in all_logs_of(told, "Finished in state Completed()")]
+    (at,) = (number for number, line in enumerate(lines) if "20 rows in 4 shards" in line)
+    said = [line for line in lines if "should this run end as Crashed" in line]
+    assert said == ([lines[at + 1]] if deployment else [])
+    assert not said or said[0].endswith(f"prefect flow-run retry {told}")
+
+
+def test_a_run_that_prefect_ends_itself_says_why_and_what_to_do() -> None:
+    """As Prefect 3.7.7 does when it cannot renew a run's place under the concurrency limit."""
+    handler = "prefect.concurrency._leases"
+
+    @flow
+    def night() -> None:
+        leases = importlib.import_module(handler)
+        scope = SimpleNamespace(cancel=lambda: None)
+        error = httpx.HTTPStatusError("410 Gone", request=None, response=None)
+        leases._handle_lease_renewal_failure(error, uuid4(), True, False, scope)
+
+    told = night(return_state=True).state_details.flow_run_id
+    (line,) = [one for one in logs_of(told, "Finished in state") if "lease" in one]
+    assert line.startswith("Concurrency lease renewal failed. Prefect ends this run: ")
+    assert "LEASE_STORAGE" in line and line.endswith(f"  prefect flow-run retry {told}")
+    assert "Traceback" not in line and "410" not in line
+
+
 def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     watch = ApiWatch(lambda: now[0])
+    loud = ("prefect_raybatch.", "prefect.events.", "prefect._internal.concurrency")
+
+    def messages() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name.startswith(loud)]
 
     def ask(error: Exception | None, seconds: float) -> None:
         with suppress(ConnectionError, ValueError), watch.within():
@@ -204,15 +305,45 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
 
     ask(None, 9.0)
     ask(ValueError("an answer"), 2.0)
-    assert not caplog.messages
+    assert not messages()
     for _ in range(3):
         ask(ConnectionError("refused"), 40.0)
     ask(None, 5.0)
     ask(None, 5.0)
-    away, back = caplog.messages
+    away, back = messages()
     assert re.match(r"Prefect's API at http://127\.0\.0\.1:\d+/api has not answered for 12 s", away)
-    assert back == "Prefect's API answers again, after 2 min 05 s"
+    assert back.startswith("Prefect's API answers again, after 2 min 05 s; the run went on")
+    assert "nothing is to be done" in back  # alone in the page: what was logged before is lost
     with said_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
+    assert len(messages()) == 2
+
+
+def test_a_task_says_that_the_api_is_back_which_was_away_as_the_one_before_it_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, run = [0.0], ["one"]
+    monkeypatch.setattr(away.flow_run, "get_id", lambda: run[0])
+    with watched(lambda: now[0]) as first:
+        with suppress(ConnectionError), first.within():
+            now[0] += 30.0
+            raise ConnectionError("refused")
+        late = first.within()
+        late.__enter__()  # a call of a thread that outlives the task
+    (said,) = caplog.messages
+    assert "has not answered for 30 s" in said
+    now[0] += 90.0
+    run[0] = "another"
+    with watched(lambda: now[0]) as other, other.within():
+        now[0] += 1.0
+    run[0] = "one"
+    with watched(lambda: now[0]) as second, second.within():
+        late.__exit__(None, None, None)
+        now[0] += 4.0
+    (said,) = caplog.messages[1:]
+    assert "answers again, after 2 min 05 s" in said
+    with watched(lambda: now[0]) as third, third.within():
+        now[0] += 1.0
+    assert third is not second
     assert len(caplog.messages) == 2

@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 from helpers.fake_ray import FakeHead, job
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
 from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
 
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
+from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.flow.reconcile import Action, reconcile_jobs, restart_crashed
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.remote.server import JobServer
@@ -40,9 +47,11 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
 
 
 def forget() -> None:
-    """No flow run's label may reach the next test, here or elsewhere."""
+    """No flow run's label may reach the next test, here or elsewhere. Runs that are scheduled have
+    none, and a deployment of another test gets new ones as fast as they are deleted."""
+    begun = FlowRunFilterState(name=FlowRunFilterStateName(not_any_=["Scheduled"]))
     with get_client(sync_client=True) as client:
-        while found := client.read_flow_runs():
+        while found := client.read_flow_runs(flow_run_filter=FlowRunFilter(state=begun)):
             for run in found:
                 client.delete_flow_run(run.id)
 
@@ -169,6 +178,33 @@ def test_a_url_that_is_none_is_refused() -> None:
         reconcile_jobs("ray://head:10001")
 
 
+def test_a_saved_block_stands_for_the_server_and_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = FakeHead(), list[ClusterAccess]()
+
+    def at(url: str, *, access: ClusterAccess) -> JobServer:
+        asked.append(access)
+        return JobServer(url, 1.0, lambda url: made, lambda seconds: None)
+
+    monkeypatch.setattr(flow_runs, "JobServer", at)
+    RayCluster(job_server=URL, headers={"X-Key": "k"}, token="t").save("reconciled", overwrite=True)
+    submitted(made, flow_run(Failed()))
+    (action,) = reconcile_jobs("ray-cluster/reconciled")
+    assert action.what == "stopped" and made.stopped == [ID]
+    assert (asked[0].job_server, asked[0].token, asked[0].headers["X-Key"]) == (URL, "t", "k")
+
+    RayCluster(address="h:6379").save("reconciled", overwrite=True)
+    with pytest.raises(ConfigError, match="ray-cluster/reconciled has no job_server"):
+        reconcile_jobs("ray-cluster/reconciled")
+    with pytest.raises(ConfigError, match="'ray-cluster/none' cannot be loaded"):
+        reconcile_jobs("ray-cluster/none")
+
+
+def test_the_api_is_that_of_prefects_settings() -> None:
+    """A profile names it as well as the environment does."""
+    with temporary_settings({PREFECT_API_URL: "http://of-the-profile:4200/api"}):
+        assert flow_runs.owner().api == "http://of-the-profile:4200/api"
+
+
 def test_a_flow_run_labels_itself_and_knows_when_it_is_cancelled(head: FakeHead) -> None:
     seen: list[Any] = []
 
@@ -188,6 +224,22 @@ def test_a_flow_run_labels_itself_and_knows_when_it_is_cancelled(head: FakeHead)
     assert flow_runs.owner().id is None
 
 
+def test_a_task_knows_whether_it_is_tried_again(head: FakeHead) -> None:
+    seen: list[bool] = []
+
+    @task(retries=2, retry_delay_seconds=0)
+    def tried() -> None:
+        seen.append(flow_runs.owner(2).retried())
+        raise OSError("away")
+
+    @flow
+    def tries() -> None:
+        tried()
+
+    tries(return_state=True)
+    assert seen == [True, True, False]
+
+
 @flow(name="batch_inference")
 def night_of_ours() -> None:
     pass
@@ -196,7 +248,7 @@ def night_of_ours() -> None:
 def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key() -> None:
     with get_client(sync_client=True) as client:
         flow_id = client.create_flow(night_of_ours)
-        made = client.create_deployment(flow_id, name="nightly")
+        made = client.create_deployment(flow_id, name="crashes")  # and is no other test's
 
         def crashed(key: str, times: int = 1, state: Any = None) -> FlowRun:
             run = client.create_flow_run_from_deployment(made, name=key)
@@ -223,3 +275,5 @@ def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key() ->
         assert whats(restart_crashed()).count("restarted") == 0
         assert restart_crashed(hours=0) == []
         forget()
+        client.delete_flow_run(night.id)
+        client.delete_deployment(made)

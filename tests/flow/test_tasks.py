@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from dataclasses import replace
@@ -28,6 +29,7 @@ from prefect.states import State
 from pydantic import SecretStr
 
 from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
+from prefect_raybatch.cluster.early import EarlyStart, current_early
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, tasks
@@ -92,6 +94,26 @@ def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[
     assert start and keys == [f"inner-{start.astimezone(UTC):%Y%m%dT%H%M%SZ}"]
     assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
     assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
+
+
+def test_engines_may_start_early_from_the_plan_to_the_end_of_inference(
+    calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks are in the flow's context, however Prefect calls them."""
+    seen: list[EarlyStart | None] = []
+    names = ("flow.tasks.plan_run", "remote.follower.infer_run", "flow.tasks.finalize")
+    for name in names:
+        place, _, last = f"prefect_raybatch.{name}".rpartition(".")
+        plain = getattr(importlib.import_module(place), last)
+
+        def noted(*given: Any, plain: Any = plain) -> Any:
+            seen.append(current_early())
+            return plain(*given)
+
+        monkeypatch.setattr(f"{place}.{last}", noted)
+    batch_inference(make_job(), "k")
+    planned, inferred, finalized = seen
+    assert planned is inferred is not None and finalized is None and planned.closed
 
 
 def test_the_flow_run_is_named_by_the_run_key(calls: dict[str, list[Any]]) -> None:
@@ -221,6 +243,8 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
         return RUN
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
+    # It would ask the store, which nobody answers for, for as long as a store is asked.
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.show_nights", lambda *_, **__: None)
     name = "keys-like-aws/night"
     job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
     state = batch_inference(job, "k", return_state=True)

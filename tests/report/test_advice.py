@@ -228,6 +228,18 @@ def test_a_deadline_that_was_missed(tmp_path):
     assert found.change.startswith("4 engines instead of 2")
 
 
+def test_starts_and_waits_count_for_a_deadline_and_engines_do_not_shorten_them(tmp_path):
+    made = report(tmp_path, [shard(n, f"a:{n % 2}") for n in range(20)])
+    made = replace(made, elapsed=165.0)
+    assert advise(made, job(limits={"deadline": "3m"})) == ()
+    found = only(advise(made, job(limits={"deadline": "2m"})))
+    told = "it took 165 s where limits.deadline 2m allows 120 s: 105 s of work, with 2 engines"
+    assert found.evidence.startswith(told) and found.evidence.endswith("60 s of starts and waits")
+    assert found.change.startswith("4 engines instead of 2")  # 60 s are left for the work
+    found = only(advise(made, job(limits={"deadline": "1m"})))
+    assert found.change == "a limits.deadline above the 60 s that starts and waits take"
+
+
 def test_answers_that_are_cut_off(tmp_path):
     made = report(tmp_path, [shard(n, cut_off=20) for n in range(20)])
     found = only(advise(made, job(sampling={"max_tokens": 16})))
