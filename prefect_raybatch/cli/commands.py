@@ -410,12 +410,17 @@ def reap(
 @app.command()
 def reconcile(
     job_server: Annotated[
-        str, typer.Argument(metavar="JOB_SERVER", help="http://host:8265 or ray-cluster/NAME")
+        str,
+        typer.Argument(
+            metavar="JOB_SERVER",
+            help="http://host:8265, ray-cluster/NAME or kubernetes/NAMESPACE",
+        ),
     ],
     dry_run: Annotated[bool, typer.Option(help="Say what would be done, do nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished."""
+    """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished. Of a
+    namespace of Kubernetes: delete the clusters of runs that no flow keeps alive."""
     from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow.reconcile import reconcile_jobs
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.plan.resolved import resolve
@@ -52,15 +54,20 @@ def run_job(
             show.begin(store.uri)
             given = {"accept": list(accept)} if accept else {}
             return run_flow("batch_inference", (job, key), show, known, **given), True
-        return _run_here(job, known, plan_run(resolved, key, accept=accept), show), True
+        plan = partial(plan_run, resolved, key, accept=accept)
+        return _run_here(job, known, plan, show), True
 
 
-def _run_here(job: BatchJob, known: BatchJob, planned: Run, show: TerminalProgress) -> RunReport:
-    """Drives a planned run without Prefect; returns its report. `known` is the job with keys."""
-    from prefect_raybatch.remote import follower as jobs
+def _run_here(
+    job: BatchJob, known: BatchJob, plan: Callable[[], Run], show: TerminalProgress
+) -> RunReport:
+    """Plans and drives a run without Prefect; its report. `known` is the job with keys."""
+    from prefect_raybatch.remote.places import infer_in_place
 
-    show.begin(planned.uri)
-    progress = jobs.infer(job, known, planned, show)
+    with engines_early():
+        planned = plan()
+        show.begin(planned.uri)
+        progress = infer_in_place(job, known, planned, show)
     show.close()
     return _published(known, finalize_run(known, planned, progress))
 
@@ -88,7 +95,7 @@ def retry_rows(
         made = retry.begin(asked)
         if isinstance(made, retry.Nothing):
             return made
-        return _run_here(made.job, with_keys(made.job), made.run, show)
+        return _run_here(made.job, with_keys(made.job), lambda: made.run, show)
 
 
 def with_keys(job: BatchJob) -> BatchJob:

@@ -55,18 +55,24 @@ def init(
 
     if file.exists() and not force:
         raise ConfigError(f"{file} is there already; give another --file, or --force")
-    columns = first_job.seen_columns(table)
+    seen = first_job.seen_table(table)
     text = first_job.job_text(
-        columns,
+        seen,
         name=name or first_job.name_of(table),
         uri=table,
-        template=_asked("Prompt of a row", template, first_job.default_template(columns)),
+        template=_asked("Prompt of a row", template, first_job.default_template(seen.columns)),
         model=_asked("Model", model, "demo"),
         output=_asked("Folder of the runs", output, "out"),
     )
     file.write_text(text, encoding="utf-8")
-    err.print(f"wrote {file}: {counted(len(columns), 'column')} seen in {table}", markup=False)
-    err.print(f"next: raybatch plan {file}", markup=False)
+    columns = counted(len(seen.columns), "column")
+    err.print(f"wrote {file}: {columns} seen in {table}", markup=False)
+    if seen.guessed:
+        guess = f"source.csv.encoding: {seen.csv['encoding']}"
+        err.print(f"{table} is not UTF-8, so {guess} is a guess: look at the prompts", markup=False)
+        err.print(f"next: raybatch preview {file} --no-answers", markup=False)
+    else:
+        err.print(f"next: raybatch plan {file}", markup=False)
 
 
 @outputs.command()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prefect_raybatch.driver.heartbeat import ENDED, STARTING, Beat, Listener
+from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
 from prefect_raybatch.report.records import RunReport
@@ -65,7 +65,7 @@ class TerminalProgress(Listener):
     def hear(self, beat: Beat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
-            self.about = beat.about if self.phase == STARTING else ""
+            self.about = beat.about if self.phase in (STARTING, MAKING) else ""
             progress = self.progress
             if progress is None or progress.recent or self.phase == ENDED:
                 return

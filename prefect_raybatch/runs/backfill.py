@@ -179,7 +179,7 @@ def _cancel(work: Sequence[Future[NightRun]]) -> None:
 def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
     """Holds the cluster of all nights, so that one that is started here is started once, and the
     engines between two nights; gives what stops the runs that are in it."""
-    if job.cluster.access.job_server is not None:  # the runs are jobs of their own
+    if job.cluster.access.remote:  # the runs are jobs of their own
         yield lambda: None
         return
     from prefect_raybatch.cluster.connect import SHARED, connected

@@ -10,6 +10,7 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
@@ -87,6 +88,7 @@ def dry_run(
     job = resolved.job
     check_places(job.source, job.output)
     check_schema_names(job.output)
+    check_made_cluster(job)
     snapshot = source.needs_snapshot(job.source)
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)

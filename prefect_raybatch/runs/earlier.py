@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
@@ -22,6 +21,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
+from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
 from prefect_raybatch.storage import Store, open_store
@@ -188,14 +188,13 @@ def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
 @contextmanager
 def _named(store: Store, part: AnswerPart) -> Iterator[None]:
     try:
-        yield
+        with reading_parquet(f"{store.uri}/{part.path}"):
+            yield
     except FileNotFoundError:
         raise CorruptRun(
             f"{store.uri}/{part.path}, raw answers of that run, is missing; name another run with "
             "reuse, or run without it"
         ) from None
-    except pa.ArrowException as error:
-        raise CorruptRun(f"{store.uri}/{part.path} is not readable Parquet: {error}") from None
 
 
 def _changed(store: Store, part: AnswerPart) -> CorruptRun:

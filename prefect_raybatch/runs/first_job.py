@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import yaml
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.ledger.records import Unit
 
 if TYPE_CHECKING:
@@ -33,20 +35,32 @@ class SeenColumn:
     length: float | None = None
 
 
-def seen_columns(uri: str, options: dict[str, Any] | None = None) -> list[SeenColumn]:
-    """Each column of a table, of which the first rows are read. Raises as `raybatch plan` for what
-    cannot be read."""
+@dataclass(frozen=True)
+class SeenTable:
+    """What was seen of a table: its columns, the fields that `source.csv` needs for it, and
+    whether the encoding among them is a guess."""
+
+    columns: list[SeenColumn]
+    csv: dict[str, Any]
+    guessed: bool = False
+
+
+def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
+    """A table as its first rows show it. Raises as `raybatch plan` for what cannot be read."""
     from prefect_raybatch import source
 
     job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
     given = job.source.model_copy(update={"options": options or {}})
+    csv, guessed = source.seen_csv(given)
+    given = given.model_copy(update={"csv": Csv(**csv)})
     if source.needs_snapshot(given):
         schema = source.peek(given).schema
         rows = next((table for _, table in source.heads(given, 1)), schema.empty_table())
     else:
         found = source.inventory(given)
         schema, rows = found.schema, _first_rows(found, given.options)
-    return [SeenColumn(f.name, str(f.type), _mean_length(rows, f)) for f in schema]
+    columns = [SeenColumn(f.name, str(f.type), _mean_length(rows, f)) for f in schema]
+    return SeenTable(columns, csv, guessed)
 
 
 def _first_rows(found: Inventory, options: dict[str, Any] | None) -> pa.Table:
@@ -84,11 +98,12 @@ def default_template(columns: list[SeenColumn]) -> str:
 
 
 def job_text(
-    columns: list[SeenColumn], *, name: str, uri: str, template: str, model: str, output: str
+    table: SeenTable, *, name: str, uri: str, template: str, model: str, output: str
 ) -> str:
     """The job file, commented. Raises `ConfigError` where these make no job."""
     fields = _fields(name, uri, template, model, output)
-    BatchJob.from_dict(fields)
+    BatchJob.from_dict({**fields, "source": {"uri": uri, "csv": table.csv}})
+    columns = table.columns
     shown = [f"#   {column.name}: {column.kind}" for column in columns[:MOST_COLUMNS]]
     if len(columns) > MOST_COLUMNS:
         shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
@@ -100,6 +115,7 @@ def job_text(
         f"name: {put['name']}",
         "source:",
         f"  uri: {put['source.uri']}",
+        *_csv_lines(table),
         "  limit: 100                  # first rows only, for a trial; remove it for all",
         "# Columns seen there, which a template may name:",
         *shown,
@@ -119,6 +135,16 @@ def job_text(
         "#   max_failed_fraction: 0.05   # more failed rows than that stop the run",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _csv_lines(table: SeenTable) -> list[str]:
+    """How the file is written, where that is not as by default."""
+    if not table.csv:
+        return []
+    shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}
+    made = ", ".join(f"{name}: {json.dumps(value)}" for name, value in shown.items())
+    note = "   # the encoding is a guess" if table.guessed else ""
+    return [f"  csv: {{{made}}}{note}"]
 
 
 def _fields(name: str, uri: str, template: str, model: str, output: str) -> dict[str, Any]:

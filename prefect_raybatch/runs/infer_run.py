@@ -100,89 +100,153 @@ def _attempt(
 ) -> Progress:
     """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
     by this user of it; `before`, `later`: what the run's other ledger has to do."""
-    from prefect_raybatch.driver.driver import Driver
-    from prefect_raybatch.driver.monitor import Monitor
-
-    store = open_store(run.uri, job.output.options or None)
-    ledger = Ledger(store)
-    plan, shards = load_run(ledger, run)
-    job = planning.as_planned(job, plan)
-    increment = increment_of(plan)
-    looks_up = increment is not None and increment.ledger == OF_ROWS
-    plan = plan if run.model is None else plan.with_model(run.model)
-    attempt = uuid.uuid4().hex
-    whoami = Whoami(ledger, attempt, {**_whoami(plan), **accepted_note(run.accepted)})
-    monitor = Monitor(attempt, plan, store, job.limits, observe)
-    monitor.on_started = partial(_note_start, whoami)
-    on_stop = partial(_note_stop, whoami)
-    waiting = None if increment is None else waiting_rows(ledger, increment, shards)
-    draining = Draining(store, attempt)
-    driver = Driver(plan, shards, ledger, job.limits, monitor, on_stop, waiting, draining)
-    driver.progress.before = before or driver.progress.before
-    driver.progress.later = later or driver.progress.later
-    progress = driver.resume()
-    if driver.done.all():  # before Ray is imported, which takes seconds
+    attempt = _Attempt(job, run, observe, engine)
+    progress = attempt.driver.progress
+    progress.before = before or progress.before
+    progress.later = later or progress.later
+    attempt.driver.resume()
+    if attempt.driver.done.all():  # before Ray is imported, which takes seconds
         return progress
-    spent = spent_on(ledger, plan)
-    check_cost(job.limits, spent.at(None), plan.shards, int(driver.done.sum()))
-    monitor(progress)
-    if not run.probed:  # the plan is an earlier attempt's: what that found may since have changed
-        store.probe()
+    attempt.check()
     from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
     from prefect_raybatch.cluster.sharing import User
 
-    more: dict[str, Any] = {"engine": engine} if engine else {}
-    whoami.note()
-    compare_code(store)
     user, capacity = held or (User(job.name), None)
-    user.waits = monitor.held
+    user.waits = attempt.monitor.held
     with ExitStack() as stack:
-        stack.enter_context(monitor)
+        stack.enter_context(attempt.monitor)
         capacity = capacity or stack.enter_context(cluster.connected(job, user))
-        monitor.dashboard, monitor.leaving = cluster.dashboard_url(), cluster.leaving
-        if monitor.dashboard:
-            log.info("Ray's dashboard: %s", monitor.dashboard)
-        if looks_up:
-            job = with_precision(job, {})  # its asks have decided
-        elif precision_tries(job.engine):
-            stored = sized.for_attempt(with_precision(job, {}), plan, ledger, capacity)
-            monitor.meter = meter_for(job, capacity, stored.pool, spent)
-            decision = (plan, shards, ledger, capacity, user, attempt, engine)
-            halted = partial(_halted, user, monitor)
-            job = decided_job(job, *decision, monitor.meter, halted)
-        needed = without_engine(job) if looks_up else job
-        size = sized.for_attempt(needed, plan, ledger, capacity)
-        cluster.check_fit(needed, capacity, size.pool)
-        for warning in () if looks_up else size.warnings:
-            log.warning(warning)
-        monitor.meter = meter_for(needed, capacity, size.pool, spent).after(monitor.meter)
-        check_cost(job.limits, monitor.meter.whole, plan.shards, int(driver.done.sum()))
-        kind = None if looks_up else warm_kind_of(job, plan.model, size, **more)
-        warm = stack.enter_context(cluster.admitted(needed, capacity, size.pool, user, kind))
-        if increment is not None and not looks_up:  # what a report reckons savings by
-            whoami.note(gpus=size.pool.gpus[1])
-        pipeline = Pipeline(
-            job,
-            plan,
-            shards,
-            store,
-            attempt,
-            size,
-            dict(job.source.options),
-            # Another attempt may be alive. Ours is noted before we look, so that of two that start
-            # at the same moment one at least sees the other.
-            shuffle=attempt if len(ledger.attempts()) > 1 else None,
-            warm=warm,
-            **more,
-        )
+        attempt.joined()
+        attempt.decide(user, capacity)
+        pipeline = attempt.pipeline(stack, user, capacity)
+        monitor = attempt.monitor
         monitor.engines, monitor.starts = pipeline.engines, pipeline.starts
+        monitor.restarts = pipeline.restarts
         pipeline.on_pass = monitor.pass_began
         stack.callback(pipeline.forget)
         stack.callback(monitor.note_start)
-        run_pass = _interruptible(pipeline, monitor, user, job.limits)
-        suspects = size.pool.engines * (1 + size.concurrent)
-        return driver.run(run_pass, pipeline.quarantine, suspects)
+        run_pass = _interruptible(pipeline, monitor, user, attempt.job.limits)
+        suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
+        return attempt.driver.run(run_pass, pipeline.quarantine, suspects)
+
+
+class _Attempt:
+    """What one attempt at a ledger works with, and the steps from there to its pipeline, in their
+    order. `looks_up`: its answers are all there, and nothing is asked."""
+
+    def __init__(
+        self,
+        job: BatchJob,
+        run: Run,
+        observe: Callable[[Progress], None],
+        engine: type | None,
+    ):
+        from prefect_raybatch.driver.driver import Driver
+        from prefect_raybatch.driver.monitor import Monitor
+
+        self.run, self.engine = run, engine
+        self.store = open_store(run.uri, job.output.options or None)
+        self.ledger = Ledger(self.store)
+        plan, self.shards = load_run(self.ledger, run)
+        self.job = planning.as_planned(job, plan)
+        self.increment = increment_of(plan)
+        self.looks_up = self.increment is not None and self.increment.ledger == OF_ROWS
+        self.plan = plan if run.model is None else plan.with_model(run.model)
+        self.name = uuid.uuid4().hex
+        who_drives = {**_whoami(self.plan), **accepted_note(run.accepted)}
+        self.whoami = Whoami(self.ledger, self.name, who_drives)
+        limits = self.job.limits
+        self.monitor = Monitor(self.name, self.plan, self.store, limits, observe)
+        self.monitor.on_started = partial(_note_start, self.whoami)
+        waiting = None
+        if self.increment is not None:
+            waiting = waiting_rows(self.ledger, self.increment, self.shards)
+        self.driver = Driver(
+            self.plan,
+            self.shards,
+            self.ledger,
+            limits,
+            self.monitor,
+            partial(_note_stop, self.whoami),
+            waiting,
+            Draining(self.store, self.name),
+        )
+        self.spent = Spent()
+
+    @property
+    def committed(self) -> int:
+        return int(self.driver.done.sum())
+
+    def check(self) -> None:
+        """What may speak against it before the cluster is joined; then it is noted."""
+        self.spent = spent_on(self.ledger, self.plan)
+        check_cost(self.job.limits, self.spent.at(None), self.plan.shards, self.committed)
+        self.monitor(self.driver.progress)
+        if not self.run.probed:  # the plan is an earlier attempt's: what that found may differ now
+            self.store.probe()
+        self.whoami.note()
+        compare_code(self.store)
+
+    def joined(self) -> None:
+        from prefect_raybatch.cluster import connect as cluster
+
+        self.monitor.dashboard, self.monitor.leaving = cluster.dashboard_url(), cluster.leaving
+        if self.monitor.dashboard:
+            log.info("Ray's dashboard: %s", self.monitor.dashboard)
+
+    def decide(self, user: User, capacity: Capacity) -> None:
+        """What the job leaves open until it is in the cluster: where the answers of rows lie that
+        are looked up, and the precision that engines are started with."""
+        if self.increment is not None and self.looks_up:
+            from prefect_raybatch.cluster.lookups import known_answers
+            from prefect_raybatch.runs.answers_by_row import place_answers
+
+            self.job = with_precision(self.job, {})  # its asks have decided
+            known = known_answers(self.job, self.increment, self.store)
+            place_answers(self.store, self.plan, self.increment, known, user.waits)
+        elif precision_tries(self.job.engine):
+            job = with_precision(self.job, {})
+            stored = sized.for_attempt(job, self.plan, self.ledger, capacity)
+            self.monitor.meter = meter_for(self.job, capacity, stored.pool, self.spent)
+            with_what = (self.plan, self.shards, self.ledger, capacity, user, self.name)
+            halted = partial(_halted, user, self.monitor)
+            self.job = decided_job(self.job, *with_what, self.engine, self.monitor.meter, halted)
+
+    def pipeline(self, stack: ExitStack, user: User, capacity: Capacity) -> Pipeline:
+        """The stages in their sizes, once the cluster has room for them, which `stack` holds."""
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.early import engines_begun
+        from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
+
+        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
+        needed = without_engine(self.job) if self.looks_up else self.job
+        size = sized.for_attempt(needed, self.plan, self.ledger, capacity)
+        cluster.check_fit(needed, capacity, size.pool)
+        for warning in () if self.looks_up else size.warnings:
+            log.warning(warning)
+        kind = None if self.looks_up else warm_kind_of(self.job, self.plan.model, size, **more)
+        early = engines_begun(kind, size.pool.engines_for(self.plan.shards - self.committed)[0])
+        meter = meter_for(needed, capacity, size.pool, self.spent)
+        self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
+        check_cost(self.job.limits, self.monitor.meter.whole, self.plan.shards, self.committed)
+        warm = stack.enter_context(cluster.admitted(needed, capacity, size.pool, user, kind))
+        if self.increment is not None and not self.looks_up:  # what a report reckons savings by
+            self.whoami.note(gpus=size.pool.gpus[1])
+        return Pipeline(
+            self.job,
+            self.plan,
+            self.shards,
+            self.store,
+            self.name,
+            size,
+            dict(self.job.source.options),
+            # Another attempt may be alive. Ours is noted before we look, so that of two that start
+            # at the same moment one at least sees the other.
+            shuffle=self.name if len(self.ledger.attempts()) > 1 else None,
+            warm=warm,
+            early=early.name,
+            **more,
+        )
 
 
 class Whoami:

@@ -15,6 +15,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
@@ -71,6 +72,7 @@ def plan_run(
         if ledger.store is not store:
             log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
         return _with_accepted(run_of(ledger.store, plan, ledger), accepted, resolved)
+    check_made_cluster(job)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     store.probe()
@@ -104,7 +106,8 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     check_places(job.source, job.output)
     check_schema_names(job.output)
     access = job.cluster.access
-    if access.job_server is None and (address := cluster.address_of(job.cluster)):
+    check_made_cluster(job)
+    if not access.remote and (address := cluster.address_of(job.cluster)):
         check_reachable(address, access)
     plan = Ledger(store).load_plan()
     if plan is not None:
@@ -205,10 +208,13 @@ def length_of_job(
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     from prefect_raybatch import source
+    from prefect_raybatch.cluster.early import begin_early
     from prefect_raybatch.cluster.side_by_side import copying_for
 
     job, attempt = resolved.job, uuid.uuid4().hex
     copied = dataset is not None or source.needs_snapshot(job.source)
+    if copied and dataset is None:
+        begin_early(job, resolved.with_adapters)
     if dataset is not None:
         given = job.source
         found = source.snapshot_dataset(
@@ -247,6 +253,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     )
     _warn_of_cost(job, plan)
     made = ledger.create_plan(plan, tables)
+    if copied:
+        source.forget_copied(ledger.store, attempt, {file.uri for file in ledger.files(made)})
     note_planner(ledger.store)
     return made
 

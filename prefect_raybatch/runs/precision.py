@@ -23,6 +23,7 @@ from prefect_raybatch.errors import (
     InsufficientResources,
     RayBatchError,
 )
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.precision import precision_tries, with_precision
 from prefect_raybatch.ledger.increments import TakenPrecision, asks_ledger, increment_of
@@ -232,7 +233,7 @@ class SampleBench:
             bound=round(lower_bound(agreed, rows, confidence), 6),
             confidence=round(confidence, 6),
             disagreeing=tuple(
-                Disagreement(self._number(row), _text(stored[row]), _text(found[row]))
+                Disagreement(self._number(row), *_both(stored[row], found[row]))
                 for row in differ[:KEPT_ROWS]
             ),
             seconds=round(time.monotonic() - began, 1),
@@ -293,6 +294,7 @@ class SampleBench:
             finish=replace(finish, output=output, logprobs=None),
             # Thinking goes many ways to one answer.
             ignored=(output.reasoning_column,),
+            pooled=(job.engine.task, output.column) if tasks.pools(job.engine.task) else None,
         )
         return stages, pipeline.engine_resources(), pipeline.engine
 
@@ -338,12 +340,24 @@ def _compared(
     return compared(one, other)
 
 
+def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
+    """The two outcomes of a row for people."""
+    from prefect_raybatch.stages.trial import cosine
+
+    one, other = stored[1], tried[1]
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return _text(stored), f"{_text(tried)}, cosine {cosine(one, other):.4f}"
+    return _text(stored), _text(tried)
+
+
 def _text(outcome: RowOutcome) -> str:
     """An outcome for people."""
     kind, value = outcome
     if kind == "failed":
         return str(value)[:KEPT_TEXT]
-    if len(value) == 1:
+    if isinstance(value, np.ndarray):
+        return f"a vector of {len(value):,} numbers"
+    if isinstance(value, dict) and len(value) == 1:
         (value,) = value.values()
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text[:KEPT_TEXT]

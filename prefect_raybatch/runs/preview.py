@@ -16,16 +16,20 @@ from prefect_raybatch.errors import (
     CorruptRun,
     EngineFailure,
     EngineStartError,
+    InsufficientResources,
     SourceError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
+    from prefect_raybatch.job.engine import Engine
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.plan_tables import Shards
     from prefect_raybatch.ledger.records import Plan
+    from prefect_raybatch.sizing.sizes import Capacity
 
 PREVIEW_KEY = "preview"
 
@@ -61,7 +65,8 @@ def preview_rows(
     """The first `rows` rows through every stage of the job, in this process, on one engine.
 
     Nothing is kept, published, or taken over from earlier runs. Raises as `plan_run` for a job
-    that cannot run, `EngineStartError` or `EngineFailure` where the engine does not start or dies.
+    that cannot run, `InsufficientResources` where this machine has no GPU for its engine,
+    `EngineStartError` or `EngineFailure` where the engine does not start or dies.
     `engine` replaces the engine stage in tests.
     """
     if rows < 1:
@@ -79,7 +84,12 @@ def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
     output = job.output.model_copy(update=kept)
     order = "input" if job.engine.order == "input" else "auto"
     engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1, "order": order})
-    changed = {"source": source, "output": output, "engine": engine, "cluster": Cluster()}
+    changed = {
+        "source": source,
+        "output": output,
+        "engine": engine,
+        "cluster": Cluster(address=LOCAL),
+    }
     return with_precision(job.model_copy(update={**changed, "reuse": None}), {})
 
 
@@ -93,17 +103,19 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     from prefect_raybatch.plan import plan as planning
     from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.runs.run import load_run, run_store
-    from prefect_raybatch.sizing.sizes import assumed
     from prefect_raybatch.stages.block import is_lost, losses
 
     clock = _Clock()
+    have = cluster.this_machine(job)
+    if answers:
+        _check_here(job.engine, have)
     run = plan_run(job, PREVIEW_KEY)
     store = run_store(job.output, PREVIEW_KEY)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
     job = planning.as_planned(job, plan)
     schema = decode_schema(plan.input_schema)
-    size = sized.for_attempt(job, plan, ledger, cluster.glance(job) or assumed(job.engine))
+    size = sized.for_attempt(job, plan, ledger, have)
     attempt = uuid.uuid4().hex
     pipeline = Pipeline(job, plan, shards, store, attempt, size, job.source.options or {})
     clock.took("plan")
@@ -140,6 +152,18 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
         for kind, rows in _finished(ledger, plan, shards, finish(table)):
             kinds[kind] += rows
     return replace(found, answers=tuple(kinds["data"]), failed=tuple(kinds["quarantine"]))
+
+
+def _check_here(engine: Engine, have: Capacity) -> None:
+    """Raises `InsufficientResources` where an engine takes more GPUs than this machine has."""
+    from prefect_raybatch.sizing.sizes import device
+
+    takes = engine.gpus_per_replica
+    if device(engine, have.gpus) == "gpu" and takes > have.gpus:
+        raise InsufficientResources(
+            f"an engine takes {counted(takes, 'GPU')}, and this machine, where a preview asks it, "
+            f"has {have.gpus:g}; do it where the GPUs are, or add --no-answers"
+        )
 
 
 def _finished(

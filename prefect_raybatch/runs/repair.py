@@ -22,14 +22,15 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.ledger.family import Member, place
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
+from prefect_raybatch.ledger.increments import Increment, asks_ledger, begin_asks, increment_of
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.precision import note_precision, read_precision
-from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest
+from prefect_raybatch.ledger.record_files import put_record_if_absent, put_table, read_record
+from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest, dump
 from prefect_raybatch.ledger.success import read_success
-from prefect_raybatch.result.healthy import WholeShard, whole_shards
+from prefect_raybatch.result.healthy import Tell, WholeShard, whole_shards
 from prefect_raybatch.storage import Sums, put_file_proved, put_proved
 from prefect_raybatch.words import counted
 
@@ -65,26 +66,27 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     plan = need_plan(old)
     _check_alone(plan, old.store.uri)
     member = Member(key, old, plan, read_success(old.store, plan))
+    increment = increment_of(plan)
+    asks = _asks(old, increment)
     faults: list[str] = []
 
     def fault(text: str) -> None:
         if len(faults) < MOST_SAID:
             faults.append(text)
 
-    committed = old.committed(plan)
-    if member.summary is not None and not committed.all():
-        absent = np.flatnonzero(~committed)
-        fault(f"commits are missing of {counted(len(absent), 'shard')} (first: {absent[0]})")
-        committed[:] = True
-    for whole in whole_shards(member, fault):
-        committed[whole.commit.shard] = False
-    lost = tuple(np.flatnonzero(committed).tolist())
+    lost = _lost(member, fault)
+    if asks is not None and member.summary is None:  # rows are still going to look answers up
+        _lost(asks, fault)
     if not lost and not faults:
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
+    if asks is not None and asks.summary is not None:
+        _check_answers(asks)
     ours = Ledger(root.sub(fork_key(key)))
     made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
     if made.forked_from != forked(plan):
         raise PlanMismatch(f"{ours.store.uri} is another run, and no repair of {old.store.uri}")
+    if increment is not None and asks is not None:
+        _fork_asks(asks, ours, increment)
     taken = _take_over(member, ours, made)
     supersede(old, made.run_key)
     named = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
@@ -100,11 +102,36 @@ def _check_alone(plan: Plan, where: str) -> None:
             f"{where} retries failed rows of {plan.parent}, and such a run is not repaired: move "
             f"it away and retry them again (raybatch retry-failed on {plan.parent})"
         )
-    if plan.increment is not None:
+
+
+def _asks(old: Ledger, increment: Increment | None) -> Member | None:
+    """What a run that reuses or keeps answers asks first, as its plan says; None where there is no
+    such."""
+    if increment is None or increment.asks is None:
+        return None
+    ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
+    return Member("asks", ledger, plan, read_success(ledger.store, plan))
+
+
+def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
+    """The shards that were committed and are not whole; `fault` is told of what is not."""
+    committed = member.ledger.committed(member.plan)
+    if member.summary is not None and not committed.all():
+        absent = np.flatnonzero(~committed)
+        fault(f"commits are missing of {counted(len(absent), 'shard')} (first: {absent[0]})")
+        committed[:] = True
+    for whole in whole_shards(member, fault):
+        committed[whole.commit.shard] = False
+    return tuple(np.flatnonzero(committed).tolist())
+
+
+def _check_answers(asks: Member) -> None:
+    """`ConfigError` where nothing is left of the raw answers that lost rows would look up."""
+    if next(whole_shards(asks, lambda text: None), None) is None:
         raise ConfigError(
-            f"{where} reuses or keeps answers (reuse, output.keep_answers, engine.order: run), and "
-            "such a run is not repaired: run the job again under a new run key; what is whole of "
-            "its answers can be reused"
+            f"{asks.ledger.store.uri}: the raw answers are kept no longer, so nothing that is lost "
+            f"can be looked up, and all {asks.plan.rows:,} requests would be asked again: run the "
+            "job again under a new run key"
         )
 
 
@@ -114,6 +141,11 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
     if plan.snapshot:
         for file in old.files(plan):
             _copy(old, ours, file.uri)
+    if (increment := increment_of(plan)) is not None:
+        for name in increment.tables:
+            put_table(ours.store, name, old.table(name))
+        for part in increment.reused:
+            _copy(old, ours, part.path, part.sha256)
     try:
         put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
     except FileNotFoundError:
@@ -125,7 +157,24 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
     return ours.create_plan(fork, {name: old.table(name) for name in plan.tables})
 
 
-def _copy(old: Ledger, ours: Ledger, path: str) -> None:
+def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
+    """Begins the asks of the fork, with what of the old ones is whole."""
+    ledger = asks_ledger(ours.store)
+    if ledger.load_plan() is None:
+        named = increment_of(asks.plan)
+        for name in {*asks.plan.tables, *(named.tables if named is not None else ())}:
+            put_table(ledger.store, name, asks.ledger.table(name))
+        for file in asks.ledger.files(asks.plan):
+            _copy(asks.ledger, ledger, file.uri)
+        if (decided := read_precision(asks.ledger.store)) is not None:
+            note_precision(ledger.store, decided)
+    begin_asks(ours.store, increment)
+    _take_over(asks, ledger, asks.plan)
+
+
+def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> None:
+    what = "the copy of the input" if sha256 is None else "answers that were taken over"
+    where, advice = f"{old.store.uri}/{path}, {what},", "Run the job under a new run key"
     try:
         with old.store.open(path) as stream, tempfile.TemporaryDirectory() as folder:
             local = Path(folder) / "copy"
@@ -133,12 +182,11 @@ def _copy(old: Ledger, ours: Ledger, path: str) -> None:
                 shutil.copyfileobj(stream, copy)
             with local.open("rb") as copy:
                 sums = Sums.of_stream(copy)
+            if sha256 not in (None, sums.sha256):
+                raise CorruptRun(f"{where} is not what plan.json names. {advice}")
             put_file_proved(ours.store, path, local, sums)
     except FileNotFoundError:
-        raise CorruptRun(
-            f"{old.store.uri}/{path}, the copy of the input, is missing: nothing can be asked "
-            "again. Run the job under a new run key"
-        ) from None
+        raise CorruptRun(f"{where} is missing: nothing can be asked again. {advice}") from None
 
 
 def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:

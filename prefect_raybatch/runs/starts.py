@@ -1,17 +1,21 @@
-"""How long the attempts at a run took to their first commit, by their notes."""
+"""How long the attempts at a run took, and until their first commits, by notes and heartbeats."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from prefect_raybatch.driver.heartbeat import read_beats
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.records import Plan, dump
 from prefect_raybatch.report.records import StartTimes
+from prefect_raybatch.report.tally import covered
 
 log = logging.getLogger(__name__)
 STARTS_SHOWN = 10  # attempts of a report, the latest
@@ -33,10 +37,37 @@ def starts_of(notes: Sequence[Mapping[str, Any]]) -> tuple[StartTimes, ...]:
 
 def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
     """The same, of the notes that are in a run directory."""
+    return starts_of(sorted(_notes(ledger), key=lambda note: str(note.get("started"))))
+
+
+def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
+    """The time in which somebody was at a run, its asks included: from the begin of an attempt to
+    its last heartbeat, with the start of engines and all waiting. Attempts side by side count once;
+    what a note or a heartbeat does not tell counts for nothing."""
+    ledgers, increment = [ledger], increment_of(plan)
+    if increment is not None and increment.asks is not None:
+        ledgers.append(asks_ledger(ledger.store))
+    spans = []
+    for one in ledgers:
+        began = {str(note["attempt"]): _instant(note.get("started")) for note in _notes(one)}
+        for name, beat in read_beats(one.store, began).items():
+            if (start := began[name]) is not None:
+                spans.append((start, beat.at))
+    return covered(sorted(spans))
+
+
+def _notes(ledger: Ledger) -> list[dict[str, Any]]:
     notes = []
     try:
         for name in ledger.attempts():
             notes.append({**ledger.read_attempt(name), "attempt": name})
     except (RayBatchError, FileNotFoundError) as error:  # for people alone: no run fails of it
         log.info("the notes of attempts cannot be read: %s", error)
-    return starts_of(sorted(notes, key=lambda note: str(note.get("started"))))
+    return notes
+
+
+def _instant(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None

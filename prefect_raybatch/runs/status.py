@@ -37,7 +37,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
-from prefect_raybatch.runs.starts import starts_of
+from prefect_raybatch.runs.starts import attempts_seconds, starts_of
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
             store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
         )
         made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
+        made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
         return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
     return replace(final, charts=charts(tally, plan.shards))
 

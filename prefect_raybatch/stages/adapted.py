@@ -25,13 +25,18 @@ class Adapted:
     null: bool = False
     alone: bool = True
 
-    def here(self) -> dict[str, Adapter]:
-        """Each by its name, on this node."""
+    def here(self, numbers: dict[str, int] | None = None) -> dict[str, Adapter]:
+        """Each by its name, on this node. `numbers` are those that the engine knows adapters by,
+        by their content; they get those of the new ones."""
+        numbers = {} if numbers is None else numbers
         made = {}
-        for number, (name, adapter) in enumerate(sorted(self.pinned.items()), 1):
-            # vLLM takes two of one name for the same, so that the content is part of the name.
-            unique = f"{name or 'adapter'}-{str(adapter['identity'])[-12:]}"
-            made[name] = (unique, number, adapters.adapter_path(adapter))
+        for name, adapter in sorted(self.pinned.items()):
+            identity = str(adapter["identity"])
+            # vLLM takes two of one name for the same, so that the content is part of the name; and
+            # two of one number, whatever their names.
+            unique = f"{name or 'adapter'}-{identity[-12:]}"
+            path = adapters.adapter_path(adapter)
+            made[name] = (unique, numbers.setdefault(identity, len(numbers) + 1), path)
         return made
 
     def of_rows(

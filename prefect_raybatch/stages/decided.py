@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from prefect_raybatch.job.early_stop import label_cap, labels_cut_short
+from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 EarlyStop = Literal["decided", "first_token", "off"]
 Ask = Callable[[Sequence["Request"]], list["Completion"]]
-# What a second request would see otherwise than the first one's next step.
-PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 @dataclass
@@ -133,10 +131,8 @@ class EarlyStopping:
         labels = labels_cut_short(params)
         if labels is None:
             return None
-        given = {name: value for name, value in params.items() if value is not None}
-        once = once and given.get("n", 1) == 1 and "seed" not in given
-        once = once and all(given.get(name, no) == no for name, no in PENALTIES.items())
-        most = given.get("max_tokens")
+        once = once and may_ask_rest(params)
+        most = params.get("max_tokens")
         if most is not None and (type(most) is not int or most < 1):
             return None  # vLLM says what is wrong with it
         cap = 1 if once else label_cap(labels)

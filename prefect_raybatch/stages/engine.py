@@ -108,7 +108,8 @@ class EngineSpec:
     actor finds what one of the same driver left that died on its node; `encodes`: the model is an
     encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
     tokens cost it, None where that is not known; `leaving` says, in the actor, whether its node is
-    to leave the cluster."""
+    to leave the cluster; `untaken`: the engine starts before there is a run for it, which takes it
+    over."""
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -129,6 +130,7 @@ class EngineSpec:
     tell: phases.TellStart | None = None
     work: Work | None = None
     leaving: Callable[[], bool] | None = None
+    untaken: bool = False
 
 
 def engine_spec(
@@ -202,6 +204,7 @@ class EngineStage:
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # what the latest engine died of, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
+    _numbers: dict[str, int]  # of the adapters that engines of this actor were asked under
     _marks = phases.StartMarks()
     _teller: phases.StartTeller | None = None
     _meter = Meter(None)
@@ -209,6 +212,7 @@ class EngineStage:
     def __init__(self, spec: EngineSpec):
         self._lock = threading.Lock()
         self.engine: SteppedEngine | None = None
+        self._numbers = {}
         self._bind(spec)
         os.environ.update(spec.env)
         self.sampler = Sampler(self._load).start()
@@ -228,11 +232,21 @@ class EngineStage:
 
     def take_over(self, spec: EngineSpec) -> None:
         """Works for another run from now on, with the engine that is up; `spec` differs from the
-        one before in nothing that the engine was started with. No block may be inside."""
+        one before in nothing that the engine was started with. No block may be inside.
+
+        An engine that was started for this run ahead of it has its start told as the run's own; one
+        that could not be started is not tried again, and the run is told why."""
+        untaken, refused = self.spec.untaken, self._refused
+        if untaken:
+            self._note.over()
         with self._lock:
             self._bind(spec)
+            if untaken and self.engine is None:
+                self._refused = refused
+                return
             engine = self.engine
-            if engine is not None and not (self._take_labels() and engine.stats()["died"] is None):
+            taken = engine is not None and self._take_labels() and self._take_adapters()
+            if engine is not None and not (taken and engine.stats()["died"] is None):
                 self.engine = None
                 engine.close()
         if self.ready() is not engine or engine is None:
@@ -240,13 +254,18 @@ class EngineStage:
         self._meter.begin(engine)
         if self._early.concerns(spec.sampling):
             self._early.ready()
+        if untaken:  # its start is told already, by the thread that began with it
+            self._note.write(note.ROWS)
+            return
         self._marks = phases.StartMarks.of_warm()
-        self._teller = phases.StartTeller(spec.tell, self._marks, lambda: 0.0, self._id).start()
+        self._tell(lambda: 0.0)
 
     def close(self) -> None:
         """Ends the engine, so that its GPU is free."""
         with self._lock:
             engine, self.engine = self.engine, None
+        if self._teller is not None:
+            self._teller.end()
         if engine is not None:
             engine.close()
 
@@ -259,12 +278,18 @@ class EngineStage:
 
     def _begin(self) -> None:
         """Starts an engine, and tells of it meanwhile."""
-        marks = self._marks = phases.StartMarks()
-        teller = phases.StartTeller(self.spec.tell, marks, self._stepped_at, self._id)
-        self._teller = teller.start()
+        self._marks = phases.StartMarks()
+        teller = self._tell(self._stepped_at)
         self._begin_working()
         if self.engine is None:
             teller.end()
+
+    def _tell(self, stepped: Callable[[], float]) -> phases.StartTeller:
+        """Tells of this start from now on, and of none before it."""
+        if self._teller is not None:
+            self._teller.end()
+        self._teller = phases.StartTeller(self.spec.tell, self._marks, stepped, self._id)
+        return self._teller.start()
 
     def _stepped_at(self) -> float:
         engine = self.engine
@@ -272,7 +297,7 @@ class EngineStage:
 
     def _begin_working(self) -> None:
         """Starts an engine; where one died before with no row through, sees whether it works."""
-        if not self._take_labels():
+        if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
         starts = prompts = 1
@@ -304,6 +329,16 @@ class EngineStage:
             except Exception as error:
                 self._refused = Loss(type(error).__name__, str(error), fatal=True)
                 return False
+        return True
+
+    def _take_adapters(self) -> bool:
+        """Lays the run's adapters on this node. False where that cannot be done: `_refused` says
+        why."""
+        try:
+            self._adapters = self.spec.adapted.here(self._numbers)
+        except Exception as error:
+            self._refused = Loss(type(error).__name__, str(error), fatal=True)
+            return False
         return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
@@ -339,7 +374,6 @@ class EngineStage:
 
         for attempt in range(canary.ENGINE_STARTS):
             try:
-                self._adapters = self.spec.adapted.here()
                 with self._marks.heard():
                     self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
                 # of an earlier try; else a later death would start no other engine

@@ -29,6 +29,7 @@ from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import COUNTED_BY, FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
+from prefect_raybatch.ledger.part_files import dictionary_columns
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.record_texts import PieceKind
@@ -362,7 +363,9 @@ class Finish:
         self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
     ) -> Piece:
         out = io.BytesIO()
-        pq.write_table(table, out, compression="zstd")
+        # As the result's files are: a piece becomes a row group of one as it is.
+        dictionary = dictionary_columns(table)
+        pq.write_table(table, out, compression="zstd", use_dictionary=dictionary)
         data = out.getvalue()
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
         # Found bad when it is written, a piece costs a PUT; at the end it would cost the rows.

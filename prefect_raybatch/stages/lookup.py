@@ -65,7 +65,8 @@ class LookUp:
 
     `prepare` makes requests as it does for the engine; `places` holds a row (kind, at) for each
     row of the input, and the digests of its images where it has such; `reused`, `asked` and
-    `failed` are raw answers and failures by number. Shards are of `rows_per_shard` rows.
+    `failed` are raw answers and failures by number; `by_row` has all answers by their rows, where
+    these are written in that order. Shards are of `rows_per_shard` rows.
     `optional`: columns that finish looks for; `pools`: answers are vectors.
     """
 
@@ -76,6 +77,7 @@ class LookUp:
     asked: AnswerFiles
     failed: AnswerFiles
     rows_per_shard: int
+    by_row: AnswerFiles | None = None
     optional: tuple[str, ...] = ()
     pools: bool = False
 
@@ -92,7 +94,8 @@ class LookUp:
 
     def _looked_up(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        kinds, at, digests = self._places(table)
+        rows = self._rows(table)
+        kinds, at, digests = self._places(rows)
         requests = self.prepare.requests(table)
         if self.prepare.images is not None:
             requests = self._as_shown(self.prepare.images, table, requests, kinds, digests)
@@ -100,7 +103,7 @@ class LookUp:
         keys = self.keying.keys(requests, table)
         table = timed(table, "prepare", began)
         looked = time.time()
-        answers, failures = self._answers(kinds, at)
+        answers, failures = self._answers(rows, kinds, at)
         held = answers[KEY_COLUMN].to_pylist()
         errors: list[dict[str, str] | None] = []
         for i, (request, key, kind) in enumerate(zip(requests, keys, kinds.tolist(), strict=True)):
@@ -143,27 +146,35 @@ class LookUp:
                 requests[i] = found if isinstance(found, Failure) else IMAGE_LATE
         return requests
 
-    def _places(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
-        """Where each row's answer is: (kind, number, the digests of its images)."""
+    def _rows(self, table: pa.Table) -> np.ndarray:
+        """The numbers of the rows in the input of the run."""
         shards = table[SHARD].to_numpy().astype(np.int64)
-        rows = shards * self.rows_per_shard + table[POSITION].to_numpy()
+        return np.asarray(shards * self.rows_per_shard + table[POSITION].to_numpy())
+
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
+        """Where each row's answer is: (kind, number, the digests of its images)."""
         there, places = self.places.take(rows)
         if places is None or not there.all():
             raise CorruptRun(f"the plan does not say where the answer to row {rows[~there][0]} is")
         digests = places["digests"].to_pylist() if self.prepare.images is not None else []
         return places["kind"].to_numpy(), places["at"].to_numpy(), digests
 
-    def _answers(self, kinds: np.ndarray, at: np.ndarray) -> tuple[pa.Table, dict[int, Failure]]:
+    def _answers(
+        self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
+    ) -> tuple[pa.Table, dict[int, Failure]]:
         """(the raw answer of each row, null where there is none; why the asks of others failed)."""
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
         held = 0
-        for files, mask in (
-            (self.reused, kinds == REUSED),
-            (self.asked, (kinds == ASKED) | (kinds == MERGED_ROW)),
-        ):
+        sources = [
+            (self.reused, kinds == REUSED, at),
+            (self.asked, (kinds == ASKED) | (kinds == MERGED_ROW), at),
+        ]
+        if self.by_row is not None:
+            sources = [(self.by_row, kinds != NO_REQUEST, numbers)]
+        for files, mask, by in sources:
             rows = np.flatnonzero(mask)
-            there, found = files.take(at[rows])
+            there, found = files.take(by[rows])
             if found is not None:
                 index[rows[there]] = held + np.arange(found.num_rows)
                 tables.append(found.cast(self._schema))

@@ -15,6 +15,7 @@ from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model import tasks
+from prefect_raybatch.model.context import own_context
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.order import arrange
 
@@ -90,8 +91,8 @@ def _stem(name: str) -> str:
 
 
 def _longest(job: BatchJob, config: Mapping[str, Any]) -> int:
-    length = job.engine.context or config.get("max_position_embeddings")
-    return length if isinstance(length, int) and not job.engine.max_num_batched_tokens else 0
+    length = job.engine.context or own_context(config)
+    return length if length is not None and not job.engine.max_num_batched_tokens else 0
 
 
 def ask_pairs(

@@ -199,9 +199,11 @@ def leaving_nodes() -> dict[str, float | None]:
 
 
 def node_is_leaving() -> bool:
-    """Whether the node of this worker is one of them."""
+    """Whether the node of this worker is one of them; False in a process that is none of Ray's."""
     import ray
 
+    if not ray.is_initialized():  # to ask would start a cluster
+        return False
     return ray.get_runtime_context().get_node_id() in get_draining_nodes()
 
 

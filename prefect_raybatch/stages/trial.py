@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
@@ -18,26 +19,33 @@ from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.stages.block import ERROR, PARAMS, is_lost, losses
 from prefect_raybatch.stages.engine import EngineSpec
 from prefect_raybatch.stages.finish import RECEIPT, Finish
+from prefect_raybatch.stages.raw_answers import VECTOR_COLUMN
 from prefect_raybatch.storage import Store, open_store
 
 READING = 8  # shards read at once
 BLOCKS_ASKED = 64  # blocks in an engine at once
+COSINE = 0.99  # of two vectors from which on they are taken for the same
+SCORES_NEAR = 0.1  # of the standard deviation of all scores: nearer ones are taken for the same
 
 Row = tuple[int, int]  # shard and position
-RowOutcome = tuple[str, Any]  # "good" and the columns, "failed" and the error's class
+# "failed" and the error's class; "good" and the columns, of a task that pools the vector (float32),
+# the label or the score
+RowOutcome = tuple[str, Any]
 Read = Callable[[], Iterator[pa.Table]]
 
 
 @dataclass(frozen=True)
 class TrialStages:
     """What sampled rows go through: `read` gives their shards, of which `positions` are taken;
-    `ignored` columns of a result are not compared."""
+    `ignored` columns of a result are not compared. `pooled` is the task, and the column of its
+    answers, where it is one that pools."""
 
     read: Sequence[tuple[Read, Sequence[int]]]
     prepare: Callable[[pa.Table], pa.Table]
     spec: EngineSpec
     finish: Finish
     ignored: tuple[str, ...] = ()
+    pooled: tuple[str, str] | None = None
 
 
 class TrialEngine:
@@ -113,6 +121,11 @@ class TrialEngine:
         for piece in receipt.pieces:
             data = store.read(piece_path(piece.path), piece.bytes)
             table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
+            if piece.kind == "data" and self.stages.pooled is not None:
+                answers = pooled_answers(table, *self.stages.pooled)
+                for position, answer in zip(table[POSITION].to_pylist(), answers, strict=True):
+                    found[receipt.shard, position] = ("good", answer)
+                continue
             for row in table.to_pylist():
                 place = (receipt.shard, row.pop(POSITION))
                 if piece.kind == "data":
@@ -143,19 +156,47 @@ def _greedy(table: pa.Table) -> pa.Table:
     return table.set_column(at, PARAMS, pa.array(own, pa.string()))
 
 
+def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
+    """What is compared of the rows of a task that pools: as they are finished, or raw."""
+    raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
+    for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
+        if task == "embed" or raw:
+            vector = value.values.to_numpy(zero_copy_only=False).astype(np.float32)
+            if task == "embed":
+                yield vector
+            else:
+                yield f"label {vector.argmax()}" if task == "classify" else float(vector[0])
+        else:
+            yield value.as_py()
+
+
 def compared(
     one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
 ) -> tuple[int, int, list[Row]]:
     """(rows that both have, those that agree, those that do not). Good rows agree in the values of
-    all columns, failed ones in the class of the error."""
+    all columns, vectors by their cosine, scores by how far they are apart, failed ones in the class
+    of the error."""
     both = sorted(one.keys() & other.keys())
-    differ = [row for row in both if not _agree(one[row], other[row])]
+    scores = [one[row][1] for row in both if isinstance(one[row][1], float)]
+    near = SCORES_NEAR * float(np.std(scores)) if scores else 0.0
+    differ = [row for row in both if not _agree(one[row], other[row], near)]
     return len(both), len(both) - len(differ), differ
 
 
-def _agree(one: RowOutcome, other: RowOutcome) -> bool:
+def _agree(one: RowOutcome, other: RowOutcome, near: float) -> bool:
+    """`near`: of two scores that say the same."""
     if one[0] != other[0]:
         return False
     if one[0] == "failed":
         return str(one[1]).partition(":")[0] == str(other[1]).partition(":")[0]
+    if isinstance(one[1], np.ndarray):
+        return cosine(one[1], other[1]) >= COSINE
+    if isinstance(one[1], float):
+        return bool(abs(one[1] - other[1]) <= near)
     return bool(one[1] == other[1])
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    """Of two vectors; 0 where one has no length or another size."""
+    length = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(np.dot(one, other)) / length if length and one.shape == other.shape else 0.0

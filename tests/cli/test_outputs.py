@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,47 @@ def test_init_asks_about_the_longest_text(kind, tmp_path, monkeypatch, capsys):
         frame.to_json("in.jsonl", orient="records", lines=True)
     assert said(capsys, "init", f"in.{kind}")[0] == 0
     assert BatchJob.from_yaml("job.yaml").prompt.template == "What is this? {body}"
+
+
+GERMAN = "id;Firma\n1;Müller & Söhne\n2;Bäckerei\n"
+WRITTEN = [  # text, how it is written, what source.csv says then, whether that is a guess
+    ("id,Firma\n1,Müller\n", "utf-8", {}, False),
+    ("id,Firma\n1,Müller\n", "utf-8-sig", {}, False),
+    (GERMAN, "utf-8", {"delimiter": ";"}, False),
+    (GERMAN, "cp1252", {"delimiter": ";", "encoding": "cp1252"}, True),
+    (GERMAN.replace("ü", "\x81"), "latin-1", {"delimiter": ";", "encoding": "iso8859-1"}, True),
+    (GERMAN.replace(";", "\t"), "utf-16", {"delimiter": "\t", "encoding": "utf-16"}, False),
+    (GERMAN.replace(";", "|"), "utf-16-le", {"delimiter": "|", "encoding": "utf-16-le"}, False),
+    ("sep=;\n" + GERMAN, "utf-8", {"delimiter": ";", "skip_rows": 1}, False),
+    ("Firma\nMüller; Söhne\n", "utf-8", {}, False),
+]
+
+
+@pytest.mark.parametrize(("text", "encoding", "csv", "guessed"), WRITTEN)
+def test_init_says_how_a_csv_file_is_written(
+    text, encoding, csv, guessed, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("in.csv").write_bytes(text.encode(encoding))
+    code, _, err = said(capsys, "init", "in.csv")
+    assert code == 0, err
+    assert ("is a guess" in err) is guessed and ("preview" in err) is guessed
+    job = BatchJob.from_yaml("job.yaml")
+    assert job.source.csv.model_dump(exclude_unset=True) == csv
+    code, shown, err = said(capsys, "preview", "job.yaml", "--no-answers")
+    assert code == 0, err
+    firms = [line.split(";")[-1] for line in GERMAN.splitlines()[1:]]
+    if "id" in text and "\x81" not in text:
+        assert "  Firma: string" in shown and firms[0].split(" ")[0] in shown
+
+
+def test_init_looks_into_the_first_file_of_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for part in range(2):
+        Path(f"in/{part}.csv").write_text(GERMAN, encoding="cp1252")
+    assert said(capsys, "init", "in")[0] == 0
+    assert BatchJob.from_yaml("job.yaml").source.csv.delimiter == ";"
 
 
 def test_what_init_leaves_in_comments_can_be_taken_in(table, capsys):
@@ -150,9 +192,15 @@ def test_a_real_engine_answers_the_first_rows_without_leaving_anything(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command = [str(Path(sys.executable).with_name("raybatch")), "preview", "job.yaml", "--json"]
     done = subprocess.run(
-        [*command, "--rows", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        [*command, "--rows", "3"],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},  # who asks for Ray gets an error
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Ray" not in done.stderr, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["prompts"]) == len(found["answers"]) == 3
     assert {row["response"] for row in found["answers"]} <= set(choice)

@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.command_line import called
 from helpers.engines import FakeEngine
+from helpers.processes import until
 from helpers.retries import first_run
 from helpers.small import Passes, make_job, small_run
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.cli.commands import exit_status
@@ -24,6 +26,7 @@ from prefect_raybatch.flow.flows import called as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain
+from prefect_raybatch.ledger.layout import DRAIN
 from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
@@ -31,6 +34,7 @@ from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
+from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.storage import open_store
 
 ROWS = 60
@@ -99,12 +103,14 @@ def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
     assert exit_status(RunDrained("drained: x")) == 4
 
 
-class SlowEngine(FakeEngine):
-    """A tenth of a second a block."""
+class HeldEngine(FakeEngine):
+    """Answers the first rows at once, the others when it is time to look for the word to end."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self.pending(table)
-        time.sleep(0.1)
+        if not passes_by(table) and table.num_rows and table["id"][0].as_py() >= ROWS // 3:
+            until(Path(self.spec.env["WORD"]).exists, 120, "the word to end")
+            time.sleep(drains.DRAIN_LOOK + 1)
         return super().__call__(table)
 
     def pending(self, table: pa.Table) -> pa.Table:
@@ -116,8 +122,10 @@ class SlowEngine(FakeEngine):
 def job_in(folder: Path) -> BatchJob:
     table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
     pq.write_table(table, folder / "in.parquet")
+    env = {"WORD": f"{folder}/out/drained-night/{DRAIN}"}
     return make_job(
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 1},
+        engine={"model": "demo", "max_model_len": 64, "num_cpus": 1, "env": env},
         output={"uri": str(folder / "out")},
         limits={"max_failed": 0.1},
     )
@@ -129,25 +137,26 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
     job, seen = job_in(tmp_path), list[Progress]()
 
     def drain_soon(progress: Progress) -> None:
-        if progress.tally.shards == 3 and not seen:
+        if progress.tally.shards >= 3 and not seen:
             seen.append(progress)
-            assert drain_run(f"{tmp_path}/out/key").live
+            assert drain_run(f"{tmp_path}/out/drained-night").live
 
     def infer(job: BatchJob, run: Any, observe: Any) -> Any:
         def both(progress: Progress) -> None:
             observe(progress)
             drain_soon(progress)
 
-        return infer_run(job, run, both, engine=SlowEngine)
+        return infer_run(job, run, both, engine=HeldEngine)
 
     monkeypatch.setattr(follower, "infer_run", infer)
     with pytest.raises(RunDrained, match="drained: "):
-        called_flow(batch_inference, job, "key")
-    run = plan_run(job, "key")
+        called_flow(batch_inference, job, "drained-night")
+    run = plan_run(job, "drained-night")
     found = status(run.uri)
     assert found.state == "unfinished" and 3 <= found.committed < ROWS and found.drained
     with get_client(sync_client=True) as client:
-        (flow_run,) = [one for one in client.read_flow_runs() if one.name == "key"]
+        named = FlowRunFilter(name=FlowRunFilterName(any_=["drained-night"]))
+        (flow_run,) = client.read_flow_runs(flow_run_filter=named)
     assert flow_run.state is not None
     assert (flow_run.state.name, flow_run.state.type.value) == ("Drained", "CANCELLED")
     before = found.committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from helpers.nights import Killed, Nights, words
 from helpers.small import make_job
@@ -21,11 +23,13 @@ from prefect_raybatch.driver.heartbeat import Beat, Counts
 from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.plan import row_keys
+from prefect_raybatch.plan import prefix_order, row_keys
 from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs import answers_by_row
 from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.earlier import Earlier
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
@@ -280,8 +284,22 @@ def test_changed_answers_are_not_taken_over(nights: Nights) -> None:
     (path,) = (nights.folder / "out/n1/_raybatch/asks/data").glob("*.parquet")
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
-    with pytest.raises(CorruptRun, match=r"cannot be trusted|not readable"):
+    with pytest.raises(CorruptRun, match=r"cannot be trusted|no readable"):
         nights.night("n2")
+    path.write_bytes(data)
+    store = open_store(run_dir(nights, "n1"))
+    answers = read_answers(store)
+    assert answers is not None
+    earlier = Earlier((store.uri,), "", ((store, answers),))
+    assert len([key for keys in earlier.every_key() for key in keys]) == 2
+    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
+    columns = map(group.column, range(group.num_columns))
+    (key,) = (column for column in columns if column.path_in_schema == "key")
+    page = key.data_page_offset
+    for broken in (data[:page] + b"\xff" * 12 + data[page + 12 :], data[:-300] + bytes(300)):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptRun, match=r"part-00000\.parquet is no readable Parquet"):
+            list(earlier.every_key())
     path.unlink()
     with pytest.raises(CorruptRun, match="is missing"):
         nights.night("n3")
@@ -529,6 +547,56 @@ def test_a_night_that_reuses_asks_in_the_order_of_its_prompts(nights: Nights) ->
     nights.night("n2", nights.job(engine={"order": "input"}))
     assert [words(prompt)[11] for prompt in nights.asked] == list("cab") * 2
     assert answers(nights, "n2") == right(*texts, *(text + "1" for text in texts))
+
+
+def test_answers_that_lie_far_apart_are_put_in_the_order_of_the_rows(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken over, asked, shared and failed ones; after a kill they are there, in the end gone."""
+    texts = [f"about shop {i % 5} item {i % 23}" for i in range(60)]
+    nights.write(*texts[:40])
+    nights.night("n1")
+    nights.refuses = lambda prompt: "item 7" in prompt
+    nights.write(*reversed(texts), "new", None)
+    nights.night("plain")
+    for name in ("KEPT_ANYWAY", "FEW_READS"):
+        monkeypatch.setattr(answers_by_row, name, 0)
+    for name in ("NEAR", "FOUND_AT_ONCE", "ROWS_TOGETHER", "FILE_ROWS"):
+        monkeypatch.setattr(answers_by_row, name, 3)
+    monkeypatch.setattr(prefix_order, "BUCKET_BYTES", 200)
+    placed, read = nights.folder / "out" / "n2" / "_raybatch" / "by_row", []
+    job = nights.job(reuse=run_dir(nights, "n1"))
+    run = plan_run(job, "n2")
+    nights.stop_after = 12
+    with pytest.raises(Killed):
+        nights.infer(job, run)
+    nights.stop_after = None
+    made = sorted(placed.rglob("*.parquet"))
+    assert len(made) > 5
+    monkeypatch.setattr(answers_by_row, "dealt_out", lambda *_, **__: read.append("again"))
+    (placed / "cut-off").mkdir()
+    shutil.copy(made[0], placed / "cut-off" / "part-00000.parquet")
+    store = open_store(run.uri)
+    assert reap(store, older_than=-1.0).files["pieces"] >= 1
+    assert sorted(placed.rglob("*.parquet")) == made
+    nights.drive(job, run)
+    assert not read and not list(placed.rglob("*.parquet")) and verify(store).ok
+    assert answers(nights, "n2") == answers(nights, "plain")
+    assert [row["_row"] for row in nights.quarantined("n2")] == [
+        row["_row"] for row in nights.quarantined("plain")
+    ]
+
+
+def test_answers_stay_where_they_are_without_room_for_another_order(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("KEPT_ANYWAY", "FEW_READS"):
+        monkeypatch.setattr(answers_by_row, name, 0)
+    monkeypatch.setattr(answers_by_row, "DISK_TIMES", 1 << 60)
+    nights.write(*"bacd")
+    nights.night("n1", ordered(nights))
+    assert "too few to put the answers in the order of the rows" in caplog.text
+    assert answers(nights, "n1") == right(*"bacd")
 
 
 def test_more_rows_than_can_be_sorted_are_asked_as_they_stand(

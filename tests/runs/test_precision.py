@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers.engines import Fp8Engine
+from helpers.engines import Fp8Engine, Fp8Vectors
 from helpers.nights import Nights
 from helpers.small import input_rows, job_dict, make_job
 
@@ -36,7 +36,7 @@ from prefect_raybatch.runs.precision import decided_job, drawn_rows, said
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.trial import TrialEngine, compared
+from prefect_raybatch.stages.trial import TrialEngine, compared, pooled_answers
 from prefect_raybatch.storage import Store, open_store
 
 CPUS = Capacity(cpus=4, gpus=0, nodes=1, address="here")
@@ -58,12 +58,12 @@ class Small:
     def store(self) -> Store:
         return self.ledger.store
 
-    def decide(self, **env: str) -> BatchJob:
+    def decide(self, engine_stage: type = Fp8Engine, **env: str) -> BatchJob:
         engine = self.job.engine.model_copy(update={"env": {**self.job.engine.env, **env}})
         job = self.job.model_copy(update={"engine": engine})
         user = User("trial", self.said.append)
         return decided_job(
-            job, self.plan, self.shards, self.ledger, CPUS, user, "attempt", Fp8Engine
+            job, self.plan, self.shards, self.ledger, CPUS, user, "attempt", engine_stage
         )
 
     @property
@@ -75,10 +75,9 @@ class Small:
 def job_of(folder: Path, engine: dict[str, Any], **groups: Any) -> BatchJob:
     return make_job(
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 50},
-        prompt={"template": "What is {Company}?"},
         output={"uri": str(folder / "out")},
         engine={"device": "cpu", "env": {Fp8Engine.NOTES: str(folder / "notes")}, **engine},
-        **groups,
+        **{"prompt": {"template": "What is {Company}?"}, **groups},
     )
 
 
@@ -253,10 +252,53 @@ def test_failed_rows_agree_where_they_fail_alike():
     assert compared(one, two) == (3, 2, [(0, 2)])
 
 
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_vectors_and_scores_agree_where_they_are_near(planned, task):
+    prompt = {"template": "{Company} {id}", "second": "{id}" if task == "score" else None}
+    engine = {"quantization": "try-fp8", "task": task, "max_model_len": 128}
+    run = planned(240, engine=engine, limits={"min_agreement": 0.95}, prompt=prompt)  # all of them
+    assert run.decide(Fp8Vectors, **{Fp8Vectors.EVERY: "9"}).engine.model_extra == {}
+    note = read_precision(run.store)
+    assert note is not None and note.itself == 1.0
+    (one,) = note.tries
+    assert one.rows == 240 and 0.7 < one.agreement < 0.95 and len(one.disagreeing) == 20
+    if task == "embed":
+        turned = ("a vector of 2 numbers", "a vector of 2 numbers, cosine 0.9553")
+        assert (one.disagreeing[0].stored, one.disagreeing[0].tried) == turned
+
+
+def test_vectors_of_which_few_are_turned_are_asked_in_fp8(planned):
+    run = planned(engine={"quantization": "try-fp8", "task": "embed", "max_model_len": 128})
+    assert run.decide(Fp8Vectors).engine.model_extra == {"quantization": "fp8"}
+
+
+def test_raw_answers_of_tasks_that_pool_are_compared_as_finished_ones_are():
+    """By cosine, label and score; the asks of a run that reuses write them raw."""
+    import numpy as np
+    import pyarrow as pa
+
+    vectors = [[0.1, 0.9], [0.8, 0.2], [0.5, 0.5]]
+    raw = pa.table({"key": [b"a", b"b", b"c"], "vector": pa.array(vectors, pa.list_(pa.float32()))})
+    found = {
+        task: list(pooled_answers(raw, task, "response")) for task in ("embed", "classify", "score")
+    }
+    assert found["classify"] == ["label 1", "label 0", "label 0"]
+    assert found["score"] == pytest.approx([0.1, 0.8, 0.5])
+    assert np.allclose(found["embed"], vectors)
+    finished = pa.table({"response": ["x", "y"], "response_probabilities": [0.5, 0.6]})
+    assert list(pooled_answers(finished, "classify", "response")) == ["x", "y"]
+    scores = {(0, i): ("good", score) for i, score in enumerate(found["score"])}
+    moved = {(0, 0): ("good", 0.12), (0, 1): ("good", 0.84), (0, 2): ("failed", "ValueError: x")}
+    assert compared(scores, moved) == (3, 1, [(0, 1), (0, 2)])
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"engine": {"quantization": "try-fp8", "task": "embed"}}, "engine.task embed"),
+        (
+            {"engine": {"kv_cache_dtype": "try-fp8", "quantization": "try-fp8", "task": "embed"}},
+            "engine.task embed takes a text in one pass",
+        ),
         (
             {
                 "engine": {

@@ -10,8 +10,14 @@ import pyarrow.csv
 import pytest
 from helpers.engines import FakeEngine
 
-from prefect_raybatch.errors import ConfigError, EngineFailure, EngineStartError
+from prefect_raybatch.errors import (
+    ConfigError,
+    EngineFailure,
+    EngineStartError,
+    InsufficientResources,
+)
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.runs.preview import preview_rows
 from prefect_raybatch.stages.block import lost_all
@@ -63,6 +69,28 @@ def test_without_answers_no_engine_is_made(job):
 
     found = preview_rows(job, 2, answers=False, engine=Refused)
     assert len(found.prompts) == 2 and found.answers == found.failed == ()
+
+
+def test_it_looks_at_this_machine_and_not_at_the_cluster(job, monkeypatch):
+    """A cluster with GPUs is where the run will be; here there is a CPU."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    seen = []
+
+    class Seen(FakeEngine):
+        def __init__(self, spec: Any) -> None:
+            seen.append(spec.env)
+            super().__init__(spec)
+
+    by_itself = job.model_copy(update={"engine": Engine(model="demo")})
+    assert preview_rows(by_itself, 2, engine=Seen).answers
+    assert seen[0]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine of a CPU"
+
+
+def test_gpus_that_this_machine_lacks_are_told_before_an_engine_starts(job):
+    on_gpus = job.model_copy(update={"engine": Engine(model="demo", device="gpu")})
+    with pytest.raises(InsufficientResources, match=r"takes 1 GPU, and this machine.*no-answers"):
+        preview_rows(on_gpus, 2)
+    assert len(preview_rows(on_gpus, 2, answers=False).prompts) == 2
 
 
 @pytest.mark.parametrize(("fatal", "error"), [(True, EngineStartError), (False, EngineFailure)])

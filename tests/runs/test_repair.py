@@ -10,11 +10,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from helpers.command_line import called
+from helpers.nights import Killed, Nights, words
 from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, success_of
 from s3server import S3Server
 
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import ConfigError, PlanMismatch
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.forks import follow_forks, fork_key
@@ -237,17 +239,81 @@ def test_what_lies_in_the_place_of_the_fork_is_another_run(tmp_path):
         assert follow_forks(run.ledger, run.plan)[1] is run.plan
 
 
-def test_a_retry_and_a_run_that_keeps_answers_are_refused(tmp_path):
+def test_a_retry_is_refused(tmp_path):
     from dataclasses import replace
 
     run = old_run(tmp_path / "key", False)
-    for change, said in (
-        ({"parent": "other", "numbers_table": "numbers-0.parquet"}, "retry-failed on other"),
-        ({"increment": {}}, "keeps answers"),
-    ):
-        run.store.put("_raybatch/plan.json", replace(run.plan, **change).to_bytes())
-        with pytest.raises(ConfigError, match=said):
-            repair_run(str(tmp_path / "key"))
+    change = {"parent": "other", "numbers_table": "numbers-0.parquet"}
+    run.store.put("_raybatch/plan.json", replace(run.plan, **change).to_bytes())
+    with pytest.raises(ConfigError, match="retry-failed on other"):
+        repair_run(str(tmp_path / "key"))
+
+
+def words_asked(nights: Nights) -> list[str]:
+    found = sorted(map(words, nights.asked))
+    nights.asked.clear()
+    return found
+
+
+def drive_fork(nights: Nights, job: BatchJob, key: str) -> list[tuple[str, str]]:
+    nights.drive(job, plan_run(job, key))
+    store = open_store(str(nights.folder / "out" / key))
+    assert verify(store).ok
+    return [(row["text"], row["response"]) for row in nights.result(key)]
+
+
+def in_order(nights: Nights) -> BatchJob:
+    """A night that takes answers over, and asks the others in the order of their prompts."""
+    texts = [f"shop {i % 3} item {i:02}" for i in range(20)]
+    nights.write(*texts[:4])
+    nights.night("n0")
+    nights.write(*texts)
+    words_asked(nights)
+    return nights.job(reuse=str(nights.folder / "out" / "n0"), engine={"order": "run"})
+
+
+def test_a_finished_run_in_the_order_of_its_prompts_looks_up_what_was_lost(tmp_path):
+    nights = Nights(tmp_path)
+    job = in_order(nights)
+    whole = drive_fork(nights, job, "n1")
+    assert len(words_asked(nights)) == 16
+    store = open_store(str(tmp_path / "out" / "n1"))
+    before = files(store)
+    part = "data/part-00000.parquet"
+    flip(store, part)
+    done = repair_run(store.uri)
+    assert done.run_key == "n1.m1" and done.lost == tuple(range(5)) and done.taken == 0
+    lose(store, part)
+    assert drive_fork(nights, job, "n1.m1") == whole and not words_asked(nights)
+    left = files(store)
+    assert {n for n in before if left.get(n) != before[n]} == {part}
+    flip(open_store(f"{store.uri}.m1"), part)
+    asks = open_store(f"{store.uri}.m1/_raybatch/asks")
+    lose(asks, part)
+    with pytest.raises(ConfigError, match="all 16 requests would be asked again"):
+        repair_run(f"{store.uri}.m1")
+    assert not (tmp_path / "out" / "n1.m2").exists()
+
+
+def test_a_cut_off_run_in_the_order_of_its_prompts_asks_again_what_was_lost(tmp_path):
+    nights = Nights(tmp_path)
+    job = in_order(nights)
+    run = plan_run(job, "n1")
+    nights.stop_after = 2
+    with pytest.raises(Killed):
+        nights.infer(job, run)
+    nights.stop_after = None
+    asked = words_asked(nights)  # of three shards, of which two were committed
+    asks = open_store(f"{run.uri}/_raybatch/asks")
+    pieces = [info.path for info in asks.list("_raybatch/pieces")]
+    flip(asks, min(pieces))
+    done = repair_run(run.uri)
+    assert done.run_key == "n1.m1" and not done.lost and len(done.faults) == 1
+    assert repair_run(run.uri).run_key == "n1.m1"  # again, as after a kill
+    found = drive_fork(nights, job, "n1.m1")
+    assert [answer for _, answer in found] == [f"answer to {text}" for text, _ in found]
+    again = words_asked(nights)
+    assert len(found) == 20 and len(again) == 12 and len(set(again) & set(asked)) == 8
 
 
 def test_a_flow_that_runs_the_old_key_goes_on_with_the_fork(tmp_path):

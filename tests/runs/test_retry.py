@@ -656,6 +656,20 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
         assert code == 2 and "classes there are: ValueError (2)" in err
 
 
+def test_a_page_of_row_numbers_that_is_damaged_is_told_of_with_its_file(whole, call):
+    path = whole / "key/data/part-00000.parquet"
+    footer = pq.ParquetFile(path).metadata.row_group(0)
+    (column,) = (c for c in map(footer.column, range(footer.num_columns)) if "_row" in str(c))
+    data = bytearray(path.read_bytes())
+    end = column.data_page_offset + column.total_compressed_size
+    data[end - 12 : end] = bytes(12)
+    path.write_bytes(data)
+    assert any(
+        "part-00000.parquet is no readable Parquet" in text for text in chain(whole / "key").faults
+    )
+    assert call("verify", whole / "key", "--chain")[0] == 1
+
+
 def test_a_chain_that_is_not_proved_exits_with_1(whole, call):
     (whole / "key.r2/data/part-00000.parquet").unlink()
     code, out, _ = call("verify", whole / "key", "--chain")

@@ -25,9 +25,12 @@ from helpers.small import MODEL, make_job
 from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import adapters
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
+from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.block import (
     ANSWERS,
     CACHED_TOKENS,
@@ -689,6 +692,28 @@ def test_what_was_refused_to_one_run_is_tried_again_for_the_next(started: Any) -
     assert stage.ready() is factory.made[0]
 
 
+def test_an_engine_that_was_started_for_a_run_to_come_tells_its_start_as_that_runs(
+    started: Any,
+) -> None:
+    told: list[Any] = []
+    ahead = replace(SPEC, untaken=True, tell=lambda engine, marks: told.append(engine))
+    stage, factory = started(echo, spec=ahead)
+    wait_for(lambda: bool(told))
+    own: list[Any] = []
+    stage.take_over(replace(SPEC, tell=lambda engine, marks: own.append(engine)))
+    stage(block(Unit(0, 0, 2)))
+    assert len(factory.made) == 1 and not own, "who told of the start goes on with it"
+
+
+def test_a_start_ahead_of_its_run_that_failed_is_told_and_not_tried_again(started: Any) -> None:
+    stage, factory = started(ValueError("no such model"), echo, spec=replace(SPEC, untaken=True))
+    stage.take_over(SPEC)
+    ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
+    assert fatal and "no such model" in why and not factory.made
+    stage.take_over(SPEC)
+    assert stage.ready() is factory.made[0], "the next pass tries it, as ever"
+
+
 def test_an_engine_that_died_between_two_runs_is_started_anew(started: Any) -> None:
     stage, factory = started(echo, echo)
     factory.made[0].died = "killed"
@@ -703,3 +728,52 @@ def test_a_run_whose_labels_cannot_be_read_is_refused_and_holds_no_engine(starte
     assert stage.ready() is None and factory.made[0].closed
     ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
     assert fatal and "/nowhere" in why
+
+
+def adapted(folder: Path, **contents: str) -> Adapted:
+    """Adapters in folders of these names, as a plan keeps them."""
+    pinned = {}
+    for name, content in contents.items():
+        place = folder / f"{name}-{content}"
+        place.mkdir(exist_ok=True)
+        for file in adapters.ADAPTER_FILES:
+            (place / file).write_text(content)
+        identity = adapters.identities(Engine(model="demo", adapter=str(place)))[""]
+        pinned[name] = {"source": str(place), "revision": None, "identity": identity, "rank": 4}
+    return Adapted("which", pinned)
+
+
+def test_adapters_of_the_next_run_have_numbers_of_their_own_in_the_engine(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes two of one number for the same, also where the run of the first one is over."""
+    monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "cache"))
+    stage, factory = started(echo)
+    known: dict[str, set[int]] = {}
+    for contents in ({"a": "one", "b": "two"}, {"a": "two", "c": "three"}, {"a": "one"}):
+        stage.take_over(replace(SPEC, adapted=adapted(tmp_path, **contents)))
+        table = block(Unit(0, 0, len(contents)))
+        stage(table.append_column("which", pa.array(list(contents))))
+        for request in factory.made[0].seen[-1]:
+            assert request.adapter is not None
+            _, number, path = request.adapter
+            content = (Path(path) / adapters.ADAPTER_CONFIG).read_text()
+            known.setdefault(content, set()).add(number)
+    assert len(factory.made) == 1, "no other engine is started"
+    assert sorted(known) == ["one", "three", "two"] and all(len(n) == 1 for n in known.values())
+    assert len(set.union(*known.values())) == 3
+
+
+def test_a_run_whose_adapters_changed_is_refused_and_holds_no_engine(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "cache"))
+    stage, factory = started(echo, echo)
+    changed = adapted(tmp_path, a="one")
+    (tmp_path / "a-one" / adapters.ADAPTER_WEIGHTS).write_text("other")
+    stage.take_over(replace(SPEC, adapted=changed))
+    assert stage.ready() is None and factory.made[0].closed
+    ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
+    assert fatal and "another one than when the run was planned" in why
+    stage.take_over(SPEC)
+    assert stage.ready() is factory.made[1]

@@ -297,7 +297,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
 
     def watched(self: Pipeline, units: Any, isolated: bool) -> Any:
         yield from whole(self, units, isolated)
-        time.sleep(1.0)
+        wait_until(lambda: not self.engines())  # one that is kept stays until the run's end
         kept.append(self.engines())
 
     monkeypatch.setattr(Pipeline, "__call__", watched)

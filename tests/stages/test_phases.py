@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -99,16 +100,33 @@ def test_an_engine_stage_tells_how_far_it_has_come(
     assert set(told.all[-1][1]) == {*phases.ENGINE_PHASES, "stepped"}
 
 
+def tellers() -> int:
+    return sum(thread.name == "raybatch-start" for thread in threading.enumerate())
+
+
+def test_a_start_that_is_over_without_a_step_is_told_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = [lambda asked: [completion("x") for _ in asked]] * 2
+    monkeypatch.setattr(stepper, "SteppedEngine", Factory(*never))
+    wait_for(lambda: tellers() == 0)
+    made = EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=Told()))
+    assert tellers() == 1
+    made.engine = None  # it died before its first step
+    assert made.ready() is not None
+    wait_for(lambda: tellers() == 1)
+    made.close()
+    wait_for(lambda: tellers() == 0)
+
+
 def test_an_engine_that_does_not_start_ends_the_telling(
     vllm_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     told = Told()
     monkeypatch.setattr(stage, "PAUSE", 0)
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(ValueError("wrong")))
     EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told))
-    wait_for(lambda: "raybatch-start" not in {thread.name for thread in threading.enumerate()})
+    wait_for(lambda: tellers() == 0)
     assert all(set(marks) == {"imports"} for _, marks in told.all)
 
 

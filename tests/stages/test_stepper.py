@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ pytest.importorskip("vllm")
 from prefect_raybatch.doctor import Finding, Patient
 from prefect_raybatch.doctor import engine as doctor_engine
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
+from prefect_raybatch.stages.vllm import reaper
 from prefect_raybatch.stages.vllm.stepper import (
     Completion,
     EngineDied,
@@ -427,11 +429,15 @@ def test_amx_is_asked_for_in_every_process_of_an_engine(
         log = called(plugin_logs / "victim")
         return {pid: log.get(pid, set()) for pid in (victim.pid, *below)}
 
-    assert wait_until(lambda: bool(found()), START_S)
+    # A process has its name before it calls plugins.
+    wait_until(lambda: list(found().values()) == [both] * 3, START_S)
     assert list(found().values()) == [both] * 3
 
 
-def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.Popen) -> None:
+def test_killed_core_ends_every_call(
+    engine: SteppedEngine, victim: subprocess.Popen, examined: Future[list[Finding]]
+) -> None:
+    examined.result(START_S)  # its engine, too, is below this process
     others = descendants(victim.pid)
     processes = [pid for pid in engine_processes(os.getpid()) if pid not in others]
     core = next(pid for pid in processes if "EngineCore" in command(pid))
@@ -473,6 +479,39 @@ def test_reaper_ends_engine_of_a_killed_process(victim: subprocess.Popen) -> Non
     victim.kill()
     victim.wait()
     assert wait_until(lambda: not any("VLLM::" in command(pid) for pid in processes), 120)
+
+
+SELDOM = """
+import subprocess, sys, time
+from reaper import watch_children
+watch_children()
+time.sleep(3)
+assert watch_children()
+command = [sys.executable, "-c", "import time; time.sleep(120)", "VLLM::EngineCore"]
+engine = subprocess.Popen(command)
+print(engine.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_reaper_that_looks_seldom_is_told_of_another_engine(tmp_path: Path) -> None:
+    text = Path(reaper.__file__).read_text()
+    assert "\nSTART_S = 300.0\n" in text and reaper.SELDOM_S > 3
+    (tmp_path / "reaper.py").write_text(text.replace("START_S = 300.0", "START_S = 1.0"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SELDOM], stdout=subprocess.PIPE, env=env
+    ) as process:
+        assert process.stdout is not None
+        engine = int(process.stdout.readline())
+        time.sleep(1.2)  # told of it, the helper looks twice a second
+        process.kill()
+        process.wait()
+        try:
+            assert wait_until(lambda: "VLLM::" not in command(engine), 20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
 
 
 REAPED = """

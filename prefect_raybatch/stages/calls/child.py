@@ -11,6 +11,7 @@ import faulthandler
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import struct
@@ -30,6 +31,7 @@ READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 def serve(fd: int, parent: int, name: str, field: str) -> None:
     """Calls the function for each row that comes over socket `fd`, until none comes any more."""
     _end_with(parent)
+    _leave_nobody()
     faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.set_inheritable(fd, False)
@@ -55,6 +57,43 @@ def _end_with(parent: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _leave_nobody() -> None:
+    """Starts a process that kills what this one has started once it is gone, however it ends: what
+    ends a child with its parent holds for no copy of the child. Only where the kernel tells of the
+    end of others' processes (Linux 5.3)."""
+    try:
+        watched = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return
+    leader = os.getpid()
+    first = os.fork()
+    if first:
+        os.close(watched)
+        os.waitpid(first, 0)
+        return
+    try:
+        os.setsid()  # spared by its own kill
+        if os.fork() == 0:  # nobody's child: Ray kills a worker's children when the worker ends
+            _kill_after(watched, leader)
+    finally:
+        os._exit(0)
+
+
+def _kill_after(watched: int, leader: int) -> None:
+    """Kills the group of `leader` once that has ended, of which `watched` tells."""
+    # Without the wire, and without the worker's log: both must end with those that use them.
+    os.dup2(watched, 0)
+    # Those that are open, and not all that may be: in a container that can be a thousand million,
+    # each of which is closed by itself where Python or the kernel has no close_range.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    select.select([0], [], [])
+    with contextlib.suppress(OSError):  # nothing was left
+        os.killpg(leader, signal.SIGKILL)
 
 
 def shown(error: BaseException) -> str:

@@ -3,8 +3,9 @@
 vLLM runs its core and its workers as subprocesses (`VLLM::EngineCore`, `VLLM::Worker...`). When
 their parent is killed they are left with parent 1 and keep their memory for hours, so every
 process that starts an engine calls `watch_children()` first. That starts one tiny detached helper
-(this same file run as a script, standard library only, about 8 MB, below 0.1 % of a core), which
-notes the engine's processes twice a second and ends them when the watched process is gone.
+(this same file run as a script, standard library only, about 8 MB), which notes the engine's
+processes and ends them as soon as the watched process is gone. While engines start it looks for
+them twice a second, which takes 1 to 3 % of a core; at other times seldom.
 
 The helper watches by process id and start time, through a pidfd where the kernel has one, and
 holds nothing of its parent: no pipe (a forked engine would inherit the other end and keep it open
@@ -25,7 +26,15 @@ import sys
 import time
 
 POLL_S = 0.5
-"""Seconds between two looks at the children: a child younger than this at the death is missed."""
+"""Seconds between two looks at the children while engines start: a child younger than this at the
+death is missed."""
+
+SELDOM_S = 5.0
+"""Seconds between two looks at other times."""
+
+START_S = 300.0
+"""Seconds from the last `watch_children()`, or from when the latest engine process was seen first,
+for which engines may start."""
 
 GRACE_S = 3.0
 """Seconds an engine process gets between SIGTERM, at which vLLM frees its memory, and SIGKILL."""
@@ -49,10 +58,12 @@ Seen = dict[Process, bool]
 """Processes that are an engine's; False for those that only look like it so far."""
 
 _watched_pid: int | None = None  # the process that has its helper; differs in a forked child
+_helper: Process | None = None
 
 
 def watch_children() -> bool:
-    """See to it that engine processes started from now on die with this process.
+    """See to it that engine processes started from now on die with this process. To be called
+    before each engine.
 
     Returns True when the helper runs (also when an earlier call started it), False where there is
     no /proc. Ends only children that look like vLLM's or multiprocessing's, with everything below
@@ -61,8 +72,9 @@ def watch_children() -> bool:
 
     Raises OSError or subprocess.CalledProcessError when the helper cannot be started.
     """
-    global _watched_pid
-    if _watched_pid == os.getpid():
+    global _watched_pid, _helper
+    if _watched_pid == os.getpid() and _helper is not None and _alive(_helper):
+        _send(_helper, signal.SIGUSR1)
         return True
     me = _read(os.getpid())
     if me is None:
@@ -74,18 +86,20 @@ def watch_children() -> bool:
     # -I and -S: neither the environment nor site packages cost start-up time or change behaviour.
     # The first process only forks the helper and ends, so that the helper is nobody's child: Ray
     # kills a worker's children when the worker ends, and would kill the helper before its work.
-    subprocess.run(
+    made = subprocess.run(
         [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), str(me.started)],
         check=True,
         env=kept,
         cwd="/",
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # its process id
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         timeout=60,
     )
-    _watched_pid = os.getpid()
+    pid = int(made.stdout)
+    helper = _read(pid)
+    _watched_pid, _helper = os.getpid(), (pid, helper.started) if helper else None
     return True
 
 
@@ -196,16 +210,27 @@ def _send(process: Process, number: int) -> None:
 
 def _wait_for_end(root: Process, root_command: bytes, seen: Seen) -> None:
     """Return when `root` has ended; keeps `seen` up to date until then."""
-    try:
-        handle = os.pidfd_open(root[0])
-    except (AttributeError, OSError):
-        handle = None
+    told, tells = os.pipe()
+    os.set_blocking(told, False)
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)  # of `watch_children()`
+    waits = [told]
+    with contextlib.suppress(AttributeError, OSError):
+        waits.append(os.pidfd_open(root[0]))
+    starts_until, next_look = time.monotonic() + START_S, 0.0
     while _alive(root):
-        _look(root[0], root_command, seen)
-        if handle is None:
-            time.sleep(POLL_S)
-        else:
-            select.select([handle], [], [], POLL_S)
+        now = time.monotonic()
+        if now >= next_look:
+            before = set(seen)
+            _look(root[0], root_command, seen)
+            if seen.keys() - before:
+                starts_until = now + START_S
+            next_look = now + (POLL_S if now < starts_until else SELDOM_S)
+        # Without a pidfd nobody tells of the end.
+        most = next_look - now if len(waits) > 1 else POLL_S
+        if told in select.select(waits, [], [], most)[0]:
+            os.read(told, 4096)
+            starts_until, next_look = time.monotonic() + START_S, 0.0
 
 
 def _end(root_command: bytes, seen: Seen) -> None:
@@ -248,8 +273,12 @@ def kill_all(pids: list[int]) -> None:
 
 def main(pid: int, started: int) -> None:
     """The helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up, exit."""
-    if os.fork():
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # before anybody can know of the helper
+    helper = os.fork()
+    if helper:
+        os.write(1, b"%d" % helper)
         os._exit(0)
+    os.dup2(0, 1)  # whoever reads the id waits for the end of it
     seen: Seen = {}
     root_command = _command(pid)
     _wait_for_end((pid, started), root_command, seen)

@@ -1,0 +1,49 @@
+"""The time that somebody was at a run, which is held against limits.deadline."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from helpers.nights import Nights
+from helpers.small import small_run
+
+from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.runs.starts import attempts_seconds
+from prefect_raybatch.storage import open_store
+
+
+def test_the_time_of_attempts_is_from_their_begin_to_their_last_heartbeat(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+
+    def attempt(name: str, began: float | None, beat: float | None) -> None:
+        started = {} if began is None else {"started": datetime.fromtimestamp(began, UTC)}
+        note = {key: value.isoformat(timespec="seconds") for key, value in started.items()}
+        run.ledger.note_attempt(name, note)
+        if beat is not None:
+            run.store.put(heartbeat_path(name), Beat(beat).to_bytes())
+
+    assert attempts_seconds(run.ledger, run.plan) == 0.0
+    attempt("first", 1000.0, 1060.0)
+    attempt("beside", 1030.0, 1090.0)  # at the same time
+    attempt("after", 5000.0, 5010.0)  # a pause between them is no time of the run
+    attempt("silent", 9000.0, None)
+    attempt("unknown", None, 9000.0)
+    attempt("clock", 9000.0, 8000.0)
+    assert attempts_seconds(run.ledger, run.plan) == 100.0
+    run.ledger.note_attempt("odd", {"started": "yesterday"})
+    run.store.put(heartbeat_path("odd"), b"{")
+    assert attempts_seconds(run.ledger, run.plan) == 100.0
+
+
+def test_a_report_says_how_long_the_attempts_took(tmp_path: Path) -> None:
+    """Its asks included, where it has such."""
+    nights = Nights(tmp_path)
+    nights.write("a", "b", "c")
+    report = nights.night("monday")
+    ledger = Ledger(open_store(report.run))
+    seconds = attempts_seconds(ledger, need_plan(ledger))
+    assert report.elapsed == round(seconds, 1) and report.elapsed >= report.seconds - 1
