@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers import environ
+from helpers.kube_server import KubeServer, serving
 from helpers.prefect_server import Prefect, prefect_server, settings_for
 from helpers.ray_head import ROOT, Head, start_head
 from hypothesis import HealthCheck, settings
@@ -42,30 +43,33 @@ settings.register_profile(  # make chaos: the same tests, for minutes
 settings.load_profile("prefect_raybatch")
 
 # Where several processes run the tests (pytest -n), the files that use a shared server stay in one
-# of them, so that there is one of it, and come first, being the longest; of two servers the first
-# here counts. Other files go to whoever is free, those that start engines before the rest: begun
-# last, one of them would keep its process at work when the other has nothing left.
+# of them, so that there are few of it, and come first, being the longest. Those of Ray and Prefect
+# are a group of their own: together with either, one process would work on when the other has
+# nothing left. Of other servers the first here counts. Other files go to whoever is free, those
+# that start engines before the rest, for the same reason.
 SHARED = {
     "ray": re.compile(r"\b(ray_head|local_ray)\b"),
     "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
     "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
 }
+GROUPS = ["ray", "prefect", "ray and prefect", "s3"]  # in this order
 LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
 
 
 @cache
 def group(path: Path) -> str:
-    """The first server whose fixtures a file of tests names, else the file itself."""
+    """The servers whose fixtures a file of tests names, else the file itself."""
     text = path.read_text(encoding="utf-8")
-    return next((name for name, uses in SHARED.items() if uses.search(text)), str(path))
+    used = [name for name, uses in SHARED.items() if uses.search(text)]
+    return " and ".join(used[:2]) if used[:2] == ["ray", "prefect"] else [*used, str(path)][0]
 
 
 @cache
 def turn(path: Path) -> int:
     """Which files come before which: those of a server, in its order, the long ones, the rest."""
-    if (name := group(path)) in SHARED:
-        return list(SHARED).index(name)
-    return len(SHARED) + (not LONG.search(path.read_text(encoding="utf-8")))
+    if (name := group(path)) in GROUPS:
+        return GROUPS.index(name)
+    return len(GROUPS) + (not LONG.search(path.read_text(encoding="utf-8")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -146,3 +150,12 @@ def prefect_api(prefect_process: Prefect) -> Iterator[None]:
     """Flows of this process run against the shared Prefect server."""
     with settings_for(prefect_process):
         yield
+
+
+@pytest.fixture
+def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeServer]:
+    """An API server of Kubernetes that the environment's kubeconfig names."""
+    with serving(KubeServer()) as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        yield server

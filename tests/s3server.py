@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from helpers.ports import free_ports
+
 SCRIPT = Path(__file__).with_name("radosgw.sh")
 RADOSGW = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "setpriv")
 
@@ -139,7 +141,7 @@ def start_s3(tmpdir: str | os.PathLike[str], objects: str = "memstore") -> S3Ser
 
 def _start(kind: str, folder: Path, objects: str) -> S3Server:
     folder.mkdir()
-    endpoint = f"http://127.0.0.1:{_free_ports()}"
+    endpoint = f"http://127.0.0.1:{free_ports(2)[0]}"  # and one for what is behind it
     key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
     server = S3Server(endpoint, key, secret, kind, None, folder, objects)  # type: ignore[arg-type]
     server.process = _launch(server)
@@ -157,17 +159,6 @@ def _launch(server: S3Server) -> subprocess.Popen[str]:
         command = ["setpriv", "--pdeathsig", "TERM", *command]
     with open(server.folder / "server.out", "w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True)
-
-
-def _free_ports() -> int:
-    """A port that is free now, and the next one too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return int(port)
 
 
 def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:

@@ -35,6 +35,7 @@ FLOORS = [
     "report",
     "cluster",
     "driver",
+    "kuberay",
     "plan",
     "result",
     "publish",
@@ -72,6 +73,7 @@ AT_MODULE_LEVEL = {
     "deltalake": set(),
     "pyiceberg": set(),
     "lance": set(),
+    "kubernetes": set(),
     "prefect": PREFECT_SIDE,
 }
 ANYWHERE = {
@@ -91,6 +93,7 @@ ANYWHERE = {
     "matplotlib": {"report.drawing"},
     "jinja2": {"report.html", "model.chat_template"},
     "pynvml": {"nvml"},
+    "kubernetes": {"kuberay.api"},
     "prefect": {*PREFECT_SIDE, "doctor.services"},
 }
 

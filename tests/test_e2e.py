@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import below, running, until
+from helpers.processes import below, running, slowed, title, until
 from s3server import S3Server
 
 from prefect_raybatch.demo import LABELS
@@ -55,7 +55,7 @@ def call(*args: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProc
 # --- one run: over its budget, killed, hung, and whole in the end ---------------------------------
 
 ROWS, SHARDS = 4500, 30
-TOO_LONG, RAISE, REFUSED, LEFT_OUT = {7, 1900}, {20, 1520, 1521, 4499}, {100}, {40, 41}
+TOO_LONG, RAISE, REFUSED, LEFT_OUT = {7, 1900}, {20, 920, 921, 4499}, {100}, {40, 41}
 FAILED = {
     **{i: ("prepare", "PromptTooLong") for i in TOO_LONG},
     **{i: ("prepare", "ValueError") for i in RAISE},
@@ -121,6 +121,10 @@ class Story:
     def call(self, *args: str) -> subprocess.CompletedProcess[str]:
         return call(*args, env=self.env, cwd=self.folder)
 
+    def at_work(self, process: subprocess.Popen[bytes]) -> None:
+        log = (self.folder / "log.txt").read_text()
+        assert process.poll() is None, f"the run ended before it was disturbed:\n{log[-3000:]}"
+
     def note(self) -> None:
         self.commits.append(commits(self.store))
         self.succeeded.append(any(info.path == "_SUCCESS" for info in self.store.list("")))
@@ -152,42 +156,58 @@ def start(command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Pope
         )
 
 
+def committed(story: Story) -> int:
+    return len(list(story.store.list("_raybatch/commits")))
+
+
 def more_commits(story: Story, process: subprocess.Popen[bytes], more: int) -> None:
     """Waits until `more` further shards are committed."""
-    before = len(story.commits[-1])
+    before = committed(story)
 
     def there() -> bool:
-        log = (story.folder / "log.txt").read_text()
-        assert process.poll() is None, f"the run ended before it could be disturbed:\n{log[-3000:]}"
-        return len(list(story.store.list("_raybatch/commits"))) >= before + more
+        story.at_work(process)
+        return committed(story) >= before + more
 
     until(there, 300, "a commit")
+
+
+def engines_of(story: Story, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes of a run's engine, as soon as its core is there."""
+
+    def there() -> list[psutil.Process]:
+        story.at_work(process)
+        return below(process.pid, "VLLM::EngineCore") and below(process.pid, "VLLM::")
+
+    return list(until(there, 300, "an engine"))
 
 
 def killed(story: Story, draw: random.Random) -> None:
     """SIGKILL to the driver and its group at a random moment after a few more commits."""
     command = [str(BIN / "raybatch"), "run", "more.yaml", "--run-key", "k", "--prefect"]
     process = start(command, story.env, story.folder)
-    more_commits(story, process, draw.randint(1, 8))
-    time.sleep(draw.random() * 2)
-    assert process.poll() is None, "the run ended before it could be killed"
-    engines = below(process.pid, "VLLM::")
-    assert engines, "the engines are told by their names"
-    os.killpg(process.pid, signal.SIGKILL)
+    engines = engines_of(story, process)
+    more_commits(story, process, 1)
+    most = committed(story) + 6  # no machine is to be through with it before, nor with what follows
+    with slowed(engines, lambda: committed(story) >= most):
+        more_commits(story, process, draw.randint(0, 5))
+        time.sleep(draw.random() * 2)
+        story.at_work(process)
+        everything = below(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 120
-    while (left := running(engines)) and time.monotonic() < deadline:
+    while running(everything) and time.monotonic() < deadline:  # what is left may still commit
         time.sleep(0.5)
-    story.outlived = left
+    story.outlived = running(engines)
 
 
 def hung(story: Story) -> None:
     """The rest of the run, triggered by a block; on the way an engine's core stops for ever."""
     process = start([sys.executable, "-c", TRIGGER, "more.yaml"], story.env, story.folder)
     try:
-        more_commits(story, process, 1)
-        titled = below(process.pid, "VLLM::EngineCore")
+        titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
         (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+        more_commits(story, process, 1)
         story.core.suspend()
         code = process.wait(500)
     finally:

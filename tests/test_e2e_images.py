@@ -1,6 +1,6 @@
 """Captions of images from a Lance data set to the result: the flow under a real Prefect, killed in
-the middle; real Ray, a real (tiny) vision model, what tables hold in place of images; and the night
-after, which takes the captions over."""
+the middle; real Ray, a real (tiny) vision model, what tables hold in place of images; a second run
+on the engine that is up; and the night after, which takes the captions over."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[1]
 FLOWS = ROOT / "flows"
 ROWS, PER_SHARD, KEY = 24, 6, "captions-of-a-killed-flow"
@@ -97,6 +97,19 @@ follower.infer_run = partial(follower.infer_run, engine=First)
 image_captions.image_captions(*sys.argv[1:])
 """
 
+# Its second start, and another run that finds the engine up.
+SECOND = """
+import sys
+
+import image_captions
+from prefect_raybatch import warm_engines
+
+data, out, model, key = sys.argv[1:]
+with warm_engines():
+    image_captions.image_captions(data, out, model, key)
+    image_captions.image_captions(data, out, model, "warm")
+"""
+
 
 def album(ids: Iterable[int], images: Sequence[bytes | None]) -> pa.Table:
     return pa.table({"id": list(ids), "image": [{"bytes": i, "path": None} for i in images]})
@@ -109,11 +122,13 @@ def prepare(folder: Path) -> list[str]:
     lance.write_dataset(album(range(ROWS), images), str(folder / "photos"), max_rows_per_file=10)
     shutil.copy(FLOWS / "image_captions.py", folder)
     (folder / "first.py").write_text(FIRST)
+    (folder / "second.py").write_text(SECOND)
     job = yaml.safe_load((FLOWS / "image_captions.yaml").read_text())
     job["source"]["rows_per_shard"] = PER_SHARD
     job["prompt"]["images"]["max_pixels"] = MAX_PIXELS
     job["engine"]["max_model_len"] = 512
-    job["sampling"]["max_tokens"] = 8
+    job["sampling"] = {"temperature": 0, "max_tokens": 8}  # the same again
+    job["engine"]["deduplicate"] = False  # the first shard is the first rows
     job["limits"] = {"max_failed_fraction": 0.5}
     job["output"]["keep_answers"] = 30  # for the next night
     job["cluster"] = {"prepare": {"concurrency": 1}}  # each such process imports vLLM
@@ -167,11 +182,11 @@ def told(
         return len(list((uri / "_raybatch/asks/_raybatch/commits").glob("*.json")))
 
     flow = start("first.py")
-    until(lambda: commits() or flow.poll() is not None, 150, "the first commit")
+    until(lambda: commits() or flow.poll() is not None, 300, "the first commit")
     os.killpg(flow.pid, signal.SIGKILL)
     assert flow.wait() == -signal.SIGKILL, (folder / "log.txt").read_text()
     kept = commits()
-    assert start("image_captions.py").wait(300) == 0, (folder / "log.txt").read_text()
+    assert start("second.py").wait(600) == 0, (folder / "log.txt").read_text()
     report = load_report(open_store(str(uri)))
     runs = prefect_process.ask(
         "flow_runs/filter",
@@ -195,6 +210,17 @@ def test_the_result_is_the_captions_alone(told: Told) -> None:
     fakes = sum(caption.startswith("answer ") for caption in captions)
     assert None not in captions
     assert fakes == PER_SHARD - sum(n < PER_SHARD for n in BAD)  # the rest were asked
+
+
+def test_an_engine_that_is_up_answers_the_same_about_the_same_images(told: Told) -> None:
+    warm = told.uri.replace(KEY, "warm")
+    report = load_report(open_store(warm))
+    assert not {"imports", "weights"} & set(report.starts[-1].seconds), "an engine was started"
+    data = pq.read_table(f"{warm}/data")
+    captions = dict(zip(data["_row"].to_pylist(), data["caption"].to_pylist(), strict=True))
+    asked = {n: text for n, text in told.captions().items() if n >= PER_SHARD}
+    assert {n: text for n, text in captions.items() if n in asked} == asked
+    assert len(captions) == len(told.captions()) and len(set(captions.values())) > 1
 
 
 def test_bad_images_are_kept_with_the_reason(told: Told) -> None:

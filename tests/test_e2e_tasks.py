@@ -22,7 +22,7 @@ from helpers.engines import NoEngine, VectorEngine
 from helpers.ray_head import Head
 from pyiceberg.catalog import load_catalog
 
-from prefect_raybatch import BatchJob, demo
+from prefect_raybatch import BatchJob, demo, warm_engines
 from prefect_raybatch.ledger.family import place
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run
@@ -232,17 +232,16 @@ def iceberg_source(folder: Path, table: pa.Table) -> dict[str, Any]:
 def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     local_ray: None, ray_head: Head, tmp_path: Path
 ) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    folders = adapters(tmp_path, "ab")
+    folders = adapters(tmp_path, "abc")
     under = [None if i in LATER else "ab"[i % 2] for i in range(ROWS)]
     table = pa.table({"id": range(ROWS), "text": [text(i) for i in range(ROWS)], "adapter": under})
     source = iceberg_source(tmp_path, table)
-    value = job_dict(tmp_path, {name: str(folder) for name, folder in folders.items()})
+    value = job_dict(tmp_path, {name: str(folders[name]) for name in "ab"})
     value["source"] |= source
     value["prompt"]["on_null"] = "empty"  # the model alone, which a CPU cannot do beside adapters
     value["sampling"] = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
     del value["engine"]["task"]
+    value["engine"]["max_num_seqs"] = 16  # not by the number of rows: two jobs share an engine
     value["output"] |= {"column": "answer", "extras": []}
     before = begun(tmp_path, value, ray_head, "FineEngine")
     assert 0 < len(before) < ROWS // PER_SHARD // 2
@@ -250,8 +249,10 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     catalog.load_table("db.rows").delete("id < 30")  # the run keeps the snapshot that it began with
 
     job = BatchJob.from_dict(value)
-    run = plan_run(job, "k")
-    report = finalize_run(job, run, infer_run(job, run))
+    with warm_engines():
+        run = plan_run(job, "k")
+        report = finalize_run(job, run, infer_run(job, run))
+        warm = next_job(value, table, {"a": folders["b"], "c": folders["c"]})
     assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
     assert report.resumed_shards == len(before)
     kept = pq.read_table(tmp_path / "out" / "k" / "_quarantine").to_pylist()
@@ -260,23 +261,48 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
 
     made = pq.read_table(tmp_path / "out" / "k" / "data").to_pylist()
     assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.demo_model_path())
-    models = {name: merged(folders[name], "AutoModelForCausalLM") for name in "ab"}
+    models = {name: merged(folder, "AutoModelForCausalLM") for name, folder in folders.items()}
     for row in made[ROWS // 2 :: 9]:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text(row["id"])}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        told = {
-            name: tokenizer.decode(
-                model.generate(**prompt, do_sample=False, max_new_tokens=6, min_new_tokens=6)[
-                    0, prompt["input_ids"].shape[1] :
-                ],
-                skip_special_tokens=True,
-            )
-            for name, model in models.items()
-        }
-        assert told["a"] != told["b"]
+        told = {name: generated(model, text(row["id"])) for name, model in models.items()}
+        assert told["a"] != told["b"] != told["c"] != told["a"]
         assert row["answer"] == told["ab"[row["id"] % 2]]
+    for row in warm:
+        under = {"a": "b", "c": "c"}[row["adapter"]]
+        assert row["answer"] == generated(models[under], row["text"])
+
+
+def next_job(
+    value: dict[str, Any], table: pa.Table, given: dict[str, Path]
+) -> list[dict[str, Any]]:
+    """The rows of a second job, which finds the engine of the first one up and has adapters of its
+    own: one by a name that the first job gave to another."""
+    folder = Path(value["output"]["uri"]).parent
+    rows = table.slice(0, 6).set_column(2, "adapter", pa.array(["a", "c"] * 3))
+    pq.write_table(rows, folder / "next.parquet")
+    more = {
+        "source": {"uri": str(folder / "next.parquet")},
+        "engine": {**value["engine"], "adapters": {k: str(v) for k, v in given.items()}},
+        "output": {**value["output"], "columns": ["text", "adapter"]},
+    }
+    job = BatchJob.from_dict({**value, **more})
+    run = plan_run(job, "next")
+    report = finalize_run(job, run, infer_run(job, run))
+    assert (report.good, report.failed) == (6, 0)
+    assert not {"imports", "weights"} & set(report.starts[-1].seconds), "an engine was started"
+    return pq.read_table(folder / "out" / "next" / "data").to_pylist()
+
+
+def generated(model: Any, words: str) -> str:
+    """What transformers' own loop answers."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.demo_model_path())
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": words}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    made = model.generate(**prompt, do_sample=False, max_new_tokens=6, min_new_tokens=6)
+    text: str = tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text

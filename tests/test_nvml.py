@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 
 import pynvml
 import pytest
+from helpers.heard import wait_for
 from helpers.nvidia import ABSENT, Card, show
 
 from prefect_raybatch import nvml
@@ -46,10 +47,18 @@ def test_where_no_card_is_shown_it_is_said_why(
 
 
 def test_a_driver_that_hangs_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    show(monkeypatch, Card())
+    driver, asked, answers = show(monkeypatch, Card()), threading.Event(), threading.Event()
+
+    def count() -> int:
+        asked.set()
+        return int(answers.wait(60))
+
     monkeypatch.setattr(nvml, "DRIVER_SECONDS", 0.1)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: time.sleep(2) or 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
     assert nvml.gpus_here() == ([], "NVIDIA's driver does not answer within 0.1 s")
+    assert asked.wait(60)
+    answers.set()
+    wait_for(lambda: driver.open == 0)  # or its thread closes the driver of another test
 
 
 @pytest.mark.parametrize(

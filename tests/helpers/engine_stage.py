@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -31,16 +31,22 @@ SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineStage, Factory]]:
-    """The stage over engines that do, one after the other, what is given."""
+def started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[EngineStage, Factory]]]:
+    """The stage over engines that do, one after the other, what is given; closed in the end."""
+    made: list[EngineStage] = []
 
     def make(*plan: Any, spec: EngineSpec = SPEC) -> tuple[EngineStage, Factory]:
         factory = Factory(*plan)
         monkeypatch.setattr(stepper, "SteppedEngine", factory)
         monkeypatch.setattr(stage, "PAUSE", 0)
-        return EngineStage(spec), factory
+        made.append(EngineStage(spec))
+        return made[-1], factory
 
-    return make
+    yield make
+    for one in made:
+        one.close()
 
 
 def block(unit: Unit, failed: Any = (), params: dict[int, str] | None = None) -> pa.Table:

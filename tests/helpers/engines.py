@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,25 @@ class FakeEngine:
         return with_answers(table, errors, [f"answer {number}" for number in numbers])
 
 
+class NotedEngine(FakeEngine):
+    """Notes in the file $ENGINE_NOTES when it is started, and when another run takes it over."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.note("started")
+
+    def take_over(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.note("taken over")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def note(self, what: str) -> None:
+        with open(self.spec.env["ENGINE_NOTES"], "a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, "pid": os.getpid(), "at": time.time()}) + "\n")
+
+
 def with_answers(
     table: pa.Table, errors: Sequence[dict[str, str] | None], texts: Sequence[str]
 ) -> pa.Table:
@@ -70,8 +91,8 @@ def with_answers(
 
 
 class _Answering(EngineStage):
-    def __init__(self, engine: Stepped):
-        self.spec, self.engine = EngineSpec({}, {}, {}), engine
+    def __init__(self, engine: Stepped, sampling: dict[str, Any] | None = None):
+        self.spec, self.engine = EngineSpec({}, sampling or {}, {}), engine
 
     def ready(self) -> Stepped:
         return self.engine
@@ -231,3 +252,26 @@ class Fp8Engine(FakeEngine):
             for i in table["id"].to_pylist()
         ]
         return with_answers(table, table[ERROR].to_pylist(), texts)
+
+
+class Fp8Vectors(Fp8Engine):
+    """The same of a task that pools: a vector of two numbers a prompt, which is turned in fp8."""
+
+    TURNED = 0.3  # by how much; the others too little to tell
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if passes_by(table):
+            return table
+        stage = _Answering(Stepped(self.vectors), dict(self.spec.sampling))
+        return stage(table)
+
+    def vectors(self, requests: Sequence[Request]) -> list[Completion]:
+        """By the tokens of each prompt."""
+        every = int(self.spec.env.get(self.EVERY) or 0) if self.fp8 else 0
+        made = []
+        for request in requests:
+            number = zlib.crc32(bytes(str(list(request.prompt_token_ids)), "ascii"))
+            turn = self.TURNED if every and number % every == 0 else 0.01 * self.fp8
+            angle = number % 7 / 5 + turn
+            made.append(Completion([], vector=np.array([np.cos(angle), np.sin(angle)], np.float32)))
+        return made

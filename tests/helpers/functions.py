@@ -194,10 +194,14 @@ def deadly(row: Row) -> Any:
         time.sleep(600)
     if what == "forked" and os.fork() == 0:
         return {"said": "answer of a copy"}
-    if what == "child":
+    if what in ("child", "busy child"):
         copy = os.fork()
         if copy == 0:
             time.sleep(600)
+        with open(row["file"], "w") as file:
+            file.write(str(copy))
+        while what == "busy child":
+            pass
         os._exit(4)
     if what == "later":  # ends the process once the answer is given
         threading.Timer(0.1, os._exit, [5]).start()

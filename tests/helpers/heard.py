@@ -13,7 +13,7 @@ from prefect_raybatch.driver.heartbeat import (
 )
 
 
-def wait_for(what, seconds: float = 20.0):
+def wait_for(what, seconds: float = 120.0):
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "it did not happen"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from helpers.ports import free_ports
 
 PASSWORD = "pg-s3cret"
 
@@ -40,9 +41,7 @@ def postgresql() -> Iterator[str]:
     made = [_program("initdb"), "-D", data, "-N", "-U", "reader", "-E", "UTF8", "--locale=C"]
     made += ["--auth=scram-sha-256", f"--pwfile={folder}/password"]
     subprocess.run(made, check=True, capture_output=True, cwd=folder, **owner)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     served = [_program("postgres"), "-D", data, "-F", "-p", str(port), "-k", folder]
     served += ["-c", "listen_addresses=127.0.0.1", "-c", "shared_buffers=8MB"]
     server = subprocess.Popen(

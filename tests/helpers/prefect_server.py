@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,9 +22,11 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from helpers.environ import clean, dying_with_us
+from helpers.ports import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
+COMMAND = Path(__file__).with_name("prefect_command.py")
 POOL = "raybatch"
 
 
@@ -33,9 +34,7 @@ class Prefect:
     """A server with a database of its own, and commands against it."""
 
     def __init__(self, home: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
+        (self.port,) = free_ports()
         self.url = f"http://127.0.0.1:{self.port}/api"
         kept = clean()
         self.env = {
@@ -55,8 +54,8 @@ class Prefect:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.home / f"{arguments[0]}.log").open("ab")
         process = subprocess.Popen(
-            dying_with_us(str(BIN / "prefect"), *arguments), env=self.env, cwd=ROOT, stdout=log,
-            stderr=log, start_new_session=True,
+            dying_with_us(sys.executable, str(COMMAND), *arguments), env=self.env, cwd=ROOT,
+            stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -115,7 +114,7 @@ class Prefect:
         self.call("work-pool", "create", POOL, "--type", "process")
         self.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
         found = self.ask("deployments/filter", {})
-        self.deployments = {item["name"]: item for item in found}
+        self.deployments = {i["name"]: i for i in found if i["work_pool_name"] == POOL}
         return self.deployments
 
     def work(self) -> None:

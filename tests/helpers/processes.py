@@ -44,8 +44,13 @@ def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 @contextmanager
-def slowed(processes: list[psutil.Process]) -> Iterator[None]:
-    """Lets them work a tenth of each second, so that what they do is seen while it lasts."""
+def slowed(
+    processes: list[psutil.Process],
+    enough: Callable[[], bool] = lambda: False,
+    share: float = 0.1,
+) -> Iterator[None]:
+    """Lets them work that share of each second, so that what they do is seen while it lasts, and no
+    more at all once it is `enough`."""
     over = threading.Event()
 
     def each(act: Callable[[psutil.Process], None]) -> None:
@@ -54,9 +59,14 @@ def slowed(processes: list[psutil.Process]) -> Iterator[None]:
                 act(process)
 
     def pause() -> None:
-        while not over.wait(0.1):
-            each(psutil.Process.suspend)
-            over.wait(0.9)
+        try:
+            while not over.wait(share):
+                each(psutil.Process.suspend)
+                over.wait(1.0 - share)
+                while enough() and not over.wait(0.1):
+                    pass
+                each(psutil.Process.resume)
+        finally:
             each(psutil.Process.resume)
 
     thread = threading.Thread(target=pause, daemon=True)

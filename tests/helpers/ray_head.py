@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from helpers.environ import clean, dying_with_us
+from helpers.ports import free_ports
 from helpers.processes import below
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +32,6 @@ class Head:
     url: str
     address: str
     pid: int
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @contextmanager
