@@ -41,12 +41,30 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def written(schema: pa.Schema) -> pa.Schema:
-    """`schema` as a snapshot writes it: what is null throughout becomes text, at any depth."""
+    """`schema` as a snapshot writes it: what is null throughout becomes text, at any depth, and so
+    do structs without a field, which Parquet does not have."""
 
     def change(kind: pa.DataType) -> pa.DataType:
-        return pa.string() if pa.types.is_null(kind) else kind
+        return pa.string() if pa.types.is_null(kind) or is_empty_struct(kind) else kind
 
     return pa.schema([(field.name, map_type(field.type, change)) for field in schema])
+
+
+def is_empty_struct(kind: pa.DataType) -> bool:
+    """Whether it is the type of objects that hold nothing."""
+    return bool(pa.types.is_struct(kind)) and kind.num_fields == 0
+
+
+def holds_empty_struct(kind: pa.DataType) -> bool:
+    """Whether there is one in `kind`, at any depth."""
+    found = []
+
+    def look(inner: pa.DataType) -> pa.DataType:
+        found.append(is_empty_struct(inner))
+        return inner
+
+    map_type(kind, look)
+    return any(found)
 
 
 def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataType | None:

@@ -60,20 +60,60 @@ def csv_tables(
         told = {name for name, _ in file.values} - {*names}
         chosen = check_columns([c for c in columns or () if c not in told], names, file.uri)
         known.update(dict.fromkeys(names))
+        included = [header[names.index(name)] for name in chosen]
         convert = pc.ConvertOptions(
             column_types=dict.fromkeys(header, pa.string()),
-            include_columns=[header[names.index(name)] for name in chosen],
+            # the last one tells whether a quote was still open at the end
+            include_columns=list(dict.fromkeys([*included, header[-1]])),
             strings_can_be_null=True,
             quoted_strings_can_be_null=False,
             null_values=["", *options.null_values],
         )
+        held = None  # the last one is looked at before it is given
         with text() as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
-                yield pa.Table.from_batches([batch]).rename_columns(chosen)
+                if held is not None:
+                    yield pa.Table.from_batches([held.select(included)]).rename_columns(chosen)
+                held = batch if batch.num_rows or held is None else held
+        if held is not None:
+            if held.num_rows and "\n" in (held.column(header[-1])[-1].as_py() or ""):
+                _check_closed(file, written, block, header)
+            yield pa.Table.from_batches([held.select(included)]).rename_columns(chosen)
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(_explain_csv(file, written, error)) from None
+
+
+def _check_closed(file: File, written: _Written, block: int, header: Sequence[str]) -> None:
+    """Raises SourceError where a quote is open at the end of a file: what follows it is one value
+    to pyarrow, however many rows it was. Reads the file again, with one more row behind it."""
+    import pyarrow.csv as pc
+
+    end = "end"
+    row = "\n" + written.delimiter.join([end] * len(header)) + "\n"
+    convert = pc.ConvertOptions(
+        column_types={header[-1]: pa.string()}, include_columns=[header[-1]], null_values=[]
+    )
+    value = None
+    with open_text(file, written.options.encoding, unbroken=True, more=row.encode()) as stream:
+        for batch in pc.open_csv(
+            stream, written.read_options(block), written.parse_options(), convert
+        ):
+            value = batch.column(0)[-1].as_py() if batch.num_rows else value
+    if value is None or value == end:
+        return
+    begin, line = 1, 1 + written.options.skip_rows
+    with suppress(csv.Error):  # of a value that is too long for Python's csv
+        for begin, values in written.rows(file):
+            line = begin + 1 + sum(text.count("\n") for text in values)
+        line = begin
+    following = value.removesuffix(row).rstrip("\r\n").count("\n")
+    raise SourceError(
+        f"{file.uri}, line {line}: a quote is opened in this row and never closed, so that "
+        f"{counted(following, 'more line')} would be one value with it; close or double it, or set "
+        "source.csv.quote to '' if quotes mean nothing there"
+    )
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
@@ -111,9 +151,12 @@ def delimiter_of(file: File, options: Csv) -> str:
 def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
     """(fields of `source.csv` that are not as they are by default, whether the encoding is a
     guess), as the first bytes and the first line of a CSV file say."""
-    encoding, guessed = seen_encoding(file)
-    written = _Written.of(file, Csv(encoding=encoding))
-    first = _first_line(file, written)
+    try:
+        encoding, guessed = seen_encoding(file)
+        written = _Written.of(file, Csv(encoding=encoding))
+        first = _first_line(file, written)
+    except OSError as error:  # what is compressed may be damaged
+        raise SourceError(f"{file.uri}: cannot be read as CSV ({one_line(error)})") from None
     fields: dict[str, Any] = {}
     if (named := _named_by_excel(first)) is not None:
         fields = {"delimiter": named, "skip_rows": 1}

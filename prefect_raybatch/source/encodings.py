@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from contextlib import suppress
+from pathlib import PurePosixPath
 
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.source import streams
@@ -16,6 +17,15 @@ MARKS = {  # the longer ones first: they begin like the shorter
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+OTHER_KINDS = {  # what a file begins with that is no text, and what to do with it
+    b"\x1f\x8b": "is compressed with gzip; call it {name}.gz",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; call it {name}.zst",
+    b"\x04\x22\x4d\x18": "is compressed with lz4; call it {name}.lz4",
+    b"BZh": "is compressed with bzip2; call it {name}.bz2",
+    b"PK\x03\x04": "is a ZIP file or an Excel workbook; unpack it, or save it as CSV",
+    b"\xd0\xcf\x11\xe0": "is an Excel workbook; save it as CSV",
+    b"PAR1": "is Parquet; set source.format: parquet, or call it {name}.parquet",
+}
 UTF8_MARK = b"\xef\xbb\xbf"
 SAMPLE = 1 << 16
 CSV_ENCODING = (
@@ -25,10 +35,21 @@ CSV_ENCODING = (
 UTF8_ONLY = "convert it, for example with iconv -f latin1 -t utf-8"
 
 
+def check_kind(file: File, head: bytes) -> None:
+    """Raises SourceError for a file whose first bytes say that it is no text, whatever it is
+    called."""
+    for mark, said in OTHER_KINDS.items():
+        if head.startswith(mark):
+            name = PurePosixPath(file.info.path).name
+            raise SourceError(f"{file.uri}: {said.format(name=name)}")
+
+
 def check_encoding(file: File) -> None:
     """Raises SourceError for a file whose first bytes say that it is UTF-16 or UTF-32."""
     with open_bytes(file) as stream:
-        encoding, said = _wide(stream.read(4))
+        head = stream.read(4)
+    check_kind(file, head)
+    encoding, said = _wide(head)
     if encoding is not None:
         raise SourceError(
             f"{file.uri}: is {encoding}, as {said}; only UTF-8 is read. Convert it, for example "
@@ -41,6 +62,7 @@ def check_csv_encoding(file: File, encoding: str) -> None:
     Python's: decoded so, most encodings would give wrong text and no error."""
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
+    check_kind(file, head)
     found, said = _wide(head)
     wide = encoding.startswith(("utf-16", "utf-32"))
     if found is not None:
@@ -67,6 +89,7 @@ def seen_encoding(file: File) -> tuple[str, bool]:
     which Excel writes CSV in Western Europe, is guessed of bytes that are none of Unicode's."""
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
+    check_kind(file, head)
     found, _ = _wide(head)
     if found is not None:
         return codecs.lookup(found).name, False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import InputFile
-from prefect_raybatch.source.arrow_types import written
+from prefect_raybatch.source.arrow_types import holds_empty_struct, written
 from prefect_raybatch.source.find import input_file
 from prefect_raybatch.storage import Store
 
@@ -134,4 +135,21 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
     if pa.types.is_boolean(kind) and pa.types.is_string(column.type):
         return pc.equal(pc.utf8_lower(column), "true")
+    if column.type != kind and holds_empty_struct(column.type):
+        values = [_with_text(value, kind) for value in column.to_pylist()]
+        return pa.chunked_array([pa.array(values, kind)])
     return column if column.type == kind else column.cast(kind)
+
+
+def _with_text(value: Any, kind: pa.DataType) -> Any:
+    """A value with "{}" for objects that hold nothing where `kind` has text."""
+    types = pa.types
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {field.name: _with_text(value.get(field.name), field.type) for field in kind}
+    if types.is_map(kind):
+        return [(_with_text(k, kind.key_type), _with_text(v, kind.item_type)) for k, v in value]
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_with_text(item, kind.value_type) for item in value]
+    return "{}" if value == {} and types.is_string(kind) else value

@@ -67,10 +67,7 @@ def snapshot(
     """
     if (table := table_format(source)) is not None:
         return copying.snapshot_of(table, source, run_store, attempt)
-    kind, files = find(source)
-    for file in files:
-        if file.info.size == 0:
-            raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
+    kind, files = _found(source)
     hive = path_types(file.values for file in files)
     known: dict[str, None] = {}
     reads, chosen = _reads(source)
@@ -98,10 +95,23 @@ def snapshot(
     elif source.filter:
         raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
     else:
-        what = "has a header but no rows" if kind == "csv" else "has no rows"
-        raise SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
+        raise _without_rows(kind, files)
     _check_unchanged(files)
     return replace(made, table=_by_web(kind, files))
+
+
+def _found(source: Source) -> tuple[str, list[File]]:
+    """As `find`. Raises SourceError for a file without a byte, too."""
+    kind, files = find(source)
+    for file in files:
+        if file.info.size == 0:
+            raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
+    return kind, files
+
+
+def _without_rows(kind: str, files: Sequence[File]) -> SourceError:
+    what = "has a header but no rows" if kind == "csv" else "has no rows"
+    return SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
 
 
 Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
@@ -165,26 +175,30 @@ def _guess(
 
 
 def peek(source: Source) -> Inventory:
-    """What `snapshot` would give, guessed from the first block of the first file; writes nothing.
+    """What `snapshot` would give, guessed from the first block of the first file with rows; writes
+    nothing.
 
     Rows are estimated from the sizes of the files (never more than `limit`), types may still
     widen. Raises as `snapshot` for what shows in that block.
     """
     if (table := table_format(source)) is not None:
         return copying.peek_at(table, source)
-    kind, files = find(source)
+    kind, files = _found(source)
     hive = path_types(file.values for file in files)
     reads, wanted = _reads(source)
     shape = _shape(kind, reads.columns, hive)
     known: dict[str, None] = {}
-    table = next(_tables(kind, files[0], reads, known, hive), None)
-    if table is None or not table.num_rows:
-        raise SourceError(f"{files[0].uri}: has no rows to look at")
-    shape.see(files[0].uri, table)
-    check_columns(source.columns, list(known), files[0].uri)
+    for first in files:
+        table = next(_tables(kind, first, reads, known, hive), None)
+        if table is not None and table.num_rows:
+            break
+    else:
+        raise _without_rows(kind, files)
+    shape.see(first.uri, table)
+    check_columns(source.columns, list(known), first.uri)
     schema = written(shape.schema)
     fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
-    stored = _stored_row_bytes(kind, files[0])
+    stored = _stored_row_bytes(kind, first)
     chosen, left = [], source.limit
     whole = (  # the block is the file
         len(files) == 1

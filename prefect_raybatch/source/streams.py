@@ -24,13 +24,17 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def open_text(file: File, encoding: str, unbroken: bool = False) -> Iterator[Any]:
-    """The file's text from the start as UTF-8, whatever it is written in. With `unbroken` no read
-    of it ends between a carriage return and a line feed."""
+def open_text(
+    file: File, encoding: str, unbroken: bool = False, more: bytes = b""
+) -> Iterator[Any]:
+    """The file's text from the start as UTF-8, whatever it is written in, and `more` behind it.
+    With `unbroken` no read of it ends between a carriage return and a line feed."""
     with open_bytes(file) as stream:
         text: Any = stream
         if encoding != "utf-8":  # a short read would be the end of a block to pyarrow
             text = io.BufferedReader(Recoded(stream, encoding))
+        if more:
+            text = io.BufferedReader(Followed(text, more))
         if unbroken:
             text = Unbroken(text)
         try:
@@ -72,6 +76,21 @@ class Raw(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+class Followed(Raw):
+    """A stream, and bytes behind it."""
+
+    def __init__(self, stream: Any, more: bytes) -> None:
+        super().__init__(stream)
+        self._more: io.BytesIO | None = io.BytesIO(more)
+
+    def readinto(self, buffer: Any) -> int:
+        read = super().readinto(buffer)
+        if not read and self._more is not None:
+            self._stream, self._more = self._more, None
+            read = super().readinto(buffer)
+        return read
 
 
 class Unbroken:

@@ -424,6 +424,67 @@ def test_compressed_tsv_with_bom(tmp_path):
     assert copy(tmp_path, str(path))[1].to_pylist() == [{"a": 1, "b": "x,y"}]
 
 
+def test_a_file_without_rows_before_others_is_no_reason_to_refuse_the_folder(tmp_path):
+    text(tmp_path / "in" / "a.csv", "a,b\n")
+    text(tmp_path / "in" / "b.csv", "a,b\n1,x\n2,y\n")
+    given = Source(uri=str(tmp_path / "in"))
+    assert copy(tmp_path, given.uri)[0].rows == 2
+    found = peek(given)
+    assert found.schema == pa.schema({"a": pa.int64(), "b": pa.string()})
+    text(tmp_path / "in" / "b.csv", "a,b\n")
+    with pytest.raises(SourceError, match=r"a\.csv, .*b\.csv has a header but no rows; there is"):
+        peek(given)
+
+
+@pytest.mark.parametrize("columns", [None, ["a"]])
+def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, columns):
+    content = 'a,b\n1,x\n2,"y\n""z"\n3,"Best Ltd\n4,x\n5,x\n'
+    path = text(tmp_path / "data.csv", content)
+    words = ["data.csv, line 5", "a quote is opened", "never closed", "2 more lines"]
+    refused(tmp_path, path, *words, columns=columns)
+    with pytest.raises(SourceError, match="never closed"):
+        peek(Source(uri=path, columns=columns))
+    with gzip.open(tmp_path / "data.csv.gz", "wt", encoding="utf-16") as file:
+        file.write(content + "6,x\n" * 50_000)  # longer than a value that Python's csv takes
+    words = ["line 5", "never closed", "50,002 more lines"]
+    packed = str(tmp_path / "data.csv.gz")
+    refused(tmp_path, packed, *words, columns=columns, csv={"encoding": "utf-16"})
+    # closed at the very end, whatever stands there, it is a value like any other
+    for value in ("Best\n4,x\n", "Best\n", "\n", 'Best ""Ltd""\n""'):
+        path = text(tmp_path / "fine.csv", f'a,b\n1,x\n3,"{value}"')
+        made, table = copy(tmp_path, path, columns=columns)
+        assert made.rows == 2 and table["a"].to_pylist() == [1, 3]
+        if columns is None:
+            assert table["b"].to_pylist() == ["x", value.replace('""', '"')]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", gzip.compress(b"a,b\n1,x\n", mtime=0), ["is compressed with gzip", "a.csv.gz"]),
+        (
+            "a.jsonl",
+            gzip.compress(b'{"a": 1}\n', mtime=0),
+            ["is compressed with gzip", "a.jsonl.gz"],
+        ),
+        ("a.csv", b"\x28\xb5\x2f\xfd\x24\x08", ["is compressed with zstd", "a.csv.zst"]),
+        ("a.csv", b"PK\x03\x04\x14\x00", ["is a ZIP file or an Excel workbook"]),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", ["is an Excel workbook"]),
+        ("a.csv", b"PAR1\x15\x04", ["is Parquet", "source.format: parquet"]),
+        ("a.csv.gz", b"a,b\n1,x\n", ["cannot be read", "incorrect header"]),
+        ("a.csv.gz", gzip.compress(b"a,b\n1,x\n", mtime=0)[:-12], ["cannot be read", "runcated"]),
+    ],
+)
+def test_a_file_of_another_kind_than_its_name_says(tmp_path, name, content, words):
+    path = text(tmp_path / name, content)
+    refused(tmp_path, path, name, *words)
+    for look in (peek, snapshots.seen_csv):
+        if look is peek or ".csv" in name:
+            with pytest.raises(SourceError) as caught:
+                look(Source(uri=path))
+            assert not [word for word in words if word not in str(caught.value)]
+
+
 def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
     path = text(tmp_path / "a.csv", ",a\n0,x\n")
     assert copy(tmp_path, path)[1].to_pylist() == [{"Unnamed: 0": 0, "a": "x"}]
@@ -574,6 +635,36 @@ def test_json_rows_keys_and_times(tmp_path, monkeypatch):
     ]
     with pytest.raises(ConfigError, match=r"no column 'c'.*columns: a, t, n, "):
         copy(tmp_path, str(tmp_path / "a.jsonl"), columns=["c", "a"])
+
+
+def test_objects_that_are_always_empty_are_text(tmp_path):
+    rows = [
+        {"a": 1, "meta": {}, "more": {"inner": {}, "n": 1}, "tags": [{}], "late": {}},
+        {"a": 2, "meta": None, "more": {"inner": None, "n": 2}, "tags": [], "late": {"x": 1}},
+        {"a": 3, "meta": {}, "more": None, "tags": None, "late": None},
+    ]
+    path = text(tmp_path / "a.jsonl", lines(*rows))
+    made, table = copy(tmp_path, path)
+    assert made.schema == peek(Source(uri=path)).schema
+    assert table.to_pylist() == [
+        {
+            "a": 1,
+            "meta": "{}",
+            "more": {"inner": "{}", "n": 1},
+            "tags": ["{}"],
+            "late": {"x": None},
+        },
+        {"a": 2, "meta": None, "more": {"inner": None, "n": 2}, "tags": [], "late": {"x": 1}},
+        {"a": 3, "meta": "{}", "more": None, "tags": None, "late": None},
+    ]
+
+
+def test_objects_that_are_empty_in_one_block_only_stay_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 16)
+    rows: list[dict[str, Any]] = [{"m": {}, "n": {"i": {}}}, {"m": {"x": 1}, "n": {"i": {}}}]
+    _, table = copy(tmp_path, text(tmp_path / "a.jsonl", lines(*rows, *rows)))
+    want = [{"m": {"x": None}, "n": {"i": "{}"}}, {"m": {"x": 1}, "n": {"i": "{}"}}]
+    assert table.to_pylist() == want * 2
 
 
 @pytest.mark.parametrize(
