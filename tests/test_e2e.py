@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import below, running, slowed, title, until
+from helpers.processes import ENGINE, below, held, running, title, until
 from s3server import S3Server
 
 from prefect_raybatch.demo import LABELS
@@ -181,14 +182,19 @@ def engines_of(story: Story, process: subprocess.Popen[bytes]) -> list[psutil.Pr
     return list(until(there, 300, "an engine"))
 
 
+def holding(story: Story, process: subprocess.Popen[bytes]) -> AbstractContextManager[None]:
+    """No machine is to be through with the run before what follows. The core is stopped with the
+    actor that would take it for hung."""
+    return held(lambda: below(process.pid, *ENGINE), lambda: committed(story), 3.0)
+
+
 def killed(story: Story, draw: random.Random) -> None:
     """SIGKILL to the driver and its group at a random moment after a few more commits."""
     command = [str(BIN / "raybatch"), "run", "more.yaml", "--run-key", "k", "--prefect"]
     process = start(command, story.env, story.folder)
-    engines = engines_of(story, process)
-    more_commits(story, process, 1)
-    most = committed(story) + 6  # no machine is to be through with it before, nor with what follows
-    with slowed(engines, lambda: committed(story) >= most):
+    with holding(story, process):
+        engines = engines_of(story, process)
+        more_commits(story, process, 1)
         more_commits(story, process, draw.randint(0, 5))
         time.sleep(draw.random() * 2)
         story.at_work(process)
@@ -205,9 +211,10 @@ def hung(story: Story) -> None:
     """The rest of the run, triggered by a block; on the way an engine's core stops for ever."""
     process = start([sys.executable, "-c", TRIGGER, "more.yaml"], story.env, story.folder)
     try:
-        titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
-        (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
-        more_commits(story, process, 1)
+        with holding(story, process):
+            titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
+            (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+            more_commits(story, process, 1)
         story.core.suspend()
         code = process.wait(500)
     finally:

@@ -6,8 +6,8 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,7 @@ from failures.cases import CASES
 from failures.world import World
 from helpers.browser import browser_page, expect, form_field, picture
 from helpers.prefect_server import Prefect
-from helpers.processes import below, running, slowed, title
+from helpers.processes import below, held, running, title
 from helpers.ray_head import Head
 from playwright.sync_api import Page
 
@@ -111,8 +111,17 @@ def tab(page: Page, name: str) -> None:
     page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
 
 
+def committed(run_dir: Path) -> int:
+    return sum(1 for _ in run_dir.glob("_raybatch/commits/*.json"))
+
+
 def commits(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run_dir.glob("_raybatch/commits/*.json")}
+
+
+def holding(head: Head, run_dir: Path, every: float = 20.0) -> AbstractContextManager[None]:
+    """No machine is to be through with the run before it has been looked at."""
+    return held(lambda: below(head.pid, "EngineStage"), lambda: committed(run_dir), every)
 
 
 def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
@@ -121,7 +130,7 @@ def working(prefect: Prefect, run: str, run_dir: Path, least: int) -> None:
     def look() -> bool:
         state = prefect.state(run)
         assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), state
-        return len(commits(run_dir)) >= least
+        return committed(run_dir) >= least
 
     prefect.until(look, WORK, "the first commits")
 
@@ -172,6 +181,16 @@ def runs_of(prefect: Prefect, deployment: str) -> dict[str, dict[str, Any]]:
     return {run["id"]: run for run in found}
 
 
+def submitted(prefect: Prefect, deployment: str, before: Collection[str]) -> dict[str, Any]:
+    """The run of a deployment that was not there before, as soon as it is there."""
+
+    def found() -> list[dict[str, Any]]:
+        return [run for id, run in runs_of(prefect, deployment).items() if id not in before]
+
+    (run,) = prefect.until(found, 60, "the run that was submitted")
+    return dict(run)
+
+
 def job_of(url: str, run_dir: Path) -> RayJob:
     """The Ray job of a run."""
     with pytest.MonkeyPatch.context() as patch:
@@ -219,20 +238,16 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     key.locator("textarea").fill("monday")
     page.get_by_role("link", name="Deployments").last.scroll_into_view_if_needed()
     picture(page, "form", tmp_path, 1000)
-    submit(page)
-
-    def submitted() -> list[dict[str, Any]]:
-        return [run for id, run in runs_of(prefect, dev).items() if id not in before]
-
-    (run,) = prefect.until(submitted, 60, "the run that was submitted")
-    job = run["parameters"]["job"]
-    given = Source(uri=table, rows_per_shard=SHARD)  # beside it the form sends what is there anyway
-    assert Source.model_validate(job["source"]).model_dump() == given.model_dump()
-    assert job["cluster"]["job_server"] == job_server
-    assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
-
-    working(prefect, run["id"], run_dir, 1)
-    with slowed(below(ray_head.pid, "EngineStage"), share=0.03):  # stopped it would be a stall
+    with holding(ray_head, run_dir):
+        submit(page)
+        run = submitted(prefect, dev, before)
+        job = run["parameters"]["job"]
+        # Beside it the form sends what is there anyway.
+        given = Source(uri=table, rows_per_shard=SHARD)
+        assert Source.model_validate(job["source"]).model_dump() == given.model_dump()
+        assert job["cluster"]["job_server"] == job_server
+        assert job["engine"]["device"] == "cpu" and run["parameters"]["run_key"] == "monday"
+        working(prefect, run["id"], run_dir, 1)
         seen_at_work(page, prefect, run["id"], tmp_path)
     prefect.until(lambda: prefect.state(run["id"])["type"] == "COMPLETED", WORK, "the end")
     proof = verify(open_store(str(run_dir)))
@@ -389,15 +404,14 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     }
     # Of a night that was missed: its key follows from the time it was scheduled for.
     body = {"parameters": {"job": job, "scheduled_for": "2026-03-01T02:00:00+01:00"}}
-    run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
-    working(prefect, run, run_dir, 5)
-    kept, before = commits(run_dir), at_work(prefect, ray_head)
-    ray_job = job_of(job_server, run_dir)
-    assert prefect.ask(f"flow_runs/{run}")["labels"]["raybatch.job"] == ray_job.id
-    titles = "\n".join(map(title, before))
-    assert "prefect.engine" in titles and "EngineStage" in titles, titles
-
-    with slowed(below(ray_head.pid, "EngineStage")):
+    with holding(ray_head, run_dir, 2.0):
+        run = prefect.ask(f"deployments/{dev['id']}/create_flow_run", body)["id"]
+        working(prefect, run, run_dir, 5)
+        kept, before = commits(run_dir), at_work(prefect, ray_head)
+        ray_job = job_of(job_server, run_dir)
+        assert prefect.ask(f"flow_runs/{run}")["labels"]["raybatch.job"] == ray_job.id
+        titles = "\n".join(map(title, before))
+        assert "prefect.engine" in titles and "EngineStage" in titles, titles
         open_run(page, prefect, run)
         page.get_by_role("button", name="Cancel", exact=True).click()
         expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()

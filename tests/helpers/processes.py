@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
 ENGINE = ("VLLM::", "EngineStage")
+STROKE, PAUSE = 0.05, 0.15  # seconds of work of what is held, and between: few rows anywhere
 
 
 def title(process: psutil.Process) -> str:
@@ -44,35 +46,52 @@ def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 @contextmanager
-def slowed(
-    processes: list[psutil.Process],
-    enough: Callable[[], bool] = lambda: False,
-    share: float = 0.1,
+def held(
+    find: Callable[[], list[psutil.Process]],
+    committed: Callable[[], int],
+    every: float = 20.0,
 ) -> Iterator[None]:
-    """Lets them work that share of each second, so that what they do is seen while it lasts, and no
-    more at all once it is `enough`."""
-    over = threading.Event()
+    """Holds a run, so that it is seen at work on a machine of any speed: begin it in here.
 
-    def each(act: Callable[[psutil.Process], None]) -> None:
+    Once it has committed a shard more, the processes that `find` finds, those that start meanwhile
+    too, are stopped. After `every` seconds they go on, in strokes, until the next commit; `every`
+    is to be well below the 60 s without a commit that are told as a stall. Fails where there are
+    commits and no process was ever found.
+    """
+    over, ever = threading.Event(), set[psutil.Process]()
+
+    def each(act: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 act(process)
 
-    def pause() -> None:
-        try:
-            while not over.wait(share):
-                each(psutil.Process.suspend)
-                over.wait(1.0 - share)
-                while enough() and not over.wait(0.1):
-                    pass
-                each(psutil.Process.resume)
-        finally:
-            each(psutil.Process.resume)
+    def stop(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            now = set(find())
+            ever.update(now)
+            assert ever, "a run commits, and no process is found that could be held"
+            each(psutil.Process.suspend, now)
+            if over.wait(min(0.5, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
+                return
 
-    thread = threading.Thread(target=pause, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    def hold() -> None:
+        begun, seen = False, committed()
+        try:
+            while not over.wait(STROKE):
+                if committed() > seen:
+                    stop(every)
+                    begun, seen = True, committed()
+                elif begun:
+                    stop(PAUSE)
+                each(psutil.Process.resume, ever)
+        finally:
+            each(psutil.Process.resume, ever)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        try:
+            yield
+        finally:
+            over.set()
+            holding.result()

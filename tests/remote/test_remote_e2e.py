@@ -21,7 +21,7 @@ import pytest
 import yaml
 from helpers.kube_server import KubeServer
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import ENGINE, below, slowed, until
+from helpers.processes import ENGINE, below, held, until
 from helpers.ray_head import Head
 
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
@@ -123,12 +123,9 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
 
     kube.operate = operate
     planned_otherwise(tmp_path, server.url)
-    flow = start(tmp_path, env)
-    working(tmp_path, flow, 1)
-    engines = below(ray_head.pid, *ENGINE)
-    assert engines, "the engines are told by their names"
-    # No machine is to be through with it before it is held.
-    with slowed(engines, lambda: committed(tmp_path) > ROWS // SHARD // 2):
+    with held(lambda: below(ray_head.pid, *ENGINE), lambda: committed(tmp_path), 5.0):
+        flow = start(tmp_path, env)
+        working(tmp_path, flow, 1)
         os.killpg(flow.pid, signal.SIGKILL)
         flow.wait()
         (name,) = kube.names  # the first flow's, which nobody renews now

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from helpers.browser import browser_page, expect, picture
 from helpers.pages import ROOT, Step, steps
 from helpers.prefect_server import BIN, Prefect, prefect_server
-from helpers.processes import below, slowed
+from helpers.processes import below, held
 from playwright.sync_api import Page
 
 from tour import ELSEWHERE
@@ -78,12 +78,12 @@ def newest_run(page: Page, prefect: Prefect) -> None:
 def background(shell: Shell, command: str, page: Page, prefect: Prefect) -> str:
     """What the run printed until it is to be killed."""
     before = len(shell.text())
-    shell(command)
-    until = time.monotonic() + LIMIT
-    while commits() < KILL_AT:
-        assert time.monotonic() < until, shell.text()[before:]
-        time.sleep(0.05)
-    with slowed(below(shell.bash.pid, "EngineStage")):
+    with held(lambda: below(shell.bash.pid, "EngineStage"), commits):
+        shell(command)
+        until = time.monotonic() + LIMIT
+        while commits() < KILL_AT:
+            assert time.monotonic() < until, shell.text()[before:]
+            time.sleep(0.05)
         newest_run(page, prefect)
         expect(page.get_by_text(re.compile("of 10,001 rows .* left")).first).to_be_visible()
         picture(page, "tour-running", PICTURES, 1000)
