@@ -10,8 +10,7 @@ import re
 import threading
 import uuid
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -142,7 +141,7 @@ class Pipeline:
         likewise where an engine's process died as it started, for which Ray Data ends the pass.
         Raises `EngineFailure` where that is all that came of the pass: Ray has tried it more often.
         """
-        missing = Counter(unit.shard for unit in units)
+        missing = _Missing(units)
         loss, through = NODE_LOST, False
         nodes, gone = cluster.nodes(), False
         self.on_pass()
@@ -154,7 +153,7 @@ class Pipeline:
                 self._running = self._built(units, isolated)
                 try:
                     for receipt in _receipts(self._running):
-                        missing[receipt.shard] -= 1
+                        missing.take(receipt.unit)
                         through = True
                         yield receipt
                 except ObjectLostError as error:
@@ -166,15 +165,15 @@ class Pipeline:
                     if not _is_nodes(error):
                         loss = self._died_starting(error)
                         if not through:
-                            left = counted((+missing).total(), "unit")
+                            left = counted(len(missing.units()), "unit")
                             raise EngineFailure(
                                 f"{loss.message}. {left} of work are left"
                             ) from None
                     gone = True
-            missing = +missing
-            if missing and (gone or node_errors or nodes - cluster.nodes()):
-                for shard in missing:
-                    yield Receipt(shard, self.attempt, lost=loss)
+            left_over = missing.units()
+            if left_over and (gone or node_errors or nodes - cluster.nodes()):
+                for unit in left_over:
+                    yield Receipt.of_lost(unit, self.attempt, loss)
         finally:
             self._running = None
             # Ray Data lets go of its actors and ends none; what Ray raised about one that died
@@ -372,6 +371,22 @@ class Pipeline:
     def engine_resources(self) -> dict[str, Any]:
         """What Ray sets aside for each engine, and how often it starts one again."""
         return resources_of(self.job, self.size)
+
+
+class _Missing:
+    """What no receipt of a pass has told of yet."""
+
+    def __init__(self, units: Iterable[Unit]):
+        self._of: dict[int, list[Unit]] = {}
+        for unit in units:
+            self._of.setdefault(unit.shard, []).append(unit)
+
+    def take(self, told: Unit) -> None:
+        units = self._of.get(told.shard, ())
+        self._of[told.shard] = [part for unit in units for part in unit.without(told)]
+
+    def units(self) -> list[Unit]:
+        return [unit for units in self._of.values() for unit in units]
 
 
 def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:

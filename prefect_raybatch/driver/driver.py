@@ -167,7 +167,7 @@ class Driver:
         self.waiting, self.draining = waiting, draining
         self._failed = 0  # rows, of which one may stand for many
         self._last = time.time()
-        self._lost: dict[int, Loss] = {}  # why a shard was lost in this pass, the latest
+        self._lost: dict[int, list[tuple[Unit, Loss]]] = {}  # of a shard, in this pass
         self._warned: set[int] = set()
         self._codes: set[str] = set()  # of workers, that were told of
         self._answered = False  # whether anything came through the stages in this attempt
@@ -224,7 +224,7 @@ class Driver:
             moved = self._held() > before or (self._answered and deaths.total() > known)
             strikes = 0 if moved else strikes + 1
             if units and strikes >= STRIKES:
-                reason = next(iter(self._lost.values()), NO_RECEIPT)
+                reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(
                     f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
                     f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
@@ -255,7 +255,7 @@ class Driver:
         self._lost = {}  # what an earlier pass was told says nothing of a death in this one
         for receipt in run_pass(units, isolated):
             if receipt.lost is not None:
-                self._note_lost(receipt.shard, receipt.lost)
+                self._note_lost(receipt.unit, receipt.lost)
                 continue
             self._answered = True
             self._accept(receipt)
@@ -357,18 +357,25 @@ class Driver:
         self.on_stop(stop)
         return stop
 
-    def _note_lost(self, shard: int, why: Loss) -> None:
+    def _note_lost(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
             raise _error_of(why)
         if why.is_death:
             self.progress.engine_deaths += 1
-        if shard not in self._warned:
-            self._warned.add(shard)
-            log.warning("shard %d was lost: %s", shard, why)
+        if unit.shard not in self._warned:
+            self._warned.add(unit.shard)
+            log.warning("shard %d was lost: %s", unit.shard, why)
         text = str(why)[:LOSS]
         if text in self.progress.losses or len(self.progress.losses) < LOSSES:
             self.progress.losses[text] += 1
-        self._lost[shard] = why
+        self._lost.setdefault(unit.shard, []).append((unit, why))
+
+    def _why_lost(self, unit: Unit) -> Loss:
+        """Why a unit did not come through this pass, by what was told last of any row of it: others
+        of its shard may have been lost to something else."""
+        told = reversed(self._lost.get(unit.shard, []))
+        found = (why for lost, why in told if lost.overlaps(unit))
+        return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
 
     def _held(self) -> int:
         """Rows that are committed or held by receipts: what must grow in every pass."""
@@ -396,7 +403,7 @@ class Driver:
         """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
         rest: list[Unit] = []
         for unit in units:
-            why = self._lost.get(unit.shard, Loss(ENGINE_DIED, NO_RECEIPT))
+            why = self._why_lost(unit)
             if not why.may_be_of_a_row:
                 rest.append(unit)  # the store's or the input's fault: cutting would not help
             elif unit.rows > 1:

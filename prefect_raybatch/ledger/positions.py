@@ -91,6 +91,11 @@ class Positions:
         return f"Positions({self.said()})"
 
     @property
+    def start(self) -> int:
+        """The first position; 0 of none."""
+        return max(0, (self.bits & -self.bits).bit_length() - 1)
+
+    @property
     def end(self) -> int:
         """One more than the last position; 0 of none."""
         return self.bits.bit_length()

@@ -153,6 +153,23 @@ class Unit:
     offset: int
     rows: int
 
+    def overlaps(self, other: Unit) -> bool:
+        """Whether both hold a position."""
+        first, last = max(self.offset, other.offset), min(self.end, other.end)
+        return self.shard == other.shard and first < last
+
+    def without(self, other: Unit) -> list[Unit]:
+        """What is left of it, before and after the other one."""
+        if not self.overlaps(other):
+            return [self]
+        ends = ((self.offset, other.offset), (other.end, self.end))
+        return [Unit(self.shard, low, high - low) for low, high in ends if low < high]
+
+    @property
+    def end(self) -> int:
+        """One more than the last position."""
+        return self.offset + self.rows
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -261,7 +278,8 @@ class Receipt:
     """What one trip of (a part of) a shard through the stages gave.
 
     `lost` carries the reason when the positions did not get through (an engine died): such a
-    receipt holds no positions and only tells the driver why. `failures` counts failed rows.
+    receipt holds no positions and only tells the driver why, and by `part` of which: the first one
+    and how many, None for the whole shard. `failures` counts failed rows.
     `where`: node and process of finish, engine.
     """
 
@@ -275,6 +293,19 @@ class Receipt:
     failures: Failures = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)
     lost: Loss | None = None
+    part: tuple[int, int] | None = None
+
+    @classmethod
+    def of_lost(cls, unit: Unit, attempt: str, why: Loss) -> Receipt:
+        return cls(unit.shard, attempt, lost=why, part=(unit.offset, unit.rows))
+
+    @property
+    def unit(self) -> Unit:
+        """What it tells of: from the first position that it holds, or was lost, to the last."""
+        if self.lost is not None:
+            return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
+        held = self.good | self.failed | self.skipped
+        return Unit(self.shard, held.start, held.end - held.start)
 
     @property
     def held(self) -> Positions | None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import KeysView, Mapping, ValuesView
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -27,6 +27,7 @@ from prefect_raybatch.ledger.records import Unit
 SHARD = "__rb_shard"  # int32, as is POSITION
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
 LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal>, a `Loss`
+LOST_ROWS = "__rb_lost_rows"  # likewise, how many from the position on
 TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
 TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
 PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function set for this row
@@ -79,6 +80,7 @@ def lost(unit: Unit, why: Loss) -> pa.Table:
             SHARD: pa.array([unit.shard], pa.int32()),
             POSITION: pa.array([unit.offset], pa.int32()),
             LOST: pa.array([asdict(why)], LOSS_TYPE),
+            LOST_ROWS: pa.array([unit.rows], pa.int32()),
         }
     )
 
@@ -90,6 +92,12 @@ def is_lost(table: pa.Table) -> bool:
 def losses(table: pa.Table) -> list[Loss]:
     """Why the units of a lost block did not get through."""
     return [Loss(**why) for why in table[LOST].to_pylist()]
+
+
+def lost_units(table: pa.Table) -> list[tuple[Unit, Loss]]:
+    """The units of a lost block, each with why it did not get through."""
+    places = (table[name].to_pylist() for name in (SHARD, POSITION, LOST_ROWS))
+    return list(zip(starmap(Unit, zip(*places, strict=True)), losses(table), strict=True))
 
 
 def passes_by(table: pa.Table) -> bool:

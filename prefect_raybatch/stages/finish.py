@@ -67,7 +67,7 @@ from prefect_raybatch.stages.block import (
     input_columns,
     is_lost,
     load_tokenizer,
-    losses,
+    lost_units,
     rows_of,
 )
 from prefect_raybatch.stages.calls.apart import NoChild
@@ -106,8 +106,8 @@ class Finish:
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
         if is_lost(table):
-            lost = zip(table[SHARD].to_pylist(), losses(table), strict=True)
-            return _receipts([Receipt(shard, self.attempt, lost=why) for shard, why in lost])
+            lost = lost_units(table)
+            return _receipts([Receipt.of_lost(unit, self.attempt, why) for unit, why in lost])
         if not table.num_rows:
             return _receipts([])
         made = []
@@ -123,7 +123,10 @@ class Finish:
             return self._write(shard, table, began)
         except Exception as error:
             # The store or this node failed, not a row: the shard is lost for this pass.
-            return Receipt(shard, self.attempt, lost=Loss.of(error))
+            positions = table[POSITION].to_numpy()
+            low, high = int(positions.min()), int(positions.max())
+            unit = Unit(shard, low, high - low + 1)
+            return Receipt.of_lost(unit, self.attempt, Loss.of(error))
 
     def _write(self, shard: int, table: pa.Table, began: float) -> Receipt:
         outcome = self._outcome(table)

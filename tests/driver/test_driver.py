@@ -230,7 +230,7 @@ def test_a_pass_that_gets_anything_through_starts_the_strikes_anew(tmp_path):
             yield run.receipt(units[0])
             units = units[1:]
         for unit in units:
-            yield Receipt(unit.shard, "a", lost=Loss("OSError", "busy"))
+            yield Receipt.of_lost(unit, "a", Loss("OSError", "busy"))
 
     assert drive(run, one_in_two).done == 20
     assert len(calls) == 8
@@ -244,7 +244,7 @@ def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
         sent.append(tuple(units))
         lost = len(sent) < STRIKES
         why = Loss("StoreUnavailable", "no answer")
-        yield Receipt(0, "a", lost=why) if lost else run.receipt(units[0])
+        yield Receipt.of_lost(units[0], "a", why) if lost else run.receipt(units[0])
 
     progress = drive(run, passes)
     assert sent == [(Unit(0, 0, 20),)] * STRIKES
@@ -258,7 +258,7 @@ def test_a_death_is_seen_whatever_the_pass_before_lost_the_shard_to(tmp_path):
 
     def passes(units, isolated):
         if not isolated:
-            yield Receipt(1, "a", lost=Loss("StoreUnavailable", "no answer"))
+            yield Receipt.of_lost(run.whole(1), "a", Loss("StoreUnavailable", "no answer"))
         yield from poisoned(units, isolated)
 
     passes.quarantine = poisoned.quarantine
@@ -274,12 +274,45 @@ def test_what_was_lost_with_a_node_is_neither_cut_nor_blamed(tmp_path):
         calls.append((tuple(units), isolated))
         for unit in units:
             lost = len(calls) < STRIKES + 1 and unit.shard == 2
-            gone = Receipt(2, "a", lost=Loss("NodeLost", "a node of the cluster went"))
+            gone = Receipt.of_lost(unit, "a", Loss("NodeLost", "a node of the cluster went"))
             yield gone if lost else run.receipt(unit)
 
     progress = drive(run, passes, limits={"engine_deaths": 1})
     assert calls[1:] == [((run.whole(2),), True)] * STRIKES
     assert (progress.done, progress.tally.failed) == (4, 0)
+
+
+@pytest.mark.parametrize("last", ["the node", "the row", "the row, without a word"])
+def test_of_a_shard_in_parts_each_is_lost_to_its_own_cause(tmp_path, last):
+    """A row that kills, beside one whose node was lost in as many passes and more."""
+    run = small_run(tmp_path, rows=8, per_shard=4)
+    killer, unlucky = Unit(1, 1, 1), Unit(1, 3, 1)
+    alone: list[tuple[Unit, ...]] = []
+    quarantined: list[tuple[Unit, str]] = []
+
+    def passes(units, isolated):
+        if units == [killer, unlucky] or units == [unlucky]:
+            alone.append(tuple(units))
+        for unit in units if last == "the node" else reversed(units):
+            dies = unit.overlaps(killer)
+            if dies and (unit.rows > 1 or last != "the row, without a word"):
+                yield Receipt.of_lost(unit, "a", Loss("EngineDied", "segmentation fault"))
+            elif unit == unlucky and len(alone) < 4:
+                yield Receipt.of_lost(unit, "a", Loss("NodeLost", "a node of the cluster went"))
+            elif not dies:
+                yield run.receipt(unit)
+
+    def quarantine(unit, why):
+        quarantined.append((unit, why.kind))
+        return Passes(run).quarantine(unit, why)
+
+    passes.quarantine = quarantine
+    progress = drive(run, passes, limits={"engine_deaths": 2})
+    assert (progress.done, progress.tally.failed) == (8, 1)
+    assert quarantined == [(killer, "EngineDied")]
+    # The first time both were among four rows; the unlucky one comes through at last.
+    assert alone == [(killer, unlucky), (unlucky,), (unlucky,), (unlucky,)]
+    check_whole(run)
 
 
 def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
@@ -292,7 +325,7 @@ def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
             found = bad & set(rows) if unit.shard == 1 else set()
             if len(found) > 1:
                 hung = Loss("BlockHung", "output.postprocess a:b, 3 rows running")
-                yield Receipt(1, "a", lost=hung)
+                yield Receipt.of_lost(unit, "a", hung)
             else:
                 yield run.receipt(unit, found)
 
@@ -453,7 +486,7 @@ def test_a_fatal_receipt_stops_the_run_with_its_error(tmp_path, reason, kind, sa
 
     def passes(units, isolated):
         yield run.receipt(units[0])
-        yield Receipt(1, "a", lost=Loss.parse(reason, fatal=True))
+        yield Receipt.of_lost(run.whole(1), "a", Loss.parse(reason, fatal=True))
         raise AssertionError("nothing is asked for after a fatal receipt")
 
     with pytest.raises(kind) as caught:

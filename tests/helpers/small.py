@@ -147,7 +147,7 @@ class Passes:
                     bad = [p for s, p in self.failed if s == unit.shard]
                     yield self.run.receipt(unit, bad)
                 elif not self.silent:
-                    yield Receipt(unit.shard, "a", lost=Loss("EngineDied", "segmentation fault"))
+                    yield Receipt.of_lost(unit, "a", Loss("EngineDied", "segmentation fault"))
 
     def _kills(self, unit: Unit) -> bool:
         return any(

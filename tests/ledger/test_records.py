@@ -18,7 +18,16 @@ from prefect_raybatch import errors
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.positions import Positions, disjoint
-from prefect_raybatch.ledger.records import FORMAT, Commit, Plan, Receipt, digest, dump, load
+from prefect_raybatch.ledger.records import (
+    FORMAT,
+    Commit,
+    Plan,
+    Receipt,
+    Unit,
+    digest,
+    dump,
+    load,
+)
 from prefect_raybatch.ledger.stats import ShardStats, fold_stats
 from prefect_raybatch.report.records import RunReport
 
@@ -70,7 +79,7 @@ def test_records_round_trip():
     assert Commit.from_bytes(COMMIT.to_bytes()) == COMMIT
     assert RunReport.from_bytes(REPORT.to_bytes()) == REPORT
     for fatal in (True, False):
-        lost = Receipt(1, "a", lost=Loss("EngineDied", "x: y", fatal))
+        lost = Receipt.of_lost(Unit(1, 2, 3), "a", Loss("EngineDied", "x: y", fatal))
         assert Receipt.from_json(lost.to_json()) == lost
 
 
@@ -144,7 +153,25 @@ def test_a_receipt_whose_own_parts_overlap_holds_nothing():
         Receipt(0, "a", good=Positions.spans((0, 3)), failed=Positions.spans((2, 4))).held is None
     )
     assert RECEIPT.held == Positions.spans((0, 5))
-    assert Receipt(0, "a", lost=Loss("", "x")).held == Positions()
+    assert Receipt.of_lost(Unit(0, 0, 5), "a", Loss("", "x")).held == Positions()
+
+
+def test_a_receipt_tells_of_the_unit_it_is_of():
+    assert Receipt.of_lost(Unit(2, 5, 1), "a", Loss("", "x")).unit == Unit(2, 5, 1)
+    held = {"good": Positions.spans((5, 6), (8, 9)), "skipped": Positions.spans((6, 7))}
+    assert Receipt(2, "a", **held).unit == Unit(2, 5, 4)
+    # Of workers with other code, which do not say it: the shard.
+    whole = Receipt(2, "a", lost=Loss("", "x")).unit
+    assert whole.overlaps(Unit(2, 1_000_000, 1)) and not whole.overlaps(Unit(1, 0, 1))
+
+
+def test_what_is_left_of_a_unit():
+    unit = Unit(1, 10, 10)
+    assert unit.without(Unit(1, 12, 3)) == [Unit(1, 10, 2), Unit(1, 15, 5)]
+    assert unit.without(Unit(1, 0, 12)) == [Unit(1, 12, 8)]
+    assert unit.without(Unit(1, 0, 30)) == []
+    for other in (Unit(2, 12, 3), Unit(1, 0, 10), Unit(1, 20, 1), Unit(1, 15, 0)):
+        assert unit.without(other) == [unit]
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -93,7 +93,7 @@ class Stages:
         block = self.block(unit)
         ids = block["id"].to_pylist()
         if self.world.deadly & {*ids} and self.plan.parent is None:
-            return Receipt(unit.shard, self.attempt, lost=Loss(ENGINE_DIED, "segmentation fault"))
+            return Receipt.of_lost(unit, self.attempt, Loss(ENGINE_DIED, "segmentation fault"))
         errors = [
             Failure("engine", "ValueError", "refused").to_dict() if self.fails(i) else None
             for i in ids

@@ -391,7 +391,8 @@ def test_a_lost_block_becomes_receipts_that_hold_nothing(tmp_path, fatal):
     why = Loss("EngineDied", "why", fatal)
     table = pa.concat_tables([lost(unit, why) for unit in units])
     made = receipts(stage(tmp_path)(table))
-    assert made == [Receipt(s, "attempt", lost=why) for s in (3, 4)]
+    assert made == [Receipt.of_lost(unit, "attempt", why) for unit in units]
+    assert [receipt.unit for receipt in made] == units
 
 
 @pytest.mark.parametrize(
@@ -409,8 +410,8 @@ def test_a_store_that_fails_loses_the_shard_and_raises_nothing(tmp_path, error, 
         raise error
 
     finish.store.put = put  # type: ignore[method-assign]
-    (receipt,) = receipts(finish(block(Unit(2, 0, 3))))
-    assert (receipt.shard, receipt.held) == (2, Positions())
+    (receipt,) = receipts(finish(block(Unit(2, 4, 3))))
+    assert (receipt.unit, receipt.held) == (Unit(2, 4, 3), Positions())
     assert receipt.lost == Loss(type(error).__name__, str(error), fatal)
 
 
