@@ -117,6 +117,7 @@ class Story:
     succeeded: list[bool] = field(default_factory=list)  # before the last attempt
     status: dict[str, Any] = field(default_factory=dict)
     core: psutil.Process | None = None
+    core_parent: str = ""  # its command line
     log: str = ""
 
     def call(self, *args: str) -> subprocess.CompletedProcess[str]:
@@ -214,6 +215,7 @@ def hung(story: Story) -> None:
         with holding(story, process):
             titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
             (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+            story.core_parent = " ".join(story.core.parent().cmdline())
             more_commits(story, process, 1)
         story.core.suspend()
         code = process.wait(500)
@@ -279,6 +281,10 @@ def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(story: 
     assert story.core is not None and not story.core.is_running()
     assert f"EngineDied: hung: no step returned for {HANG} s" in story.log
     assert story.report()["engine_deaths"] >= 1
+
+
+def test_a_core_comes_from_the_server_that_has_imported_vllm(story: Story) -> None:
+    assert "multiprocessing.forkserver" in story.core_parent
 
 
 def test_every_row_is_there_once_and_answered_right(story: Story) -> None:

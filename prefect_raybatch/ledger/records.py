@@ -320,6 +320,8 @@ class Receipt:
             value[name] = getattr(self, name).to_text()
         for text, piece in zip(value["pieces"], self.pieces, strict=True):
             text["positions"] = piece.positions.to_text()
+        if self.part is None:  # as receipts were written before there was one
+            del value["part"]
         return dump(value).decode()
 
     @classmethod

@@ -67,7 +67,7 @@ from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
-from prefect_raybatch.stages.vllm import canary, internals, multimodal, note, phases
+from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
@@ -215,6 +215,7 @@ class EngineStage:
         self._numbers = {}
         self._bind(spec)
         os.environ.update(spec.env)
+        forking.begin(spec.arguments)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.

@@ -45,6 +45,7 @@ CONTRACT = {
         "MPClient": ["shutdown"],
     },
     "v1/engine/core.py": {"EngineCore": ["scheduler"]},
+    "v1/engine/utils.py": {"": ["get_mp_context"]},
     "v1/core/sched/scheduler.py": {"Scheduler": ["running", "kv_cache_manager"]},
     "v1/core/kv_cache_manager.py": {"KVCacheManager": ["usage"]},
     "v1/metrics/stats.py": {"SchedulerStats": ["num_running_reqs", "kv_cache_usage"]},

@@ -8,10 +8,13 @@ takes over ten seconds. Works with vLLM 0.26 to 0.29.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from prefect_raybatch.stages.vllm import forking
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +28,14 @@ PHASE_LINES = {
     "Warming up model for the compilation": "compile",  # where it is on a CPU
     "GPU KV cache size": "graphs",  # said of a CPU's as well
 }
+
+# What the process of an engine's core imports before it makes its model.
+CORE_MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.gpu_worker",
+)
 
 
 class Params(Protocol):
@@ -78,7 +89,22 @@ def start(arguments: Mapping[str, Any]) -> LLMEngine:
         from vllm.config import StructuredOutputsConfig  # EngineArgs leaves a dict as it is
 
         fields["structured_outputs_config"] = StructuredOutputsConfig(**config)
-    return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
+    with _core_made_by(forking.context_of_core()):
+        return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
+
+
+@contextlib.contextmanager
+def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
+    """A core that is started meanwhile is made by this context, unless it is None."""
+    if made is None:
+        yield
+        return
+    utils: Any = importlib.import_module("vllm.v1.engine.utils")
+    original, utils.get_mp_context = utils.get_mp_context, lambda: made
+    try:
+        yield
+    finally:
+        utils.get_mp_context = original
 
 
 def most_sequences(engine: LLMEngine) -> int:

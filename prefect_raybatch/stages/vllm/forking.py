@@ -1,0 +1,70 @@
+"""vLLM's core, forked from a process that imports vLLM while the one that starts it still does.
+
+In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch once more, after the
+actor has (18 s each on a machine with GPUs). `begin()` starts a fork server (of Python's
+`multiprocessing`) which imports them beside the actor, and `internals.start` has vLLM take its core
+from there. It is forked before anything uses CUDA, and gets the environment that its maker has at
+that time, as a spawned one would. Workers of a core with several GPUs are spawned by it, as ever.
+
+An engine that dies is started again from the same server, which has imported everything already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from multiprocessing import context, forkserver
+from typing import Any
+
+PRELOAD = "prefect_raybatch.stages.vllm.preload"
+CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's: "0" keeps the core in the actor's process
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how its processes are made; set, it is left so
+
+_begun = False
+
+
+def begin(arguments: Mapping[str, Any]) -> None:
+    """Starts the fork server of this process, if its engines have processes of their own. To be
+    called before vLLM is imported; does not wait.
+
+    arguments: fields of vLLM's `EngineArgs`. Where they bind processes to NUMA nodes (vLLM spawns
+        them by another program then), or have Ray start them, nothing is done.
+    """
+    global _begun
+    apart = os.environ.get(CORE_APART, "1") == "1"
+    otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
+    if _begun or not apart or otherwise or METHOD in os.environ or sys.platform != "linux":
+        return
+    multiprocessing.set_forkserver_preload([PRELOAD])
+    forkserver.ensure_running()
+    os.environ[METHOD] = "spawn"  # what vLLM takes in a Ray actor anyway, with a warning
+    _begun = True
+
+
+def context_of_core() -> ForkedContext | None:
+    """What a core's process is to be made by; None where vLLM is to choose."""
+    return ForkedContext() if _begun else None
+
+
+class ForkedProcess(context.ForkServerProcess):
+    """A process from the fork server, with its maker's environment of when it is started."""
+
+    _environment: dict[str, str]
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update(self._environment)
+        super().run()
+
+
+class ForkedContext(context.ForkServerContext):
+    """What vLLM makes its core's process by."""
+
+    Process = ForkedProcess

@@ -1,0 +1,25 @@
+"""Imports what an engine's processes need: the module that their fork server loads.
+
+See `prefect_raybatch.stages.vllm.forking`. What cannot be imported here is imported by the process
+that needs it, which then says why it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+from prefect_raybatch.stages.vllm.internals import CORE_MODULES
+
+NEEDED = ("ray", *CORE_MODULES, "prefect_raybatch.stages.vllm.plugin")
+
+for _name in NEEDED:
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)
+
+# A process can be given a title only where its environment lies as it did when it was started: this
+# finds the place before a process that is forked from here changes its environment.
+with contextlib.suppress(ImportError):
+    import setproctitle
+
+    setproctitle.getproctitle()

@@ -1,0 +1,97 @@
+"""An engine's core comes from a process that has imported vLLM beside the one that starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_raybatch.stages.vllm import forking
+
+FORKED = """
+import json, multiprocessing, os, sys
+from prefect_raybatch.stages.vllm import forking
+
+def tell(path):
+    import psutil
+    told = [psutil.Process().parent().cmdline(), dict(os.environ), "csv" in sys.modules]
+    with open(path, "w") as file:
+        json.dump(told, file)
+
+if __name__ == "__main__":
+    forking.PRELOAD = "csv"  # quicker than vLLM
+    os.environ["GONE"] = "1"
+    forking.begin({})
+    del os.environ["GONE"]
+    os.environ["ADDED"] = "2"
+    process = forking.ForkedContext().Process(target=tell, args=(sys.argv[1],))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+BEGUN = """
+import json, os, sys
+from multiprocessing import forkserver
+from prefect_raybatch.stages.vllm import forking
+
+forking.PRELOAD = "csv"
+forking.begin(json.loads(sys.argv[1]))
+print(forkserver._forkserver._forkserver_pid is not None, os.environ.get(forking.METHOD))
+"""
+
+
+def run(folder: Path, code: str, *args: str, **env: str) -> str:
+    script = folder / "forks.py"
+    script.write_text(code)
+    plain = {k: v for k, v in os.environ.items() if k not in (forking.METHOD, forking.CORE_APART)}
+    done = subprocess.run(
+        [sys.executable, str(script), *args],
+        env={**plain, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_forked_process_has_the_modules_of_the_server_and_its_makers_environment(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "told.json"
+    assert run(tmp_path, FORKED, str(told)) == "0"
+    parent, environment, preloaded = json.loads(told.read_text())
+    assert "multiprocessing.forkserver" in " ".join(parent)
+    assert preloaded
+    assert "GONE" not in environment and environment["ADDED"] == "2"
+    assert environment[forking.METHOD] == "spawn"  # of a core's workers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "begun"),
+    [
+        ({}, {}, "True spawn"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, {}, "True spawn"),
+        ({"numa_bind": True}, {}, "False None"),
+        ({"distributed_executor_backend": "ray"}, {}, "False None"),
+        ({}, {forking.CORE_APART: "0"}, "False None"),
+        ({}, {forking.METHOD: "fork"}, "False fork"),
+    ],
+)
+def test_the_server_is_begun_where_a_core_is_spawned(
+    arguments: dict[str, object], env: dict[str, str], begun: str, tmp_path: Path
+) -> None:
+    assert run(tmp_path, BEGUN, json.dumps(arguments), **env) == begun
+
+
+def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
+    code = (
+        f"import sys, torch; import {forking.PRELOAD} as preload; "
+        "print([n for n in preload.NEEDED if n not in sys.modules], torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "[] False", done.stderr
