@@ -215,7 +215,7 @@ class EngineStage:
         self._numbers = {}
         self._bind(spec)
         os.environ.update(spec.env)
-        forking.begin(spec.arguments)
+        forking.begin_fork_server(spec.arguments)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.

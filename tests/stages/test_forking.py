@@ -25,7 +25,7 @@ def tell(path):
 if __name__ == "__main__":
     forking.PRELOAD = "csv"  # quicker than vLLM
     os.environ["GONE"] = "1"
-    forking.begin({})
+    forking.begin_fork_server({})
     del os.environ["GONE"]
     os.environ["ADDED"] = "2"
     process = forking.ForkedContext().Process(target=tell, args=(sys.argv[1],))
@@ -39,7 +39,7 @@ from multiprocessing import forkserver
 from prefect_raybatch.stages.vllm import forking
 
 forking.PRELOAD = "csv"
-forking.begin(json.loads(sys.argv[1]))
+forking.begin_fork_server(json.loads(sys.argv[1]))
 print(forkserver._forkserver._forkserver_pid is not None, os.environ.get(forking.METHOD))
 """
 

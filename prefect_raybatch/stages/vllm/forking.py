@@ -1,7 +1,7 @@
 """vLLM's core, forked from a process that imports vLLM while the one that starts it still does.
 
 In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch once more, after the
-actor has (18 s each on a machine with GPUs). `begin()` starts a fork server (of Python's
+actor has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of Python's
 `multiprocessing`) which imports them beside the actor, and `internals.start` has vLLM take its core
 from there. It is forked before anything uses CUDA, and gets the environment that its maker has at
 that time, as a spawned one would. Workers of a core with several GPUs are spawned by it, as ever.
@@ -25,7 +25,7 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how its processes are made; s
 _begun = False
 
 
-def begin(arguments: Mapping[str, Any]) -> None:
+def begin_fork_server(arguments: Mapping[str, Any]) -> None:
     """Starts the fork server of this process, if its engines have processes of their own. To be
     called before vLLM is imported; does not wait.
 
