@@ -436,6 +436,7 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
         "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",
+        "stages.vllm.preload",
         "report.drawing",
         "report.html",
         *ENDS,

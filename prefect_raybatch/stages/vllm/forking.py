@@ -1,10 +1,11 @@
 """vLLM's core, forked from a process that imports vLLM while the one that starts it still does.
 
 In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch once more, after the
-actor has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of Python's
-`multiprocessing`) which imports them beside the actor, and `internals.start` has vLLM take its core
-from there. It is forked before anything uses CUDA, and gets the environment that its maker has at
-that time, as a spawned one would. Workers of a core with several GPUs are spawned by it, as ever.
+actor has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of
+Python's `multiprocessing`) which imports them beside the actor, and `internals.start` has vLLM take
+its core from there. It is forked before anything uses CUDA, and gets the environment that its maker
+has at that time, as a spawned one would. Workers of a core with several GPUs are spawned by it, as
+ever.
 
 An engine that dies is started again from the same server, which has imported everything already.
 """
