@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, PNG[:20], Content_Length=str(len(PNG)))
 
     def _hang(self, _: str) -> None:
-        time.sleep(3)
+        time.sleep(30)
         self.close_connection = True
 
     def _drip(self, _: str) -> None:
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             for byte in PNG:
                 self.wfile.write(bytes([byte]))
                 self.wfile.flush()
-                time.sleep(0.1)
+                time.sleep(0.3)
         except OSError:
             pass
 
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             for i in range(100):
                 self.wfile.write(b"X-%d: y\r\n" % i)
                 self.wfile.flush()
-                time.sleep(0.1)
+                time.sleep(0.3)
         except OSError:
             pass
 
@@ -221,7 +221,7 @@ def test_a_server_that_hangs_or_drips_is_given_up_in_time(server, path):
     began = time.monotonic()
     with pytest.raises(ImageUnavailable):
         BRISK.fetch(server + path)
-    assert time.monotonic() - began < 7  # a hang alone is three times 3 s
+    assert time.monotonic() - began < 60  # each of them alone is three times 20 s or more
 
 
 def test_a_port_where_nobody_listens_may_come_back():

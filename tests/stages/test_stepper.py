@@ -532,15 +532,15 @@ if other == 0:
     time.sleep(1.5)
     os.execv(sys.executable, [sys.executable, "-c", sleep, "some other program"])
 print(engine.pid, other, engine.stdout.readline().strip(), flush=True)
-time.sleep(float(sys.argv[1]))
+sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("ending", ["killed", "normal"])
 def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
-    sleep = "60" if ending == "killed" else "4"
     process = subprocess.Popen(
-        [sys.executable, "-c", REAPED, sleep],
+        [sys.executable, "-c", REAPED],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -565,6 +565,8 @@ def test_reaper_spares_others_and_leaves_itself_not_behind(ending: str) -> None:
         time.sleep(1)  # the helper looks twice a second
         if ending == "killed":
             process.kill()
+        assert process.stdin is not None
+        process.stdin.close()
         process.wait(60)
         assert wait_until(lambda: "VLLM::" not in command(child), 60)
         assert wait_until(lambda: not helpers(), 60)
