@@ -11,6 +11,29 @@ from typing import Any, TypeVar
 Returned = TypeVar("Returned")
 
 
+class Question:
+    """A call that may hang and is made again and again. While one hangs no other is begun, so it
+    costs its caller `seconds` once, and one thread."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._under_way = False
+
+    def __call__(self, work: Callable[[], Returned]) -> Returned:
+        """As `within`; `TimeoutError` at once while an earlier one is under way."""
+        if self._under_way:
+            raise TimeoutError("an earlier question is not answered yet")
+        self._under_way = True
+
+        def once() -> Returned:
+            try:
+                return work()
+            finally:
+                self._under_way = False
+
+        return within(self.seconds, once)
+
+
 def within(seconds: float, work: Callable[[], Returned]) -> Returned:
     """What `work` returns or raises; `TimeoutError` when that takes longer, and `work`, which
     nothing can end, is left behind in a thread that holds up no exit."""

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.bounded import Question
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks
 ASK_ENGINES = 10.0  # seconds between questions to Ray
+ANSWER = 5.0  # seconds that an answer of Ray's or the store's may take
 NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
 
 
@@ -48,7 +51,7 @@ class Monitor:
 
     `engines` gives the number of engine actors by state, `starts` how far the start of each has
     come, `restarts` how often the process of each was started again and which it is; they may raise
-    or be slow. `on_started` is told once, after the first commit of this
+    or hang. `on_started` is told once, after the first commit of this
     attempt, how long the phases of the start took. Use as a context manager around the work; after
     it, `failure` is the error of a stall that is to fail the run, and `spent` that of costs that
     have reached their limit. `meter` counts the costs.
@@ -85,6 +88,9 @@ class Monitor:
         self._held = ""  # why the run does not work yet
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
+        asked = ("engines", "leaving", "restarts", "starts", "start", "store")
+        self._questions = {name: Question(ANSWER) for name in asked}
+        self._unheard = ""  # why the states of engines are old ones
         self._asked = self._written = float("-inf")
         self._ended = False
         self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
@@ -118,7 +124,7 @@ class Monitor:
             return
         self._noted = True
         try:
-            self.starting.heard(self.starts())
+            self.starting.heard(self._questions["start"](self.starts))
             self.on_started(self.starting)
         except Exception as error:  # for people alone
             log.info("how long the start took is not noted: %s: %s", type(error).__name__, error)
@@ -182,7 +188,7 @@ class Monitor:
         now = self.clock()
         if not self._ended and now - self._asked >= ASK_ENGINES:
             self._asked = now
-            self._states = self.engines()
+            self._look_at_engines()
             self._look_at_nodes()
             self._look_at_restarts()
         latest = self.counts
@@ -201,10 +207,21 @@ class Monitor:
         if isinstance(self.observe, Listener):
             self.observe.hear(self.beat())
 
+    def _look_at_engines(self) -> None:
+        """Their states; the old ones where Ray does not tell, since costs and stalls must be seen
+        all the same."""
+        try:
+            self._states, self._unheard = self._questions["engines"](self.engines), ""
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if not self._unheard:
+                log.warning("Ray does not tell of its engines: %s; the run goes on", why)
+            self._unheard = why
+
     def _look_at_nodes(self) -> None:
         """Says once of each node that is to leave what becomes of its work."""
         try:
-            leaving = self.leaving()
+            leaving = self._questions["leaving"](self.leaving)
         except Exception as error:  # for people alone: costs and stalls must be seen all the same
             log.debug("nodes that leave are not known: %s: %s", type(error).__name__, error)
             return
@@ -223,7 +240,7 @@ class Monitor:
         again several times, minutes in which nothing else tells of it. A later death is told with
         the shards it cost."""
         try:
-            found = self.restarts()
+            found = self._questions["restarts"](self.restarts)
         except Exception as error:  # for people alone, as above
             log.debug("restarts are not known: %s: %s", type(error).__name__, error)
             return
@@ -246,7 +263,7 @@ class Monitor:
         if self._held or self._ended or ended is not None:
             return
         try:
-            self.starting.heard(self.starts())
+            self.starting.heard(self._questions["starts"](self.starts))
         except Exception as error:  # for people alone: a stall must be told all the same
             log.debug("the start is not heard: %s: %s", type(error).__name__, error)
 
@@ -259,13 +276,18 @@ class Monitor:
             self.spent = self.spent or error
 
     def _stalled(self, stall: Stall, counts: Counts) -> None:
-        self._states = self.engines()  # what was asked last may be older than the stall
+        self._look_at_engines()  # what was asked last may be older than the stall
+        unheard = f" (as last heard; Ray does not tell: {self._unheard})" if self._unheard else ""
+        try:
+            seen = self._questions["store"](partial(probe, self.store))
+        except Exception as error:
+            seen = f"a listing came to nothing: {type(error).__name__}: {error}"
         self._about = (
             f"no shard was committed for {stall.seconds:.0f} s, where {stall.limit:.0f} s are "
             f"allowed{' until the first of a pass' if stall.starting else ''} "
             f"({counts.committed:,} of {counted(counts.shards, 'shard')}, pass {counts.passes}, "
-            f"{counts.engine_deaths} engine deaths). Engines: {_told(self._states)}. "
-            f"Store: {probe(self.store)}; {self._heard()}"
+            f"{counts.engine_deaths} engine deaths). Engines: "
+            f"{_told(self._states)}{unheard}. Store: {seen}; {self._heard()}"
         )
         log.warning("%s", self._about)
         self._beats.nudge()

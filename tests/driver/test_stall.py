@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +17,12 @@ from helpers.heard import Heard, counts, wait_for
 from helpers.small import input_rows, make_job, small_run
 
 from prefect_raybatch.driver import monitor, stall
+from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import WAITING
 from prefect_raybatch.driver.monitor import Monitor, probe
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
-from prefect_raybatch.errors import EngineFailure, StoreUnavailable
+from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
@@ -152,6 +155,51 @@ def test_a_stall_can_end_the_run(tmp_path):
     made.look()
     assert isinstance(made.failure, EngineFailure) and made.failure.transient
     assert "limits.fail_on_stall" in str(made.failure)
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_being_seen(
+    tmp_path, monkeypatch, caplog, how
+):
+    monkeypatch.setattr(monitor, "ANSWER", 0.2)
+    asked: list[str] = []
+    limits = {"stall_start_seconds": 30.0, "fail_on_stall": True, "max_cost": 1.0}
+    made, clock, heard = stalled(tmp_path, **limits)
+    made.meter = CostMeter(price=3600.0, gpus_an_engine=1.0)
+    made.look()
+    gate = threading.Event()
+
+    def away(name: str) -> Any:
+        asked.append(name)
+        if how == "fails":
+            raise ConnectionError("the head is gone")
+        gate.wait(60)
+        return {}
+
+    for name in ("engines", "leaving", "restarts", "starts"):
+        setattr(made, name, partial(away, name))
+    made.store.list = lambda prefix="", recursive=True: away("store")
+    began = time.monotonic()
+    for at in (11.0, 31.0, 42.0, 53.0):
+        clock.now = at
+        made.look()
+    assert time.monotonic() - began < 5
+    assert isinstance(made.failure, EngineFailure)
+    assert "1 alive, 1 restarting (as last heard; Ray does not tell: " in str(made.failure)
+    assert isinstance(made.spent, CostExceeded)
+    assert heard.beats[-1].gpu_seconds == 53.0 and heard.beats[-1].alarms == 1
+    if how == "hangs":
+        assert sorted(asked) == ["engines", "leaving", "restarts", "starts", "store"]
+    assert caplog.text.count("Ray does not tell of its engines") == 1
+    gate.set()
+    made.engines = lambda: {"ALIVE": 2}
+    for _ in range(50):  # until those that hung have ended
+        clock.now += 11.0
+        made.look()
+        if heard.beats[-1].engines == {"ALIVE": 2}:
+            break
+        time.sleep(0.02)
+    assert heard.beats[-1].engines == {"ALIVE": 2}
 
 
 # --- ending a pass that hangs -------------------------------------------------------------------
