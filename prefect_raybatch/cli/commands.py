@@ -39,7 +39,7 @@ from prefect_raybatch.cli.show import (
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
@@ -47,6 +47,8 @@ from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
+
+INTERRUPTED = 130  # by Ctrl-C: 128 and the signal's number
 
 app = typer.Typer(
     help="Exactly-once LLM batch inference over tables.",
@@ -454,14 +456,12 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
 
 def _raw(path: str) -> dict[str, Any]:
     """A job file that has been read as a job before, as it stands there."""
-    import yaml
-
-    return dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    return dict(read_job_file(path).value)
 
 
 def _changes(overrides: list[str] | None) -> dict[str, Any]:
     """What `--set FIELD=VALUE` says, {field: value}; values are YAML."""
-    import yaml
+    from prefect_raybatch.job.yaml_text import read_yaml
 
     changes = {}
     for text in overrides or ():
@@ -469,9 +469,9 @@ def _changes(overrides: list[str] | None) -> dict[str, Any]:
         if not equals or not field:
             raise ConfigError(f"--set {text!r}: write FIELD=VALUE, such as source.limit=100")
         try:
-            changes[field] = yaml.safe_load(new)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+            changes[field] = read_yaml(new).value
+        except ValueError as error:
+            raise ConfigError(f"--set {text!r}: in the value, {error}") from None
     return changes
 
 
@@ -488,9 +488,12 @@ def main(argv: list[str] | None = None) -> None:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
         err.print(error.plain or str(error), markup=False)
         sys.exit(exit_status(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        # Typer makes the one of the other, without a word.
+        if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+            raise
         err.print("stopped; what is committed is kept, the same command again continues")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def exit_status(error: RayBatchError) -> int:

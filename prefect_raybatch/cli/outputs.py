@@ -16,8 +16,9 @@ from prefect_raybatch.cli.show import err, out, print_json, print_prompt, show_r
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.report.report import DASH, duration
-from prefect_raybatch.runs.listing import RunLine
+from prefect_raybatch.runs.listing import RunLine, need_output
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def runs(
     """List the runs of an output folder, newest first."""
     from prefect_raybatch.runs import listing
 
+    need_output(output)
     if latest:
         found = listing.latest_complete(output, job=job)
         if as_json:
@@ -183,6 +185,7 @@ def nights(
     from prefect_raybatch.report.nights import nights_markdown
     from prefect_raybatch.runs.nights import nights_of
 
+    need_output(dated_parts(output)[0] or ".")
     pages = nights_of(output, job=job, most=last)
     if as_json:
         print_json({"output": output, "jobs": [asdict(page) for page in pages]})
@@ -231,6 +234,7 @@ def prune(
     from prefect_raybatch.runs import prune as pruning
 
     age = seconds_of(older_than)
+    need_output(output)
     found = pruning.prune_runs(output, keep, job=job, older_than=age, dry_run=True)
     if found.removed and not dry_run:
         if not yes:

@@ -279,7 +279,7 @@ def _print_page() -> None:
     if url:
         out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
     else:
-        command = Path(sys.argv[0]).with_name("prefect")
+        command = Path(sys.executable).with_name("prefect")
         out.print(f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs")
 
 

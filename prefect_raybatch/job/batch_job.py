@@ -18,10 +18,11 @@ from prefect_raybatch.job import answer_schema, tasks
 from prefect_raybatch.job.checks import NAME, check_uri
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.faults import Words, explain, unknown_words
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.images import DIGESTS_COLUMN
-from prefect_raybatch.job.job_file import explain, read_job_file
+from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.precision import check_precision
@@ -254,15 +255,22 @@ class BatchJob(Group):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
         """Validates; raises `ConfigError` with each wrong field, its value and the remedy."""
-        try:
-            return cls.model_validate(dict(value))
-        except ValidationError as error:
-            raise ConfigError(explain(error, cls, where)) from None
+        return cls._validated(value, where)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> BatchJob:
         """Reads a job file; raises `ConfigError` when it is missing, not YAML or not a job."""
-        return cls.from_dict(read_job_file(path), str(path))
+        found = read_job_file(path)
+        return cls._validated(found.value, str(path), found.words)
+
+    @classmethod
+    def _validated(
+        cls, value: Mapping[str, Any], where: str, words: Words = unknown_words
+    ) -> BatchJob:
+        try:
+            return cls.model_validate(dict(value))
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, where, words)) from None
 
     def kept(self, names: Sequence[str]) -> list[str]:
         """The input columns (of all `names`) that the result keeps: all but those with images,

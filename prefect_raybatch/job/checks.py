@@ -19,6 +19,7 @@ SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?
 SCHEMES = ("", "file", "s3")
 WEB_SCHEMES = ("http", "https")  # of single files that are read
 RESERVED = "__rb_"  # columns of ours that travel with a row
+BRACES = "write {{ and }} for braces that are meant as such"
 
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -106,14 +107,15 @@ def template_fields(template: str) -> tuple[str, ...]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"is no valid template: {error}; write {{{{ for a literal {{") from None
+        raise ValueError(f"is no valid template: {error}; {BRACES}") from None
     for _, name, spec, conversion in parts:
         if name is None:
             continue
         if not name or spec or conversion or any(c in name for c in ".[]"):
+            shown = f"{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}"
+            shown = " ".join(shown[:80].splitlines())
             raise ValueError(
-                f"field {{{name}{'!' + conversion if conversion else ''}"
-                f"{':' + spec if spec else ''}}} is not a plain {{Column}}; use "
+                f"{{{shown}}} is not a plain {{Column}}; {BRACES}, as in JSON, or use "
                 "prompt.function for anything more than column values"
             )
         if name not in names:
@@ -122,12 +124,18 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def refuse_unknown(
-    given: Mapping[str, Any], known: frozenset[str] | None, ours: set[str], where: str = ""
+    given: Mapping[str, Any],
+    known: frozenset[str] | None,
+    ours: set[str],
+    where: str = "",
+    between: str = "\n",
 ) -> None:
-    """ValueError naming the first field that neither we nor the installed vLLM know."""
-    for name in given:
-        if known is not None and name not in known and name not in ours:
-            raise ValueError(f"{where}unknown field {name!r}{nearest(name, known | ours)}")
+    """ValueError naming, a line each, the fields that neither we nor the installed vLLM know."""
+    unknown = [name for name in given if known is not None and name not in known | ours]
+    if known is not None and unknown:
+        names = known | ours
+        told = [f"{where}unknown field {name!r}{nearest(name, names)}" for name in unknown]
+        raise ValueError(between.join(told))
 
 
 def nearest(name: str, known: set[str] | frozenset[str]) -> str:

@@ -182,6 +182,11 @@ class Engine(Group):
     def _each_adapter(cls, value: dict[str, str]) -> dict[str, str]:
         return {name: without_user(source) for name, source in value.items()}
 
+    @field_validator("early_stop", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # as YAML reads it
+
     @field_validator("replicas", mode="before")
     @classmethod
     def _replicas(cls, value: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+QUOTED = "quote what YAML takes for something else: 'no', '1', 'null'"
 RangeCheck = tuple[Callable[[Any], bool], str]
 
 
@@ -42,8 +43,8 @@ RANGES: dict[str, RangeCheck] = {
     "repetition_penalty": (lambda v: _number(v) and v > 0, "a number over 0"),
     "min_tokens": (lambda v: _whole(v) and v >= 0, "a whole number, at least 0"),
     "seed": (_whole, "a whole number"),
-    "stop": (_texts, "a text or a list of texts, none of them empty"),
-    "bad_words": (_texts, "a list of texts, none of them empty"),
+    "stop": (_texts, f"a text or a list of texts, none of them empty ({QUOTED})"),
+    "bad_words": (_texts, f"a list of texts, none of them empty ({QUOTED})"),
     "stop_token_ids": (
         lambda v: isinstance(v, (list, tuple)) and all(map(_whole, v)),
         "a list of whole numbers",

@@ -127,6 +127,8 @@ def dry_run(
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
         size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
+    if note := planning.alike_note(job):
+        size = replace(size, warnings=(note, *size.warnings))
     wrong += size.problems
     try:
         trial_rows(job, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun
-from prefect_raybatch.ledger.layout import PRUNED
+from prefect_raybatch.ledger.layout import PLAN, PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import run_keys, state_name
-from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage import Store, is_remote, open_store
 
 _READERS = 8  # run directories read at once
 COMPLETED = state_name(finished=True, begun=True)
@@ -41,6 +42,21 @@ class RunLine:
     finished: float | None = None
     parent: str | None = None
     trouble: str = ""
+
+
+def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raises `NoSuchRun` where `output` is no folder of runs: nothing is there, or a file, or it
+    is itself a run. A folder without runs is one."""
+    root = open_store(output, dict(options) if options else None)
+    if not is_remote(root.uri) and os.path.isfile(root.uri):
+        raise NoSuchRun(f"{output} is a file; name the folder of the runs, the job's output.uri")
+    if not (_holds_anything(root) if is_remote(root.uri) else os.path.isdir(root.uri)):
+        raise NoSuchRun(f"{output}: there is no such folder; name the job's output.uri")
+    if root.holds(PLAN):
+        raise NoSuchRun(
+            f"{output} is itself a run; name the folder that it lies in, or look at it with "
+            "`raybatch status`"
+        )
 
 
 def list_runs(
@@ -104,6 +120,10 @@ def line_of(root: Store, key: str) -> RunLine | None:
         finished=success.finished or None if success is not None else None,
         parent=plan.parent,
     )
+
+
+def _holds_anything(root: Store) -> bool:
+    return any(next(iter(listed), None) is not None for listed in (root.folders(), root.list()))
 
 
 def _seconds(created: str) -> float | None:

@@ -139,6 +139,9 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     )
     if not answers or spec is None:
         return found
+    # No bars of files that are read, in the midst of what is shown.
+    quiet = {"use_tqdm_on_load": False}
+    spec = replace(spec, arguments={**quiet, **spec.arguments})
     engine = (made or pipeline.engine)(spec)
     clock.took("engine's start")
     tables = [engine(table) for table in prepared]

@@ -46,6 +46,8 @@ ENDINGS = {
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
 DATABASES = (".db", ".sqlite", ".sqlite3", ".duckdb")
+WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
+DOCUMENTS = (".docx", ".doc", ".pdf", ".odt", ".rtf", ".pptx", ".html", ".htm", ".md", ".xml")
 
 
 Weights = tuple[tuple[int, int], ...]
@@ -261,8 +263,8 @@ def _nothing(given: str) -> str:
         return f"source.uri: no file matches {given!r}; check the folder and the pattern"
     if not is_remote(given) and os.path.isdir(split_glob(given)[0]):
         return (
-            f"source.uri: folder {given!r} holds no files to read (hidden ones and those "
-            "beginning with _ are left out)"
+            f"source.uri: folder {given!r} holds no files to read (hidden ones, those beginning "
+            "with _ and those of the system, such as Thumbs.db, are left out)"
         )
     return f"source.uri: {given!r} does not exist; check the path (and the bucket)"
 
@@ -341,7 +343,10 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
         by_format.setdefault(ending(file.info.path)[0], []).append(file)
     unknown = by_format.pop(None, [])
     if unknown:
-        raise SourceError(f"source.format: {some(unknown)}: {_unreadable(unknown[0])}")
+        read = [file for found in by_format.values() for file in found]
+        raise SourceError(
+            f"source.format: {some(unknown)}: {_unreadable(unknown[0])}{_without(unknown[0], read)}"
+        )
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
@@ -354,20 +359,35 @@ def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
 
 def _unreadable(file: File) -> str:
     """Why the name of a file does not tell how to read it, and what to do."""
-    if file.info.path.lower().endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
+    name = file.info.path.lower()
+    if name.endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
         return (
             "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
-            "brotli, or leave such files out with a glob"
+            "brotli"
         )
-    if file.info.path.lower().endswith(DATABASES):
+    if name.endswith(DATABASES):
         return (
             "a database is not read as a file; write source.uri: sqlite:////FOLDER/FILE (or "
             "duckdb:///...) and the SELECT to read as source.query"
         )
-    return (
-        "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow, "
-        "or leave such files out with a glob"
-    )
+    if name.endswith(WORKBOOKS):
+        return "a workbook is not read; save its sheet as CSV (UTF-8) or Parquet"
+    if name.endswith(DOCUMENTS):
+        return "a document is no table; save what it holds as CSV, JSON Lines or Parquet"
+    return "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow"
+
+
+def _without(file: File, read: Sequence[File]) -> str:
+    """How to leave out a file that was not named itself, with the others in `read`."""
+    if file.named:
+        return ""
+    if not read or split_glob(file.given)[1] is not None:
+        return ", or leave such files out with a glob"
+    first = read[0].info.path
+    dot = first.find(".", first.rfind("/") + 1)
+    deep = "**/" if any("/" in other.info.path for other in read) else ""
+    glob = f"{file.given.rstrip('/')}/{deep}*{first[dot:]}"
+    return f", or leave such files out with a glob: source.uri: {glob}"
 
 
 def some(files: Sequence[File]) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
+# What Windows leaves in folders that it shows; macOS and Linux use names that begin with a dot.
+SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "$recycle.bin")
+
 
 def hidden(part: str) -> bool:
-    """What writers leave beside the data: _SUCCESS, _temporary, .part-0.crc."""
-    return part.startswith(("_", "."))
+    """What writers leave beside the data (_SUCCESS, _temporary, .part-0.crc), and what a desktop
+    does (.DS_Store, Thumbs.db, ~$open.xlsx)."""
+    return part.startswith(("_", ".", "~$")) or part.lower() in SYSTEM_FILES
 
 
 def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:

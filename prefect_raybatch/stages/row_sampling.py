@@ -36,7 +36,8 @@ def check_own(
     """Raises ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
     sampling fields that are set; both are plain values. `fixed_form`: the field for which all
     answers have one form."""
-    refuse_unknown(own, vllm_fields.sampling_fields(), set(Sampling.model_fields), "sampling: ")
+    known = vllm_fields.sampling_fields()
+    refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):
         value = own.get(name)
         if value is not None and (value is not False or name not in UNWRITTEN):

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import string
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -416,13 +417,13 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     path = write_job(tmp_path, engine={"model": str(tmp_path / "model")}, sampling=choice)
     asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
     code, out, err = call(*asked)
-    assert code == 1 and err == ""  # 4 shards for 6 engines
-    for words in ("2 GPUs H200", "3 keep the GPU busy", "16384", "replicas * engines a GPU"):
+    assert code == 1 and err == ""  # 4 shards for 4 engines: fewer than two each
+    for words in ("2 GPUs H200", "2 keep the GPU busy", "16384", "replicas * engines a GPU"):
         assert words in " ".join(out.split())
     found = json.loads(call(*asked, "--json")[1])
-    assert found["sizing"]["pool"]["engines"] == 6 and found["needs"]["gpus"] == 2
+    assert found["sizing"]["pool"]["engines"] == 4 and found["needs"]["gpus"] == 2
     figures = {figure["name"]: figure for figure in found["figures"]}
-    assert figures["engines a GPU"]["value"] == "3" and figures["engines a GPU"]["why"]
+    assert figures["engines a GPU"]["value"] == "2" and figures["engines a GPU"]["why"]
     assert not (tmp_path / "out").exists()
     code, out, _ = call("plan", path, "--gpu", "T4", "--json")
     (wrong,) = [text for text in json.loads(out)["problems"] if "does not fit on T4" in text]
@@ -447,6 +448,26 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     found = json.loads(out)
     assert code == 1 and found["have"]["assumed"] and found["sizing"]["pool"]["engines"] == 8
     assert "no Ray cluster answers at head:6379" in found["problems"][0]
+
+
+def test_a_prompt_without_a_column_is_a_warning_where_answers_are_drawn(
+    tmp_path, call, unconnected
+):
+    path = write_job(tmp_path, prompt={"template": "Tell a joke."}, sampling={"temperature": 0.9})
+    code, out, _ = call("plan", path)
+    assert code == 0 and "warning: prompt.template has no {Column}" in " ".join(out.split())
+    code, _, err = call("plan", path, "--set", "sampling.temperature=0")
+    assert code == 2 and "all rows ask the same and get the same answer" in " ".join(err.split())
+
+
+def test_who_presses_ctrl_c_is_told_that_nothing_is_lost(tmp_path, call, monkeypatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefect_raybatch.cli.commands.run_job", interrupted)
+    code, out, err = call("run", write_job(tmp_path))
+    assert (code, out) == (130, "")
+    assert err == "stopped; what is committed is kept, the same command again continues\n"
 
 
 def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
@@ -538,9 +559,13 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
 
 @pytest.mark.parametrize(
     ("url", "page"),
-    [("http://server:4200/api", "http://server:4200/runs"), (None, "prefect server start ")],
+    [
+        ("http://server:4200/api", "http://server:4200/runs"),
+        (None, f"{Path(sys.executable).with_name('prefect')} server start "),
+    ],
 )
-def test_the_page_of_a_flow_is_that_of_prefects_settings(made, capsys, url, page):
+def test_the_page_of_a_flow_is_that_of_prefects_settings(made, capsys, monkeypatch, url, page):
+    monkeypatch.setattr("sys.argv", ["/elsewhere/prefect_raybatch/cli/__main__.py"])
     with temporary_settings({PREFECT_API_URL: url}):
         show_report(made.report, True, page=True)
         assert page in " ".join(capsys.readouterr().out.split())

@@ -174,8 +174,25 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
     code, text, _ = said(capsys, "prune", place, "--keep", "1", "--yes", "--json")
     assert code == 0 and list(json.loads(text)["removed"]) == ["one"]
     assert not (tmp_path / "one").exists()
-    code, text, _ = said(capsys, "runs", str(tmp_path / "nowhere"))
-    assert code == 0 and "no runs in" in text
+
+
+@pytest.mark.parametrize(
+    "command", [("runs",), ("runs", "--json"), ("nights",), ("prune", "--keep", "1")]
+)
+def test_a_folder_that_is_not_there_is_no_folder_without_runs(command, tmp_path, capsys):
+    place = tmp_path / "out"
+    code, text, err = said(capsys, command[0], str(place), *command[1:])
+    assert (code, text) == (2, "") and f"{place}: there is no such folder" in " ".join(err.split())
+    place.mkdir()
+    code, text, err = said(capsys, command[0], str(place), *command[1:])
+    assert code == 0 and ("no runs in" in text or '"runs": []' in text or "nothing to" in text)
+    (place / "key/_raybatch").mkdir(parents=True)
+    (place / "key/_raybatch/plan.json").write_text("{}")
+    code, text, err = said(capsys, command[0], str(place / "key"), *command[1:])
+    assert (code, text) == (2, "") and "is itself a run" in err
+    (tmp_path / "file").touch()
+    code, text, err = said(capsys, command[0], str(tmp_path / "file"), *command[1:])
+    assert (code, text) == (2, "") and "is a file" in " ".join(err.split())
 
 
 @pytest.mark.e2e
@@ -201,6 +218,7 @@ def test_a_real_engine_answers_the_first_rows_without_leaving_anything(tmp_path)
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Ray" not in done.stderr, done.stderr
+    assert "Loading" not in done.stderr and "%|" not in done.stderr, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["prompts"]) == len(found["answers"]) == 3
     assert {row["response"] for row in found["answers"]} <= set(choice)

@@ -54,11 +54,11 @@ def lora(folder: Path, **change: Any) -> str:
 def test_a_model_that_pools_is_told_when_it_is_asked_for_text(plan, tmp_path):
     folder = model(tmp_path / "model", BERT)
     plan(engine={"model": folder})  # what Python imports once
-    began = time.process_time()
+    began = time.thread_time()  # of this thread alone: a Ray driver may be in the process
     code, _, err = plan(engine={"model": folder})
     assert code == 2
     assert "is BertModel, which embeds or classifies and generates no text" in err
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1  # 0.03 on a usual machine: no weights, no tokenizer
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])

@@ -78,12 +78,16 @@ def test_it_looks_at_this_machine_and_not_at_the_cluster(job, monkeypatch):
 
     class Seen(FakeEngine):
         def __init__(self, spec: Any) -> None:
-            seen.append(spec.env)
+            seen.append(spec)
             super().__init__(spec)
 
     by_itself = job.model_copy(update={"engine": Engine(model="demo")})
     assert preview_rows(by_itself, 2, engine=Seen).answers
-    assert seen[0]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine of a CPU"
+    assert seen[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine of a CPU"
+    assert seen[0].arguments["use_tqdm_on_load"] is False, "no bars in the midst of what is shown"
+    shown = by_itself.model_copy(update={"engine": Engine(model="demo", use_tqdm_on_load=True)})
+    assert preview_rows(shown, 2, engine=Seen).answers
+    assert seen[1].arguments["use_tqdm_on_load"] is True, "as the job says"
 
 
 def test_gpus_that_this_machine_lacks_are_told_before_an_engine_starts(job):

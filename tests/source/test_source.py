@@ -30,6 +30,7 @@ from prefect_raybatch.source import (
 )
 from prefect_raybatch.source import parquet as footers
 from prefect_raybatch.source.arrow_types import common_type, plain_type
+from prefect_raybatch.source.find import find
 from prefect_raybatch.storage import open_store
 
 
@@ -89,6 +90,41 @@ def test_a_folder_is_read_recursively_in_name_order_without_hidden_files(tmp_pat
         first.footer,
     )
     assert first.footer and first.footer == found.files[0].footer
+
+
+SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini", "~$b.xlsx", "x/thumbs.db", "$RECYCLE.BIN/a.csv")
+
+
+@pytest.mark.parametrize("pattern", ["", "/", "/**", "/*", "/**/*"])
+@pytest.mark.parametrize("format", ["auto", "csv"])
+def test_what_a_desktop_leaves_in_a_folder_is_not_read(tmp_path, pattern, format):
+    text(tmp_path / "in/a.csv", "x\n1\n")
+    for name in SYSTEM:
+        text(tmp_path / "in" / name, "no")
+    kind, files = find(Source(uri=f"{tmp_path}/in{pattern}", format=format))
+    assert kind == "csv" and [file.uri for file in files] == [str(tmp_path / "in/a.csv")]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("b.xlsx", "a workbook is not read; save its sheet as CSV"),
+        ("b.docx", "a document is no table"),
+        ("b.log", "the ending does not tell the format"),
+        ("b.db", "a database is not read as a file"),
+        ("b.zip", "this compression cannot be read as a stream"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named_and_how_to_leave_it_out(tmp_path, name, said):
+    text(tmp_path / "in/a.csv.gz", "x\n1\n")
+    text(tmp_path / "in" / name, "no")
+    place = f"{tmp_path}/in"
+    remedy = f"or leave such files out with a glob: source.uri: {place}/*.csv.gz"
+    refused(tmp_path, place, f"{place}/{name}: {said}", remedy)
+    text(tmp_path / "in/deep/c.csv.gz", "x\n1\n")
+    refused(tmp_path, place, f"{place}/**/*.csv.gz")
+    refused(tmp_path, f"{place}/{name[:2]}*", said, "or leave such files out with a glob")
+    assert "glob" not in refused(tmp_path, f"{place}/{name}", said)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""What is wrong with a job's fields, a line each: where it stands, what is wrong, what to write."""
+
+from __future__ import annotations
+
+import datetime
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.job.secrets import hide_users
+
+FieldPlace = tuple[int | str, ...]  # names of fields and numbers in lists, from the top
+Words = Callable[[FieldPlace], str | None]  # what stands there, as it was written
+HIDDEN = {"options", "env", "hf_token"}  # fields whose values are not shown
+NO_GROUP = ("model_type", "model_attributes_type", "dataclass_type")
+YES_OR_NO = {True: ("true", "yes, on and true", "yes"), False: ("false", "no, off and false", "no")}
+
+
+def unknown_words(place: FieldPlace) -> None:
+    """Of values that come from no file."""
+    return
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], where: str, words: Words = unknown_words
+) -> str:
+    """A pydantic error as lines a person can act on: field, what is wrong, value; `words` tells
+    how a value was written in the job's file."""
+    items = [(item, *_place(model, item["loc"])) for item in error.errors(include_url=False)]
+    told: dict[FieldPlace, list[str]] = {}
+    for item, place, kind, branch in items:
+        deeper = any(len(p) > len(place) and p[: len(place)] == place for _, p, _, _ in items)
+        if branch and deeper:  # what it should be instead has the shape, and a fault inside
+            continue
+        told.setdefault(place, []).append(_message(item, place, kind, words))
+    lines = []
+    for place, messages in told.items():
+        quote = [message for message in messages if "; quote it" in message]
+        for message in quote[:1] or _joined(messages):
+            lines.append(": ".join(filter(None, (where, ".".join(map(str, place)), message))))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _joined(messages: list[str]) -> Iterator[str]:
+    """The messages on one place, what unions ask for in one; those of several lines as such."""
+    value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
+    plain = [message.removesuffix(value) for message in messages]
+    yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
+
+
+def _message(item: ErrorDetails, place: FieldPlace, kind: Any, words: Words) -> str:
+    last = str(place[-1]) if place else ""
+    given, told = item.get("input"), item["type"]
+    hidden = bool({*item["loc"]} & HIDDEN)
+    message: str = hide_users(item["msg"].removeprefix("Value error, "))
+    if told == "extra_forbidden":
+        return f"unknown field{nearest(last, _names(kind))}"
+    if told == "missing":
+        return "is required"
+    if told in NO_GROUP and isinstance(kind, type):
+        return _no_group(last, kind, given)
+    if told == "string_type":
+        return _no_text(given, None if hidden else words(place), hidden)
+    if told == "list_type" and isinstance(given, str) and not hidden:
+        return f"is a text, and a list is wanted; write {last}: [{_short(given)!r}]"
+    if hidden or isinstance(given, (dict, BaseModel)):
+        return message
+    return f"{message} (value: {hide_users(_short(given))!r})"
+
+
+def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
+    """What is said of a value that stands where fields should."""
+    first, field = next(iter(kind.model_fields.items()))
+    kinds = (field.annotation, *get_args(field.annotation))
+    taken = isinstance(given, str) and (str in kinds or given in kinds)
+    shown = repr(hide_users(_short(given))) if taken else "..."
+    label = f"- {{{first}: {shown}}}" if name.isdecimal() else f"{name}: {{{first}: {shown}}}"
+    if given is None:
+        return f"is empty; write its fields below it, further in, such as {label}, or leave it out"
+    what = (
+        "a text" if isinstance(given, str) else "a list" if isinstance(given, list) else "a value"
+    )
+    return f"is {what}, and fields with names are wanted; write {label}"
+
+
+def _no_text(given: object, written: str | None, hidden: bool) -> str:
+    """What is said of a value that YAML has read as something else than text."""
+    if isinstance(given, dict):
+        return "is a mapping, and text is wanted; put quotes around a text that begins with {"
+    if isinstance(given, (list, tuple)):
+        return "is a list, and one text is wanted; put quotes around a text that begins with ["
+    if given is None and not written:
+        return "is empty, and text is wanted; write it, or leave the field out"
+    if isinstance(given, bool):
+        read, several, one = YES_OR_NO[given]
+    elif isinstance(given, (int, float)):
+        read, several, one = "a number", "digits", str(given)
+    elif isinstance(given, datetime.date):
+        read, several, one = "a date", "dates", str(given)
+    else:
+        read, several, one = ("no value", "null and ~", "null") if given is None else ("", "", "")
+    if not read:
+        return f"is of type {type(given).__name__}, and text is wanted"
+    if hidden:
+        return f"is {read}, and text is wanted; quote it"
+    if written is not None:
+        return f"YAML reads {written} without quotes as {read}; quote it: '{written}'"
+    return f"is {read}, and text is wanted; quote it: '{one}' (YAML reads {several} as {read})"
+
+
+def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, Any, bool]:
+    """(names, kind, branch): where an error is as a person writes it, without pydantic's names of
+    a union's branches; what is wanted there, of an unknown field its group; and whether the place
+    ends with such a branch."""
+    kind: Any = model
+    names: list[int | str] = []
+    branch = False
+    for part in loc:
+        options = _options(kind)
+        branch = len(options) > 1
+        if branch:
+            kind = next((one for one in options if _label(one) == _label_of(str(part))), None)
+            continue
+        kind = options[0] if options else None
+        names.append(part)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+            found = fields.get(str(part)) or kind.model_fields.get(str(part))
+            kind = found.annotation if found else kind
+        elif get_origin(kind) is list:
+            kind = get_args(kind)[0]
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+    options = _options(kind)
+    return tuple(names), options[0] if len(options) == 1 else kind, branch
+
+
+def _options(kind: Any) -> list[Any]:
+    """What a value may be beside None."""
+    if get_origin(kind) in (Union, UnionType):
+        return [one for one in get_args(kind) if one is not type(None)]
+    return [kind]
+
+
+def _label(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    return "literal" if origin is Literal else str(getattr(origin, "__name__", ""))
+
+
+def _label_of(part: str) -> str:
+    return part.partition("[")[0].removeprefix("constrained-")
+
+
+def _names(kind: Any) -> set[str]:
+    """The names of all fields of a group."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return set()
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def _short(value: object) -> str:
+    """The start of a value; never all of one that aliases have blown up."""
+    if isinstance(value, str):
+        return value[:80]
+    brief = reprlib.Repr()
+    brief.maxlevel = 2
+    return (brief.repr(value) if isinstance(value, (list, dict)) else str(value))[:80]

@@ -1,0 +1,111 @@
+"""YAML as a person wrote it: its values, and in which words each stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe reader, out of reach of libraries that change the one all share: an import of
+    vLLM makes that one read dates as text (lm-format-enforcer)."""
+
+
+_Loader.add_constructor(
+    "tag:yaml.org,2002:timestamp", yaml.constructor.SafeConstructor.construct_yaml_timestamp
+)
+
+
+@dataclass(frozen=True)
+class YamlText:
+    """A YAML text: its `value`, and the nodes that it was made of."""
+
+    value: Any
+    root: yaml.Node | None = None
+
+    def words(self, place: Sequence[int | str]) -> str | None:
+        """What stands at `place` (names and numbers from the top) without quotes, as it was
+        written; None for what is quoted, no single value, or not there by itself."""
+        node = self.root
+        for part in place:
+            if isinstance(node, yaml.MappingNode):
+                at = {key.value: inner for key, inner in node.value if _is_scalar(key)}
+                node = at.get(str(part))
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                node = node.value[part] if part < len(node.value) else None
+            else:
+                return None
+        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        return str(node.value) if node is not None and plain else None
+
+
+def read_yaml(text: str) -> YamlText:
+    """What a YAML text holds. ValueError says what is no YAML and in which line; or which keys
+    stand twice in one mapping, of which YAML's readers take the last without a word."""
+    try:
+        return _read(text)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"{_line(error)}is not valid YAML: {_problem(error)}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not valid YAML: {error}") from None
+
+
+def _read(text: str) -> YamlText:
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return YamlText(None)
+        twice = sorted(_repeated(root, "", set()))
+        if twice:
+            raise ValueError("\n".join(text for _, text in twice))
+        try:
+            return YamlText(loader.construct_document(root), root)
+        except ValueError as error:  # a date such as 2026-99-99
+            raise ValueError(f"is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _repeated(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
+    """(line, what is said) of each key below `node` that stands several times in a mapping."""
+    if id(node) in seen:  # an alias
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for number, inner in enumerate(node.value):
+            yield from _repeated(inner, f"{name}{number}.", seen)
+    elif isinstance(node, yaml.MappingNode):
+        stand: dict[tuple[str, str], list[int]] = {}
+        for key, inner in node.value:
+            if _is_scalar(key) and key.tag != "tag:yaml.org,2002:merge":
+                stand.setdefault((key.tag, key.value), []).append(key.start_mark.line + 1)
+                yield from _repeated(inner, f"{name}{key.value}.", seen)
+        for (_, key), found in stand.items():
+            if len(found) > 1:
+                numbers = f"{', '.join(map(str, found[:-1]))} and {found[-1]}"
+                yield (
+                    found[0],
+                    f"{name}{key}: is given more than once, in lines {numbers}; keep one",
+                )
+
+
+def _is_scalar(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode)
+
+
+def _line(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    told = ", ".join(filter(None, (error.context, error.problem)))
+    if error.problem == "mapping values are not allowed here":
+        return f"{told}; put quotes around a text that holds a colon and a space"
+    if error.problem == "found character '\\t' that cannot start any token":
+        return f"{told}; indent with spaces, not with tabs"
+    return told

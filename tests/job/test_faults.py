@@ -1,0 +1,254 @@
+"""What is said of a job file whose YAML says something else than its writer meant."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.small import job_dict
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.yaml_text import read_yaml
+
+JOB = """\
+name: j
+source: {uri: in.csv}
+prompt: {template: "{A}"}
+output: {uri: out}
+"""
+
+
+def lines_of(folder: Path, text: str) -> list[str]:
+    """What is said of the job file `text`, without the name of the file."""
+    path = folder / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        BatchJob.from_yaml(path)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    return [line.removeprefix(f"{path}: ") for line in lines]
+
+
+def told(value: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        BatchJob.from_dict(value, "")
+    return str(caught.value).splitlines()
+
+
+# --- YAML ---------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_given_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    text = f"{JOB}sampling:\n  max_tokens: 8\n  temperature: 0\n  max_tokens: 64\nname: k\n"
+    assert lines_of(tmp_path, text) == [
+        "name: is given more than once, in lines 1 and 9; keep one",
+        "sampling.max_tokens: is given more than once, in lines 6 and 8; keep one",
+    ]
+
+
+def test_a_key_of_a_list_is_named_with_its_place(tmp_path: Path) -> None:
+    text = f"{JOB[: JOB.rfind('output')]}output:\n  uri: out\n  publish:\n"
+    text += "    - format: delta\n      uri: a\n      uri: b\n      uri: c\n"
+    assert lines_of(tmp_path, text) == [
+        "output.publish.0.uri: is given more than once, in lines 8, 9 and 10; keep one"
+    ]
+
+
+def test_keys_that_a_merge_brings_may_be_given_again() -> None:
+    text = "c: {<<: &b {<<: &a {x: 1, y: 2}, y: 3}, y: 4}\nd: {<<: *b, y: 5}\n1: a\n'1': b\n"
+    assert read_yaml(text).value == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "a: b: c",
+            "line 1, column 5: is not valid YAML: mapping values are not allowed here; p",
+        ),
+        ("a:\n\t- b", "line 2, column 1: is not valid YAML: while scanning for the next token, f"),
+        ("a: 1\nb: [", "line 2, column 5: is not valid YAML: while parsing a flow node, expected "),
+        ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
+        ("a: 1\n---\nb: 1\n", "line 2, column 1: is not valid YAML: expected a single document"),
+    ],
+)
+def test_what_is_no_yaml_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    assert lines_of(tmp_path, text)[0].startswith(said)
+
+
+def test_libraries_that_change_the_reader_all_share_change_nothing_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's import does that, and a job is to read the same before and after it."""
+    shared = yaml.SafeLoader.yaml_constructors
+    text = shared["tag:yaml.org,2002:str"]
+    monkeypatch.setitem(shared, "tag:yaml.org,2002:timestamp", text)
+    assert yaml.safe_load("2026-01-01") == "2026-01-01"
+    assert read_yaml("2026-01-01").value == date(2026, 1, 1)
+
+
+# --- values that YAML reads as something else ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (
+            "sampling: {choice: [maybe, yes, NO]}",
+            [
+                "sampling.choice.1: YAML reads yes without quotes as true; quote it: 'yes'",
+                "sampling.choice.2: YAML reads NO without quotes as false; quote it: 'NO'",
+            ],
+        ),
+        (
+            "sampling: {choice: [1, 1.10, 2026-01-01, null, '2']}",
+            [
+                "sampling.choice.0: YAML reads 1 without quotes as a number; quote it: '1'",
+                "sampling.choice.1: YAML reads 1.10 without quotes as a number; quote it: '1.10'",
+                "sampling.choice.2: YAML reads 2026-01-01 without quotes as a date; quote it: "
+                "'2026-01-01'",
+                "sampling.choice.3: YAML reads null without quotes as no value; quote it: 'null'",
+            ],
+        ),
+        ("engine: {env: {A: 1}}", ["engine.env.A: is a number, and text is wanted; quote it"]),
+        (
+            "engine: {adapters: {a: on}}",
+            ["engine.adapters.a: YAML reads on without quotes as true; quote it: 'on'"],
+        ),
+        (
+            "reuse: 2026",
+            ["reuse: YAML reads 2026 without quotes as a number; quote it: '2026'"],
+        ),
+    ],
+)
+def test_text_that_yaml_reads_as_something_else_is_to_be_quoted(
+    tmp_path: Path, field: str, said: list[str]
+) -> None:
+    assert lines_of(tmp_path, f"{JOB}{field}\n") == said
+
+
+def test_one_of_a_text_and_a_list_is_told_once(tmp_path: Path) -> None:
+    text = JOB.replace("in.csv", "20261123")
+    said = "YAML reads 20261123 without quotes as a number; quote it: '20261123'"
+    assert lines_of(tmp_path, text) == [f"source.uri: {said}"]
+    assert lines_of(tmp_path, text.replace("20261123", "[a, 20261123]")) == [
+        f"source.uri.1: {said}"
+    ]
+
+
+def test_a_template_without_quotes_is_a_mapping(tmp_path: Path) -> None:
+    said = "is a mapping, and text is wanted; put quotes around a text that begins with {"
+    text = JOB.replace('template: "{A}"', "template: {A}")
+    assert lines_of(tmp_path, text) == [f"prompt.template: {said}"]
+
+
+def test_a_field_with_nothing_behind_it_is_empty(tmp_path: Path) -> None:
+    text = f"{JOB[: JOB.rfind('output')]}output:\n  uri: out\n  column:\n"
+    said = "is empty, and text is wanted; write it, or leave the field out"
+    assert lines_of(tmp_path, text) == [f"output.column: {said}"]
+
+
+def test_values_from_python_are_told_without_a_file() -> None:
+    assert told(job_dict(sampling={"choice": [True, 2]})) == [
+        "sampling.choice.0: is true, and text is wanted; quote it: 'yes' (YAML reads yes, on and "
+        "true as true)",
+        "sampling.choice.1: is a number, and text is wanted; quote it: '2' (YAML reads digits as a "
+        "number)",
+    ]
+
+
+def test_off_is_what_early_stop_calls_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}engine: {{early_stop: off}}\n", encoding="utf-8")
+    assert BatchJob.from_yaml(path).engine.early_stop == "off"
+
+
+def test_stop_words_are_to_be_quoted() -> None:
+    (line,) = told(job_dict(sampling={"stop": [False]}))
+    assert line.startswith("sampling: stop must be ") and "quote" in line and "'no'" in line
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "said"),
+    [
+        ("source", "in.csv", "is a text, and fields with names are wanted; write source: {uri: "),
+        ("source", ["a.csv"], "is a list, and fields with names are wanted; write source: {uri: "),
+        ("prompt", "Hi {A}", "write prompt: {template: 'Hi {A}'}"),
+        ("output", "out", "write output: {uri: 'out'}"),
+        ("engine", "owner/name", "write engine: {model: 'owner/name'}"),
+        ("sampling", "greedy", "write sampling: {temperature: ...}"),
+        ("sampling", 0.7, "is a value, and fields with names are wanted; write sampling: {temper"),
+        ("limits", 3, "write limits: {max_failed_fraction: ...}"),
+        ("cluster", "auto", "write cluster: {address: 'auto'}"),
+        ("source", None, "is empty; write its fields below it, further in, such as source: {uri: "),
+    ],
+)
+def test_a_group_without_fields_says_what_to_write(group: str, value: Any, said: str) -> None:
+    (line,) = [one for one in told({**job_dict(), group: value}) if one.startswith(f"{group}: ")]
+    assert said in line and "instance" not in line and "dictionary" not in line
+
+
+def test_a_group_in_a_list_says_what_to_write() -> None:
+    lines = told(job_dict(output={"uri": "o", "publish": ["delta"]}))
+    assert lines == [
+        "output.publish.0: is a text, and fields with names are wanted; write - {format: 'delta'}"
+    ]
+
+
+def test_a_text_in_place_of_a_list_says_what_to_write() -> None:
+    lines = told(job_dict(sampling={"choice": "a"}, output={"uri": "o", "publish": "delta"}))
+    assert lines == [
+        "sampling.choice: is a text, and a list is wanted; write choice: ['a']",
+        "output.publish: is a text, and a list is wanted; write publish: ['delta']",
+    ]
+
+
+# --- unknown fields -----------------------------------------------------------------------------
+
+
+def test_all_unknown_fields_of_vllm_are_named_each_with_the_nearest() -> None:
+    lines = told(
+        job_dict(
+            sampling={"temprature": 1, "top_pp": 1, "zzzz": 1},
+            engine={"tensor_paralel_size": 2, "gpu_memory_utilisation": 0.9},
+        )
+    )
+    assert lines == [
+        "sampling: unknown field 'temprature'; did you mean 'temperature'?",
+        "sampling: unknown field 'top_pp'; did you mean 'top_p'?",
+        "sampling: unknown field 'zzzz'; remove it",
+        "engine: unknown field 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?",
+        "engine: unknown field 'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'?",
+    ]
+
+
+def test_unknown_fields_in_lists_are_named_with_the_nearest() -> None:
+    publish = [{"format": "delta", "uri": "a"}, {"formt": "delta", "uri": "b", "keys": ["a"]}]
+    assert told(job_dict(output={"uri": "o", "publish": publish})) == [
+        "output.publish.1.format: is required",
+        "output.publish.1.formt: unknown field; did you mean 'format'?",
+        "output.publish.1.keys: unknown field; did you mean 'key'?",
+    ]
+
+
+def test_what_a_union_takes_is_told_on_one_line() -> None:
+    (line,) = told(job_dict(engine={"max_model_len": "long"}))
+    assert line.startswith("engine.max_model_len: ") and "integer" in line and "'auto'" in line
+    assert line.endswith("(value: 'long')") and line.count("(value:") == 1
+
+
+# --- braces -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ['{"a": 1}', '{\n  "a": "{A}"\n}', "{", "}", "{a.b}"])
+def test_literal_braces_are_written_twice(template: str) -> None:
+    (line,) = told(job_dict(prompt={"template": template}))
+    assert line.startswith("prompt.template: ")
+    assert "write {{ and }} for braces that are meant as such" in line
