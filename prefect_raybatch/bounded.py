@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+ANSWER = 5.0  # seconds that an answer of Ray's or the store's may take
+
 Returned = TypeVar("Returned")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -227,13 +228,23 @@ def end_by_sigterm() -> None:
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
     """Ray puts its own handler for SIGTERM in place of Prefect's, which would turn cancelling into
-    a crash; whoever had set one gets it back. Ray's stays where there was none."""
+    a crash; whoever had set one gets it back. Ray's stays where there was none.
+
+    Ray's C++ side sets one, too, which Python does not know of: it calls Python's, and ends the
+    process by SIGABRT where that takes over 3 s to end it (ray#64830). Only the main thread may set
+    Python's again, which takes its place; any other puts back what was there itself.
+    """
     before = signal.getsignal(signal.SIGTERM)
+    libc, below = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a `struct sigaction`
+    libc.sigaction(signal.SIGTERM, None, below)
     try:
         yield
     finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        if callable(before):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
+            else:
+                libc.sigaction(signal.SIGTERM, below, None)
 
 
 @contextmanager
@@ -334,15 +345,16 @@ def dashboard_url() -> str:
     return url if not url or "://" in url else f"http://{url}"
 
 
-def nodes() -> set[str]:
-    """The ids of the nodes that live, of the cluster this process is connected to.
+def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[str]:
+    """The ids of the nodes that live, of the cluster this process is connected to, by whom Ray's
+    head is asked.
 
     Each is knocked at: Ray takes up to half a minute to say that one is dead.
     """
     import ray
 
     found = set()
-    for node in ray.nodes():
+    for node in ask(ray.nodes):
         place = node["NodeManagerAddress"], node["NodeManagerPort"]
         with suppress(OSError):
             if node["Alive"]:

@@ -10,6 +10,7 @@ import re
 import threading
 import uuid
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset, ExecutionResources
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
+from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
@@ -71,6 +73,9 @@ ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
 STARTED_AND_DIED = "EngineStartDied"  # the kind of a loss: no row can be to blame
 IN_CONSTRUCTOR = "raised in its creation task"  # Ray's words
+NODES_UNHEARD = replace(
+    NODE_LOST, message="whether a node was lost is not known: Ray's head does not answer"
+)
 DETAIL = 300  # characters of what Ray says of a process's end
 
 
@@ -103,6 +108,7 @@ class Pipeline:
         self._running: Dataset | None = None
         self._spanning: SpanningGroups | None = None
         self._passes = 0
+        self._questions = {name: Question(ANSWER) for name in ("nodes", "forget")}
         self.reader = ShardReader(
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
@@ -138,21 +144,22 @@ class Pipeline:
         `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
         Units whose task died with its process have no receipt: the caller sees what is missing.
         Where a node went, what is missing has one that says so, since nothing in it is to blame;
+        so too where Ray's head does not say in time whether one did;
         likewise where an engine's process died as it started, for which Ray Data ends the pass.
         Raises `EngineFailure` where that is all that came of the pass: Ray has tried it more often.
         """
-        missing = _Missing(units)
+        missing = Missing(units)
         loss, through = NODE_LOST, False
-        nodes, gone = cluster.nodes(), False
+        nodes, gone = self._nodes(), False
         self.on_pass()
         self._passes += 1
         self.forget(early=self._passes > 1)
         try:
             node_errors: list[str] = []
             with _short_errors(node_errors):
-                self._running = self._built(units, isolated)
+                self._running = self.dataset_of(units, isolated)
                 try:
-                    for receipt in _receipts(self._running):
+                    for receipt in receipts_in(self._running):
                         missing.take(receipt.unit)
                         through = True
                         yield receipt
@@ -171,7 +178,13 @@ class Pipeline:
                             ) from None
                     gone = True
             left_over = missing.units()
-            if left_over and (gone or node_errors or nodes - cluster.nodes()):
+            if left_over and not (gone or node_errors):
+                now = self._nodes()
+                if nodes is None or now is None:
+                    gone, loss = True, NODES_UNHEARD
+                else:
+                    gone = bool(nodes - now)
+            if left_over and (gone or node_errors):
                 for unit in left_over:
                     yield Receipt.of_lost(unit, self.attempt, loss)
         finally:
@@ -183,6 +196,14 @@ class Pipeline:
             if self._spanning is not None:
                 self._spanning.remove()
 
+    def _nodes(self) -> set[str] | None:
+        """The nodes that live; None where Ray does not tell in time."""
+        try:
+            return cluster.nodes(self._questions["nodes"])
+        except TimeoutError as error:
+            log.warning("Ray does not tell of its nodes: %s; the run goes on", error)
+            return None
+
     def _died_starting(self, error: ActorDiedError) -> Loss:
         tries = 1 + self.engine_resources()["max_restarts"]
         return Loss(
@@ -191,7 +212,7 @@ class Pipeline:
             f"{_why_died(error)}",
         )
 
-    def _built(self, units: Sequence[Unit], isolated: bool) -> Dataset:
+    def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         """The pass as a dataset; it keeps the settings that it was built under."""
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
@@ -321,11 +342,17 @@ class Pipeline:
     def forget(self, early: bool = True) -> None:
         """Removes from the cluster what the engines have told of their starts; `early`: those that
         were started before the run, too."""
-        with contextlib.suppress(Exception):  # of a cluster that is gone
-            forget_starts(self.attempt)
-            if early and self.early:
-                forget_starts(self.early)
-                self.early = ""
+        names = [self.attempt]
+        if early and self.early:
+            names.append(self.early)
+            self.early = ""
+
+        def ask() -> None:
+            for name in names:
+                forget_starts(name)
+
+        with contextlib.suppress(Exception):  # of a cluster that is gone, or does not answer
+            self._questions["forget"](ask)
 
     def stop(self) -> None:
         """Ends a pass from another thread than the one that iterates over it."""
@@ -373,17 +400,20 @@ class Pipeline:
         return resources_of(self.job, self.size)
 
 
-class _Missing:
-    """What no receipt of a pass has told of yet."""
+class Missing:
+    """What no receipt of a pass has told of yet, of units that share no position."""
 
     def __init__(self, units: Iterable[Unit]):
-        self._of: dict[int, list[Unit]] = {}
-        for unit in units:
+        self._of: dict[int, list[Unit]] = {}  # by offset
+        for unit in sorted(units, key=lambda unit: unit.offset):
             self._of.setdefault(unit.shard, []).append(unit)
 
     def take(self, told: Unit) -> None:
-        units = self._of.get(told.shard, ())
-        self._of[told.shard] = [part for unit in units for part in unit.without(told)]
+        # By bisection: a shard may be asked row by row, in as many units as it has rows.
+        units = self._of.get(told.shard, [])
+        first = bisect_right(units, told.offset, key=lambda unit: unit.end)
+        last = bisect_left(units, told.end, lo=first, key=lambda unit: unit.offset)
+        units[first:last] = [part for unit in units[first:last] for part in unit.without(told)]
 
     def units(self) -> list[Unit]:
         return [unit for units in self._of.values() for unit in units]
@@ -440,7 +470,7 @@ def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
     return draining() or Ledger(store).is_committed(shard)
 
 
-def _receipts(dataset: Dataset) -> Iterator[Receipt]:
+def receipts_in(dataset: Dataset) -> Iterator[Receipt]:
     for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
             yield Receipt.from_json(text)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.bounded import Question
+from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks
 ASK_ENGINES = 10.0  # seconds between questions to Ray
-ANSWER = 5.0  # seconds that an answer of Ray's or the store's may take
 NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
 
 
@@ -75,7 +74,7 @@ class Monitor:
         self._left: frozenset[str] = frozenset()  # nodes that were told of
         self.on_started: Callable[[Starting], None] = lambda starting: None
         self.starting = Starting()
-        self._noted = False
+        self.noted = False
         self.observe, self.engines, self.clock = observe, engines, clock
         self.counts: Counts | None = None  # at the latest commit
         self._progress: Progress | None = None
@@ -88,7 +87,7 @@ class Monitor:
         self._held = ""  # why the run does not work yet
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
-        asked = ("engines", "leaving", "restarts", "starts", "start", "store")
+        asked = ("engines", "leaving", "restarts", "starts", "start", "note", "store")
         self._questions = {name: Question(ANSWER) for name in asked}
         self._unheard = ""  # why the states of engines are old ones
         self._asked = self._written = float("-inf")
@@ -100,8 +99,8 @@ class Monitor:
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
             self.starting.end()
-            started, ended, _ = progress.tally.ends[-1]
-            self._longest = max(self._longest, ended - started)
+            series = progress.tally.series
+            self._longest = max(self._longest, series.ended[-1] - series.started[-1])
         self.observe(progress)
 
     def held(self, why: str) -> None:
@@ -120,12 +119,12 @@ class Monitor:
     def note_start(self) -> None:
         """Tells `on_started` of the first start that came to a commit, once; while Ray can still be
         asked."""
-        if self._noted or self.starting.ended is None:
+        if self.noted or self.starting.ended is None:
             return
-        self._noted = True
+        self.noted = True
         try:
             self.starting.heard(self._questions["start"](self.starts))
-            self.on_started(self.starting)
+            self._questions["note"](partial(self.on_started, self.starting))
         except Exception as error:  # for people alone
             log.info("how long the start took is not noted: %s: %s", type(error).__name__, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +10,21 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.bounded import within
 from prefect_raybatch.driver.driver import RunPass
 from prefect_raybatch.driver.heartbeat import Counts
 from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 
+log = logging.getLogger(__name__)
+
 LEAST_PAUSE = 60.0  # seconds: shorter pauses are nobody's business
 INTERVALS = 10  # mean times between commits without one
 PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
 STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
 STOP = 5.0  # seconds for a pass that was given up to end
+GIVE_UP = 30.0  # seconds for Ray to be told to end it, of which Ray itself waits some
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def interruptible(
     at any time.
 
     Ray cannot be interrupted from outside, so the pass runs in a thread of its own; `stop` is
-    called when it is given up, and must make it end.
+    called when it is given up, and must make it end; one that hangs is left behind.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -152,7 +157,16 @@ def interruptible(
         finally:
             over.set()
             if not ended:
-                stop()
+                _give_up(stop)
                 thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
 
     return passing
+
+
+def _give_up(stop: Callable[[], None]) -> None:
+    try:
+        within(GIVE_UP, stop)
+    except TimeoutError as error:
+        log.warning(
+            "Ray does not end the pass that is given up: %s; the run ends without it", error
+        )

@@ -86,7 +86,7 @@ CPU_ENV = {
     # The core in the actor's own process and on one thread: 2.6 ms of CPU a row against 4.9, a
     # start of 15 s against 45 s (two more processes would import vLLM), and a core left for the
     # other stages. More speed comes from more engines, one a core. Figures: docs/tuning.md.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    forking.CORE_APART: "0",
     "OMP_NUM_THREADS": "1",
 }
 GPU_DEFAULTS: dict[str, Any] = {

@@ -16,15 +16,18 @@ import hpack
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers.small import input_rows, job_dict, make_job
+from helpers.small import input_rows, job_dict, make_job, small_run
 
 from prefect_raybatch import bounded
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster import pipeline as passes
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
+from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.runs.plan_run import precheck
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
@@ -197,6 +200,41 @@ def test_a_call_without_a_limit_is_cut_off() -> None:
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         bounded.within(0.05, lambda: gate.wait(10))
     gate.set()
+
+
+@pytest.mark.parametrize("hangs", ["before", "after"])
+def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    monkeypatch.setattr(passes, "ANSWER", 0.2)
+    gate, went_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> list[Any]:
+        gate.wait(300)
+        went_on.set()
+        return []
+
+    def built(units: Any, isolated: bool) -> Any:
+        if hangs == "after":
+            monkeypatch.setattr("ray.nodes", hang)
+            monkeypatch.setattr(passes, "forget_starts", hang)
+
+    run = small_run(tmp_path)
+    size: Any = None
+    pipeline = passes.Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
+    died = Receipt.of_lost(run.whole(0), "a", Loss(ENGINE_DIED, "killed"))
+    monkeypatch.setattr("ray.nodes", hang if hangs == "before" else list)
+    monkeypatch.setattr(passes, "forget_starts", hang if hangs == "before" else len)
+    monkeypatch.setattr(pipeline, "dataset_of", built)
+    monkeypatch.setattr(passes, "receipts_in", lambda dataset: iter([died]))
+    told, unheard = pipeline([run.whole(0), run.whole(1)], False)
+    pipeline.forget()
+    assert not went_on.is_set()
+    assert told is died and unheard.unit == run.whole(1)
+    assert unheard.lost is not None and not unheard.lost.may_be_of_a_row
+    assert "Ray's head does not answer" in unheard.lost.message
+    gate.set()
+    assert went_on.wait(60)
 
 
 def test_a_job_server_is_not_taken_for_a_head(

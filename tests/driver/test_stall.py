@@ -202,6 +202,33 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     assert heard.beats[-1].engines == {"ALIVE": 2}
 
 
+@pytest.mark.parametrize("hangs", ["starts", "note"])
+def test_a_note_of_the_start_that_hangs_keeps_neither_driver_nor_watch_waiting(
+    tmp_path, monkeypatch, hangs
+):
+    monkeypatch.setattr(monitor, "ANSWER", 0.2)
+    monkeypatch.setattr(monitor, "NOTE_AFTER", -1.0)
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
+    gate, went_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> Any:
+        gate.wait(300)
+        went_on.set()
+        return []
+
+    made.starts = wait if hangs == "starts" else list
+    made.on_started = wait if hangs == "note" else lambda starting: None
+    made.starting.end()
+    clock.now = 31.0
+    made.look()  # the watch asks
+    assert isinstance(made.failure, EngineFailure) and heard.beats[-1].alarms == 1
+    made.noted = False
+    made.note_start()  # and the driver as it ends
+    assert not went_on.is_set()
+    gate.set()
+    assert went_on.wait(60)
+
+
 # --- ending a pass that hangs -------------------------------------------------------------------
 
 UNITS = [Unit(0, 0, 5)]
@@ -243,6 +270,29 @@ def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
     else:
         found.close()
     assert ended.wait(10)
+
+
+def test_a_stop_that_hangs_does_not_hold_up_the_end(monkeypatch, caplog):
+    """Nor the error that the pass is given up for, nor one of the stop itself."""
+    monkeypatch.setattr(stall, "STALL_LOOK", 0.02)
+    monkeypatch.setattr(stall, "GIVE_UP", 0.2)
+    monkeypatch.setattr(stall, "STOP", 0.2)
+    gate, went_on = threading.Event(), threading.Event()
+
+    def passes(units, isolated):
+        gate.wait(300)
+        yield Receipt(0, "a")
+
+    def stop():
+        gate.wait(300)
+        went_on.set()
+
+    with pytest.raises(EngineFailure, match="stalled"):
+        next(interruptible(passes, lambda: EngineFailure("stalled"), stop)(UNITS, False))
+    assert not went_on.is_set()
+    assert "Ray does not end the pass that is given up: no answer within 0.2 s" in caplog.text
+    gate.set()
+    assert went_on.wait(60)
 
 
 class HangingEngine(FakeEngine):
