@@ -164,7 +164,7 @@ def peer_quiet(data: Path, rows: int) -> dict[str, float]:
         batch = job(data, rows, out)
         run = plan_run(batch, "bench")
         progress = infer_run(batch, run)
-        first = min(end for _, end, _ in progress.tally.ends) - START
+        first = min(progress.tally.series.ended) - START
         report = finalize_run(batch, run, progress)
         if report.good != rows:
             raise SystemExit(f"{report.good} of {rows} rows were answered")

@@ -363,7 +363,7 @@ def peer_ours(
         init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
-        first = min(end for _, end, _ in progress.tally.ends) - START
+        first = min(progress.tally.series.ended) - START
         began = time.time()
         report = finalize_run(job, run, progress)
         if report.good != args.rows:
@@ -382,12 +382,18 @@ def peer_ours(
             "prompt_tokens": sums["prompt_tokens"] / args.rows,
             "output_tokens": sums["output_tokens"] / args.rows,
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
-            "middle_rows_s": middle(progress.tally.ends),
+            "middle_rows_s": middle(shards_of(progress)),
             "driver_cpu_s": time.process_time(),
             **{("mfu_seen" if n == "mfu" else n): v for n, v in report.roofline.items()},
             **report.figures,
             **{f"node_{name}": value for name, value in report.nodes[0].figures.items()},
         }
+
+
+def shards_of(progress: Any) -> list[tuple[float, float, int]]:
+    """(started, ended, rows) of each shard, as they were committed."""
+    started, ended, rows = progress.tally.series.times()
+    return list(zip(started.tolist(), ended.tolist(), map(int, rows), strict=True))
 
 
 def middle(ends: list[tuple[float, float, int]]) -> float:

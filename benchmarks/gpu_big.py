@@ -125,7 +125,7 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
         mark(marks, COMMITTED)
         report = finalize_run(job, run, progress)
         verdict = verify(open_store(run.uri))
-        ends = progress.tally.ends
+        ends = gpu.shards_of(progress)
         for name, at in (
             ("first shard in", min(ends)[0]),
             ("first row", min(e for _, e, _ in ends)),

@@ -38,6 +38,7 @@ BARS = {
     ("long", "8b"): (("vllm", 1.0),),
     ("varied", "8b"): (("vllm", 1.15),),
     ("prefix", "8b"): (("raydata", 1.3),),
+    **{(work, "8b"): (("vllm", 1.0),) for work in ("triage", "mid", "rag")},
 }
 EARLY = {"decided": "stopped when decided", "first_token": "one token asked first"}
 # peer -> least ratio to `LLM.chat` with its own defaults, company task and 8B
@@ -97,9 +98,10 @@ def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[s
 
 
 def ours(group: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """As it comes; where that was not run, the best of ours."""
+    """As it comes; where that was not run, the best of ours that gives whole answers."""
     mine = [r for r in group if r["peer"] == "auto" and "rows_s" in r]
-    mine = mine or [r for r in group if r["peer"].startswith("ours") and "rows_s" in r]
+    whole = [r for r in group if "+" not in r["peer"] and "rows_s" in r]
+    mine = mine or [r for r in whole if r["peer"].startswith("ours")]
     return max(mine, key=lambda r: r["rows_s"], default=None)
 
 

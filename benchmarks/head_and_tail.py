@@ -196,8 +196,10 @@ class Simulation:
         seconds = flops / (cost.COMPUTE_SHARE * CARD.flops) + read / CARD.bandwidth
         self.free[engine.gpu] = done = began + seconds
         self._answered(engine, done)
-        apart = cost.FORM_SECONDS if self.work.form else cost.PLAIN_SECONDS
-        return max(done + apart * admitted, now + cost.HOST_SECONDS * admitted)
+        apart = cost.PLAIN_SECONDS * admitted
+        if self.work.form:
+            apart = cost.FORM_STEP_SECONDS + cost.FORM_SECONDS * admitted
+        return max(done + apart, now + cost.HOST_SECONDS * admitted)
 
     def _prefill(self, row: Row, tokens: int) -> float:
         """FLOPs of so many of its prompt's tokens; the last gives the first of its answer."""

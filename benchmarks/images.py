@@ -115,7 +115,7 @@ def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
         _init_ray(args)
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
-        ends = progress.tally.ends
+        ends = gpu.shards_of(progress)
         report = finalize_run(job, run, progress)
         over = time.time()
         if report.good != args.rows:

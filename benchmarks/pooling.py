@@ -348,8 +348,8 @@ def ours(args: argparse.Namespace, model: str, more: dict[str, dict[str, Any]]) 
     sums = progress.tally.stats.to_dict()
     return {
         "rows_s": report.rows / progress.tally.busy_seconds,
-        "middle_rows_s": gpu.middle(progress.tally.ends),
-        "first_row_s": min(end for _, end, _ in progress.tally.ends) - START,
+        "middle_rows_s": gpu.middle(gpu.shards_of(progress)),
+        "first_row_s": min(progress.tally.series.ended) - START,
         "total_s": total,
         "finalize_s": time.time() - began,
         "shards": report.shards,

@@ -18,11 +18,12 @@ where it was. --limit is for the whole command: nothing is begun that would not 
 end, or alone with --report, it prints how far the model (prefect_raybatch/sizing/cost.py) is off,
 what the best arrangement measured is, and what the one the package chooses reaches of it.
 
-The rate of short answers is that of a window after the first rows and two row latencies. Of long
-ones the first rows are given answers of all lengths up to the whole, as they are in the middle of a
-run, and the window begins once all sequences run; where prompts take longer than answers, it is
-rows over the time of all, since prompts are computed at one rate from the first on. Where no row
-comes back there is no rate, and the report says so.
+The rate of short answers is that of a window after the first rows and two row latencies, from rows
+that come back to rows that come back. From 8 tokens on the first rows are given answers of all
+lengths up to the whole, as they are in the middle of a run: they would come back in waves, of which
+a window holds one more or one less. Of long ones the window begins once all sequences run; where
+prompts take longer than answers, it is rows over the time of all, since prompts are computed at one
+rate from the first on. Where no row comes back there is no rate, and the report says so.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ START_SECONDS = 75.0  # an arrangement's engines take about so long on a GPU
 LEAST_BLOCK = 16  # rows
 TOKEN_IDS = (300, 1900)  # of prompts: in any vocabulary, and none of them special
 MOST_WARM = 12.0  # seconds
+WAVES = 8  # tokens out from which rows that begin together would come back together for long
 # Until the first rows of a kind come back: grammars and kernels of its first steps are compiled.
 MOST_FIRST = 60.0
 START = "start"  # in place of a kind, where the engines did not
@@ -255,10 +257,9 @@ def measured(
         else:
             until_more_rows(engine, before, feeder)
         time.sleep(warm)
-        before, began = engine.stats(), time.time()
+        before, began = at_more_rows(engine, feeder)
         time.sleep(seconds)
-        until_more_rows(engine, before, feeder)  # of a window of 0 rows there is no rate
-        after, ended = engine.stats(), time.time()
+        after, ended = at_more_rows(engine, feeder)
         feeder.left = 0
     for thread in threads:
         thread.join()
@@ -276,7 +277,14 @@ def until_more_rows(engine: Any, before: Mapping[str, Any], feeder: Feeder) -> N
     """Waits until more rows came back than `before`, MOST_FIRST seconds at most."""
     until = time.time() + MOST_FIRST
     while engine.stats()["rows"] <= before["rows"] and not feeder.errors and time.time() < until:
-        time.sleep(0.1)
+        time.sleep(0.005)
+
+
+def at_more_rows(engine: Any, feeder: Feeder) -> tuple[dict[str, Any], float]:
+    """(counts, time) when the next rows come back: a window from there to there holds whole steps.
+    One that began at any time had one step more or less, of seventeen with 1,024 sequences."""
+    until_more_rows(engine, engine.stats(), feeder)
+    return engine.stats(), time.time()
 
 
 def most_rows(seqs: int, rate: float, seconds: float) -> float:
@@ -289,7 +297,7 @@ def window(kind: Kind, latency: float, seconds: float) -> tuple[bool, bool, floa
     """(all rows from first to last are measured, the first answers are of all lengths, seconds
     before the window)."""
     if 2 * latency <= MOST_WARM:
-        return False, False, 2 * latency + 0.5
+        return False, kind.out >= WAVES, 2 * latency + 0.5
     own = kind.prompt * (1 - kind.shared)
     return (True, False, 2.0) if own > kind.out else (False, True, 1.0)
 
@@ -601,7 +609,7 @@ def refit(args: argparse.Namespace, model: Any, rows: list[dict[str, Any]]) -> N
     """Prints the figures of the model that come nearest to these rows."""
     from prefect_raybatch.sizing import cost
 
-    names = ("COMPUTE_SHARE", "HOST_SECONDS", "FORM_SECONDS", "PLAIN_SECONDS")
+    names = ("COMPUTE_SHARE", "HOST_SECONDS", "FORM_SECONDS", "FORM_STEP_SECONDS")
     now = {name: getattr(cost, name) for name in names}
 
     def off(values: dict[str, float]) -> float:

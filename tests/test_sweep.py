@@ -83,7 +83,7 @@ def test_a_window_without_rows_is_an_error(
     sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "MOST_FIRST", 0.0)
-    engine = Slow(looks=5)  # of which the last ends the window
+    engine = Slow(looks=8)  # of which the last ends the window
     assert "no row came back within" in measured(sweep, engine)["error"]
 
 

@@ -143,6 +143,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
 
     for name, field in job.prompt.columns.items():
         known(name, field)
+    _check_asked(job, names)
     check_chat_columns(job.prompt, schema)
     for name in job.prompt.images.columns:
         known(name, "prompt.images.columns")
@@ -182,6 +183,34 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
                 f"output: column {name!r} is already an input column; rename it with {remedy}, "
                 "or leave the input's out with output.columns"
             )
+
+
+def _check_asked(job: BatchJob, names: Sequence[str]) -> None:
+    """`ConfigError` where all rows ask the same and get the same answer."""
+    if not job.prompt.alike or _drawn_apart(job):
+        return
+    twice = [name for name in names if f"{{{{{name}}}}}" in (job.prompt.template or "")]
+    how = f"{{{{{twice[0]}}}}} is that text in braces, and " if twice else ""
+    raise ConfigError(
+        f"prompt.template: has no {{Column}}, so all rows ask the same and get the same answer; "
+        f"{how}{{{(twice or names)[0]}}} is the value of a row (columns: {', '.join(names)})"
+    )
+
+
+def alike_note(job: BatchJob) -> str | None:
+    """What is said of a job whose rows all ask the same, where their answers may differ."""
+    if not job.prompt.alike or not _drawn_apart(job):
+        return None
+    return (
+        "prompt.template has no {Column}: all rows ask the same, and their answers differ by "
+        "chance alone (sampling.temperature)"
+    )
+
+
+def _drawn_apart(job: BatchJob) -> bool:
+    """Whether equal requests may get different answers."""
+    drawn = job.sampling.temperature > 0 and (job.sampling.model_extra or {}).get("seed") is None
+    return drawn and not tasks.pools(job.engine.task)
 
 
 def _check_image_column(column: pa.Field) -> None:

@@ -226,6 +226,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
         found = source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     trial_rows(job, sum(file.rows for file in found.files))
+    if note := planning.alike_note(job):
+        log.warning("%s", note)
     for line in check_targets_of(job, found.schema, run_key):
         log.info("to publish: %s", line)
     context = None

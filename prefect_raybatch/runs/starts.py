@@ -53,7 +53,7 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
         for name, beat in read_beats(one.store, began).items():
             if (start := began[name]) is not None:
                 spans.append((start, beat.at))
-    return covered(sorted(spans))
+    return covered([start for start, _ in spans], [end for _, end in spans])
 
 
 def _notes(ledger: Ledger) -> list[dict[str, Any]]:

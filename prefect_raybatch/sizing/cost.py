@@ -1,10 +1,10 @@
 """What a row costs an engine and its GPU, and the rate that engines on a GPU reach. Pure.
 
-An engine has one core of Python, which works while the GPU does, up to a part that each waits for.
-Engines that share a GPU take turns at it, as clerks share a copier: the textbook model of a closed
-queue with n customers, one server and time to think, solved by mean value analysis. The GPU's time
-is FLOPs and bytes, one after the other. Where the figures come from, and how far they agree with
-what was measured: docs/tuning.md.
+An engine has one core of Python, which works while the GPU does, up to a part of each step for
+which the GPU waits. Engines that share a GPU take turns at it, as clerks share a copier: the
+textbook model of a closed queue with n customers, one server and time to think, solved by mean
+value analysis. The GPU's time is FLOPs and bytes, one after the other. Where the figures come from,
+and how far they agree with what was measured: docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from prefect_raybatch.sizing.roofline import work_of
 
 # Seconds of Python a row of a short answer on the engine's core: three engines of a 0.5B.
 HOST_SECONDS = 0.47e-3
-# Of these, what neither does while the other works: one engine of an 8B gave 1,102 rows/s with a
-# choice, where vLLM waits for each token before it knows the next mask, and 445 without one.
-FORM_SECONDS, PLAIN_SECONDS = 0.25e-3, 0.03e-3
-COMPUTE_SHARE = 0.66  # of a card's dense 16-bit FLOPs, by eleven arrangements on an H200
+# Of a row, and of each step whatever the rows in it, in which neither works while the other does.
+# Where answers have a form, vLLM waits for each token before it knows the next mask: one engine of
+# an 8B gave 1,102 rows/s of six tokens with 256 sequences, 1,817 of one token with 1,024.
+FORM_SECONDS, FORM_STEP_SECONDS = 0.09e-3, 7e-3
+PLAIN_SECONDS = 0.03e-3  # a row, where they have none
+COMPUTE_SHARE = 0.64  # of a card's dense 16-bit FLOPs, by 40 arrangements on H200s
 FP8_GAIN = 1.3  # times that, where card and weights are of fp8: one arrangement
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
@@ -111,5 +113,7 @@ def busy(engines: int, host: float, gpu: float) -> float:
 def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: int) -> float:
     """The steady rate of so many engines on one GPU, each of `seqs` sequences."""
     gpu = gpu_seconds(model, card, row, seqs)
-    apart = FORM_SECONDS if row.form else PLAIN_SECONDS
+    apart = PLAIN_SECONDS
+    if row.form:  # a row is in as many steps as its answer has tokens, and shares them
+        apart = FORM_SECONDS + FORM_STEP_SECONDS * (row.out or 0) / seqs
     return min(busy(engines, apart, gpu) / gpu, engines / HOST_SECONDS)

@@ -12,13 +12,12 @@ from typing import Literal
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.memory import share
 from prefect_raybatch.sizing.cards import Card
-from prefect_raybatch.sizing.cost import Tokens, gpu_seconds, rows_per_second
+from prefect_raybatch.sizing.cost import Tokens, rows_per_second
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
 SEQUENCE_GAIN = 0.02  # the least gain for which more sequences are taken
-PACKED_GAIN = 0.1  # of more sequences in engines that share a GPU: only 256 are measured there
 
 
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
@@ -51,7 +50,7 @@ def best_sequences(
     def rate(seqs: int) -> float:
         return rows_per_second(fit.model, card, row, engines, seqs)
 
-    return fewest([tried[0], *room], rate, SEQUENCE_GAIN if engines == 1 else PACKED_GAIN)
+    return fewest([tried[0], *room], rate, SEQUENCE_GAIN)
 
 
 def choose_max_num_seqs(
@@ -75,17 +74,20 @@ def choose_max_num_seqs(
     row = replace(row, out=row.out if row.out is not None else longest)
     found = best_sequences(fit, card, row, engines_per_gpu)
     each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
-    usual = gpu_seconds(fit.model, card, row, SEQUENCES)
-    gains = {n: usual / gpu_seconds(fit.model, card, row, n) - 1 for n in TRIED}
+
+    def gain(seqs: int) -> float:
+        model = fit.model
+        usual = rows_per_second(model, card, row, engines_per_gpu, SEQUENCES)
+        return rows_per_second(model, card, row, engines_per_gpu, seqs) / usual - 1
+
     if found > SEQUENCES:
-        what = f"about {gains[found]:.0%} faster than {SEQUENCES}"
+        what = f"about {gain(found):.0%} faster than {SEQUENCES}"
         return found, f"{what}: answers of {row.out} tokens{each}"
-    least = SEQUENCE_GAIN if engines_per_gpu == 1 else PACKED_GAIN
-    more = next((n for n in TRIED[1:] if gains[n] > least), None)
+    more = next((n for n in TRIED[1:] if gain(n) > SEQUENCE_GAIN), None)
     if more is None:
-        what = f"{TRIED[-1]} would bring about {gains[TRIED[-1]]:.0%}"
+        what = f"{TRIED[-1]} would bring about {gain(TRIED[-1]):.0%}"
         return SEQUENCES, f"{what}: answers of {row.out} tokens{each}"
     if engines_per_gpu > 1:
-        return SEQUENCES, f"for each of {engines_per_gpu} engines on a GPU"
+        return SEQUENCES, f"{more} rows have no room in the KV cache{each}"
     held = fit.asking(max_num_seqs=more).rows_held(row.typical)
     return SEQUENCES, f"the KV cache has room for {held} rows of about {row.typical} tokens"

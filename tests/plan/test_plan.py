@@ -570,6 +570,22 @@ def test_secrets_stay_out_of_the_run_directory():
             ["prompt.template", "'Compny'", "did you mean 'Company'", "Country"],
         ),
         ({"prompt": {"template": "{zzz}"}}, ["no column 'zzz' (columns: id, Company, Country)"]),
+        (
+            {"prompt": {"template": "Hi"}},
+            ["prompt.template", "no {Column}", "{id} is the value of a row (columns: id, Company"],
+        ),
+        (
+            {"prompt": {"template": "Hi {{Company}}"}},
+            ["{{Company}} is that text in braces, and {Company} is the value of a row"],
+        ),
+        (
+            {"prompt": {"template": "Hi"}, "sampling": {"temperature": 1, "seed": 7}},
+            ["all rows ask the same and get the same answer"],
+        ),
+        (
+            {"prompt": {"template": "Hi"}, "engine": {"model": "a/b", "task": "embed"}},
+            ["all rows ask the same and get the same answer"],
+        ),
         ({"output": {"uri": "out", "file_mb": 4097}}, ["output.file_mb: 4097", "than 4096"]),
         (
             {"output": {"uri": "o", "columns": ["id", "country"]}},
