@@ -11,12 +11,15 @@ import gzip
 import hashlib
 import io
 import logging
+import os
 import re
+import tempfile
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import IO
 
 import numpy as np
 
@@ -33,6 +36,7 @@ FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
 LEAST_COMMITS = 200  # fewer than these are not worth a file at the end of an attempt
 MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
 CHECKPOINT_READERS = 4
+HELD_BYTES = 8 << 20  # of folded records in memory; 10^9 rows in 250,000 shards have 250 MB
 MOST_STRAYS = 20
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -103,23 +107,89 @@ class Folder:
             log.warning("commits were not folded, so a resume takes longer: %s", error)
 
 
-def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> dict[int, bytes]:
-    """Shard to record, as far as checkpoints hold records that the listing confirms.
+class Copies:
+    """Folded records by shard, each taken once; `confirmed` tells whether bytes are the record.
+
+    The first HELD_BYTES are held in memory and the others on the local disk (TMPDIR), as far as it
+    has room, so that memory hardly grows with what records say: 12 bytes a shard.
+    """
+
+    def __init__(self, shards: int, confirmed: Callable[[int, bytes], bool]) -> None:
+        self._confirmed = confirmed
+        self._held: dict[int, bytes] = {}
+        self._held_bytes = 0
+        self._file: IO[bytes] | None = None
+        self._end, self._full = 0, False
+        self._starts = np.full(shards, -1, np.int64)
+        self._sizes = np.zeros(shards, np.int32)
+
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._held or self._starts[shard] >= 0
+
+    def add(self, records: Mapping[int, bytes]) -> None:
+        size = sum(map(len, records.values()))
+        if self._held_bytes + size <= HELD_BYTES or self._full or not self._written(records):
+            self._held.update(records)
+            self._held_bytes += size
+
+    def take(self, shard: int) -> bytes | None:
+        """The record of a shard that is in here; None where the local disk does not give it back,
+        of which the store's own is to be read then."""
+        body = self._held.pop(shard, None)
+        if body is not None or self._file is None:
+            return body
+        start, size = int(self._starts[shard]), int(self._sizes[shard])
+        try:
+            body = os.pread(self._file.fileno(), size, start)
+        except OSError as error:
+            log.warning("%s: folded commits cannot be read: %s", tempfile.gettempdir(), error)
+            return None
+        return body if self._confirmed(shard, body) else None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _written(self, records: Mapping[int, bytes]) -> bool:
+        """Whether the local disk has taken them."""
+        left, at = memoryview(b"".join(records.values())), self._end
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="raybatch-", buffering=0)  # noqa: SIM115
+            while left:
+                done = os.pwrite(self._file.fileno(), left, at)
+                left, at = left[done:], at + done
+        except OSError as error:
+            log.warning("%s: folded commits stay in memory: %s", tempfile.gettempdir(), error)
+            self._full = True
+            return False
+        for shard, body in records.items():
+            self._starts[shard], self._sizes[shard] = self._end, len(body)
+            self._end += len(body)
+        return True
+
+
+def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copies:
+    """The records of shards, as far as checkpoints hold such as the listing confirms.
 
     `exact` asks for proof by checksum; without it the same size will do where there is no other
-    mark. Memory is that of the records, about 1 KB a shard.
+    mark.
     """
     confirmed = listing.proves if exact else listing.fits
-    found: dict[int, bytes] = {}
+    planned = range(len(listing.done))
+    found = Copies(len(planned), confirmed)
     if not listing.done.any() or (exact and not any(listing.md5)):
         return found
     names = [info.path for info in store.list(CHECKPOINTS) if CHECKPOINT_NAME.match(info.path)]
     for lines in read_ahead(
         partial(_lines, store, plan_hash), names, CHECKPOINT_READERS, CHECKPOINT_READERS
     ):
+        records: dict[int, bytes] = {}
         for shard, body in lines:
-            if shard < len(listing.done) and shard not in found and confirmed(shard, body):
-                found[shard] = body
+            new = shard in planned and shard not in records and shard not in found
+            if new and confirmed(shard, body):
+                records[shard] = body
+        found.add(records)
     return found
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.checkpoints import Listing, folded
+from prefect_raybatch.ledger.checkpoints import Copies, Listing, folded
 from prefect_raybatch.ledger.failures import FailureKey, Failures, add_failures
 from prefect_raybatch.ledger.layout import (
     ATTEMPT_NAME,
@@ -159,20 +160,25 @@ class Ledger:
         raises `CorruptRun`, or is given to `on_fault` and left out.
         """
         shards = np.flatnonzero(listing.done).tolist()
-        known = folded(self.store, plan.hash, listing, exact) if copies else {}
-        rest = [shard for shard in shards if shard not in known]
-        read = read_ahead(partial(self._try_read, plan), rest, READERS, 4 * READERS)
-        for shard in shards:
-            body = known.pop(shard, None)
-            commit = next(read) if body is None else _try(plan, shard, body)
-            if isinstance(commit, CorruptRun):
-                if on_fault is None:
-                    raise commit
-                on_fault(commit)
-                continue
-            if body is None:
-                on_read(commit)
-            yield commit
+        none = Copies(plan.shards, listing.fits)
+        with closing(folded(self.store, plan.hash, listing, exact) if copies else none) as known:
+            rest = [shard for shard in shards if shard not in known]
+            read = read_ahead(partial(self._try_read, plan), rest, READERS, 4 * READERS)
+            for shard in shards:
+                copied = shard in known
+                body = known.take(shard) if copied else None
+                if body is not None:
+                    commit = _try(plan, shard, body)
+                else:
+                    commit = self._try_read(plan, shard) if copied else next(read)
+                if isinstance(commit, CorruptRun):
+                    if on_fault is None:
+                        raise commit
+                    on_fault(commit)
+                    continue
+                if body is None:
+                    on_read(commit)
+                yield commit
 
     def every_commit(self, plan: Plan) -> Iterator[Commit]:
         """The commits of all shards of a whole run, by shard, whatever a listing shows.

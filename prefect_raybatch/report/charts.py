@@ -15,11 +15,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 def charts(tally: Tally, shards: int) -> Charts:
     """Charts of a run of `shards` shards, also of one that goes on: the tally may grow meanwhile in
     another thread, and what comes after this began is left out."""
-    number = min(tally.shards, len(tally.ends))
-    ends = tally.ends[:number]
     series = tally.series
-    started = np.array([start for start, _, _ in ends], np.float64)
-    ended = np.array([end for _, end, _ in ends], np.float64)
+    started, ended, _ = series.times()
+    number = len(ended)
     # Copies: an array that numpy looks into cannot grow.
     rows, prompt, output, shard, failed = (
         np.array(values[:number], np.float64)

@@ -1,4 +1,4 @@
-"""Folds commits into counts, sums and stage statistics; memory grows by one tuple a shard."""
+"""Folds commits into counts, sums and stage statistics; memory grows by twelve numbers a shard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.records import Commit
@@ -46,9 +48,10 @@ class Share:
 
 @dataclass
 class Series:
-    """Numbers of each commit in the order they were added, for plots: a few bytes a shard.
+    """Numbers of each commit in the order they were added, for plots and rates: bytes a shard.
 
-    Seconds of a stage that a commit does not know are NaN.
+    Seconds of a stage that a commit does not know are NaN. `timed` are the rows that `started` and
+    `ended` are of; these are 0 where a commit does not know them, and `ended` is added last.
     """
 
     shard: array[float] = field(default_factory=lambda: array("d"))
@@ -56,6 +59,9 @@ class Series:
     failed: array[float] = field(default_factory=lambda: array("d"))
     prompt: array[float] = field(default_factory=lambda: array("d"))
     output: array[float] = field(default_factory=lambda: array("d"))
+    timed: array[float] = field(default_factory=lambda: array("d"))
+    started: array[float] = field(default_factory=lambda: array("d"))
+    ended: array[float] = field(default_factory=lambda: array("d"))
     seconds: dict[str, array[float]] = field(
         default_factory=lambda: {name: array("f") for name, _ in STAGE_SECONDS}
     )
@@ -70,6 +76,17 @@ class Series:
         for name, key in STAGE_SECONDS:
             seconds = getattr(stats, key)
             self.seconds[name].append(math.nan if seconds is None else seconds)
+        self.timed.append(int(stats.rows or 0))
+        self.started.append(stats.started or 0.0)
+        self.ended.append(stats.ended or 0.0)
+
+    def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(started, ended, timed) as copies: an array that numpy looks into cannot grow."""
+        number = len(self.ended)
+        started, ended, timed = (
+            np.array(values[:number]) for values in (self.started, self.ended, self.timed)
+        )
+        return started, ended, timed
 
 
 class Tally:
@@ -83,7 +100,6 @@ class Tally:
         self.good = self.failed = self.skipped = self.shards = 0
         self.longest: dict[str, float] = {}  # seconds of a stage
         self.failures: Counter[FailureKey] = Counter()
-        self.ends: list[tuple[float, float, int]] = []  # started, ended, rows of each shard
         self.series = Series()
         self.fold = StatsFold()
         self.by_engine: dict[Place, Share] = {}
@@ -108,8 +124,6 @@ class Tally:
             if seconds is not None:
                 self.longest[name] = max(self.longest.get(name, 0.0), seconds)
         self.failures.update(commit.failures)
-        stats = commit.stats
-        self.ends.append((stats.started or 0, stats.ended or 0, int(stats.rows or 0)))
 
     def _place(self, commit: Commit, rows: int) -> None:
         """Counts a commit for the engine and the nodes it went through, where they are known."""
@@ -137,7 +151,8 @@ class Tally:
     @property
     def busy_seconds(self) -> float:
         """Time in which at least one shard was in the engine stage or after it."""
-        return covered(sorted((start, end) for start, end, _ in self.ends))
+        started, ended, _ = self.series.times()
+        return covered(started, ended)
 
     @property
     def steady_rate(self) -> float:
@@ -145,22 +160,26 @@ class Tally:
 
         With fewer than three shards that is no steady state, and the rate over all is given.
         """
-        ends = sorted((end, rows) for _, end, rows in self.ends)
-        if len(ends) < 3 or ends[-1][0] <= ends[0][0]:
+        started, ended, rows = self.series.times()
+        if len(ended) < 3 or ended.max() <= ended.min():
             return self.rows / self.busy_seconds if self.busy_seconds else 0.0
-        first = ends[0][0]  # from there on; time in which nothing ran, between attempts, is not
-        spans = sorted((max(start, first), end) for start, end, _ in self.ends if end > first)
+        earliest = int(np.lexsort((rows, ended))[0])
+        first = ended[
+            earliest
+        ]  # from there on; time in which nothing ran, between attempts, is not
+        later = ended > first
         # Where a clock was set back, shards end before they began, and no time is covered.
-        seconds = covered(spans)
-        return sum(rows for _, rows in ends[1:]) / seconds if seconds else 0.0
+        seconds = covered(np.maximum(started[later], first), ended[later])
+        return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
     def recent_rate(self, window: float = 120.0) -> float:
         """Rows a second over the shards that ended in the last `window` seconds; 0 for none."""
         now = time.time()
-        recent = [(start, rows) for start, end, rows in self.ends if now - end < window]
-        if not recent:
+        started, ended, rows = self.series.times()
+        recent = now - ended < window
+        if not recent.any():
             return 0.0
-        return sum(rows for _, rows in recent) / max(now - min(s for s, _ in recent), 1e-6)
+        return float(rows[recent].sum()) / max(now - float(started[recent].min()), 1e-6)
 
     def stages(self) -> tuple[StageStats, ...]:
         whole = self.stats
@@ -293,10 +312,9 @@ def _at_once(engines: Iterable[Place]) -> int:
     return max(Counter(attempt for attempt, _ in engines).values(), default=0)
 
 
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds that are in at least one of these (start, end), in order of their starts."""
-    total, reached = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+def covered(starts: Sequence[float] | np.ndarray, ends: Sequence[float] | np.ndarray) -> float:
+    """Seconds that are in at least one of the times that start and end so."""
+    order = np.argsort(starts, kind="stable")
+    start, end = np.asarray(starts, np.float64)[order], np.asarray(ends, np.float64)[order]
+    reached = np.maximum.accumulate(np.concatenate([[-np.inf], end]))[:-1]
+    return float(np.maximum(0.0, end - np.maximum(start, reached)).sum())

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import BinaryIO
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError, UnsafeStore
@@ -134,9 +135,10 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; missing ones are fine. Local folders left empty go too.
+        """Delete files; missing ones are fine. Local folders left empty go too. `paths` may be a
+        listing that is still under way: a few thousand are held at a time.
 
-        Never through a link to a folder: StoreError before anything is deleted.
+        Never through a link to a folder: StoreError before anything of those is deleted.
         """
 
     @abstractmethod
@@ -221,6 +223,13 @@ class Store(ABC):
                 "R2, Ceph radosgw with a bucket that keeps no versions) or a local file system "
                 "with hard links for the output."
             )
+
+
+def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
+    """`size` of them at a time, the last ones fewer."""
+    left = iter(paths)
+    while some := list(islice(left, size)):
+        yield some
 
 
 def not_found(uri: str) -> FileNotFoundError:

@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
-from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, too_large
+from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, in_batches, too_large
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
 from prefect_raybatch.storage.uri import checked, join
@@ -177,9 +177,8 @@ class S3Store(Store):
         self._until_answered("put_object", key, upload(source, target, part))
 
     def delete(self, paths: Iterable[str]) -> None:
-        keys = [self._key(path) for path in paths]
-        for start in range(0, len(keys), LISTING_PAGE):
-            batch = [{"Key": key} for key in keys[start : start + LISTING_PAGE]]
+        for some in in_batches(paths, LISTING_PAGE):
+            batch = [{"Key": self._key(path)} for path in some]
             self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
 
     def open(self, path: str) -> BinaryIO:

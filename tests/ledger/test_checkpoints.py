@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
+import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints
-from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.checkpoints import Copies, Folder
 from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.finalize import finalize
@@ -172,3 +176,75 @@ def test_on_s3_the_etag_proves_a_folded_record(tmp_path, s3, monkeypatch):
     for exact in (False, True):
         assert shards_of(run, exact=exact) == [0, 1, 2, 3]
         assert len(reads.taken()) == 4
+
+
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SmallRun, Reads]:
+    """A run of folded commits, of which none fits into memory."""
+    run = small_run(tmp_path, rows=40, per_shard=5)
+    run.commit_all()
+    monkeypatch.setattr(checkpoints, "FOLD", 3)
+    fold(run, range(8))
+    monkeypatch.setattr(checkpoints, "HELD_BYTES", 0)
+    return run, Reads(run, monkeypatch)
+
+
+def test_folded_records_that_are_many_wait_on_the_local_disk(tmp_path, monkeypatch):
+    run, reads = many(tmp_path, monkeypatch)
+    written: list[int] = []
+    write = os.pwrite
+
+    def counting(file: int, data: memoryview, at: int) -> int:
+        done = write(file, data[:1_000], at)  # as a disk may: not all at once
+        written.append(done)
+        return done
+
+    monkeypatch.setattr(os, "pwrite", counting)
+    assert shards_of(run) == [*range(8)]
+    assert not reads.taken()
+    assert sum(written) == sum(p.stat().st_size for p in (tmp_path / COMMITS).iterdir())
+
+
+def test_memory_does_not_grow_with_what_folded_records_say(monkeypatch):
+    monkeypatch.setattr(checkpoints, "HELD_BYTES", 2 << 20)
+    tracemalloc.start()
+    with closing(Copies(20, lambda shard, body: body[0] == shard)) as found:
+        for shard in range(20):
+            found.add({shard: bytes([shard]) * (1 << 20)})  # 1 MiB of its number
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 4 << 20
+        assert [found.take(shard) for shard in range(20)] == [
+            bytes([n]) * (1 << 20) for n in range(20)
+        ]
+
+
+def test_where_the_local_disk_is_full_folded_records_stay_in_memory(tmp_path, monkeypatch, caplog):
+    run, reads = many(tmp_path, monkeypatch)
+    write, calls = os.pwrite, iter(range(99))
+
+    def full(file: int, data: memoryview, at: int) -> int:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(file, data[: len(data) // 2 + 1], at)  # the second half of a file is refused
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert shards_of(run) == [*range(8)]
+    assert not reads.taken()
+    assert caplog.text.count("folded commits stay in memory") == 1
+
+
+@pytest.mark.parametrize("how", ["cut", "refused"])
+def test_what_the_local_disk_does_not_give_back_is_read_from_the_store(tmp_path, monkeypatch, how):
+    run, reads = many(tmp_path, monkeypatch)
+    read, sizes = os.pread, iter(range(99))
+
+    def bad(file: int, size: int, at: int) -> bytes:
+        if next(sizes) not in (1, 4):
+            return read(file, size, at)
+        if how == "refused":
+            raise OSError(errno.EIO, "input/output error")
+        return read(file, size - 1, at)
+
+    monkeypatch.setattr(os, "pread", bad)
+    assert shards_of(run) == [*range(8)]
+    assert reads.taken() == [commit_path(1), commit_path(4)]

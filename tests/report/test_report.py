@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -61,6 +63,27 @@ def test_a_clock_that_was_set_back_leaves_a_rate_unknown():
     """The figures of a commit never change: a report that failed on them would fail for ever."""
     made = tally(commit(100, 95), commit(101, 96), commit(102, 97))
     assert made.steady_rate == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_times_that_overlap_count_once(seed):
+    rng = random.Random(seed)
+    times = [(at, at + rng.randrange(1, 9)) for at in (rng.randrange(60) for _ in range(12))]
+    made = tally(*(commit(start, end) for start, end in times))
+    assert made.busy_seconds == len({s for start, end in times for s in range(start, end)})
+    first = min(end for _, end in times)
+    later = {s for start, end in times for s in range(max(start, first), end)}
+    assert made.steady_rate == (10 * (len(times) - 1) / len(later))  # 10 rows each
+
+
+def test_a_tally_takes_few_bytes_a_shard():
+    made, one = Tally(), commit(0, 10, prepare_s=1.0, engine_s=2.0)
+    tracemalloc.start()
+    for _ in range(10_000):
+        made.add(one)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100 * 10_000
 
 
 def test_stages_have_time_rate_and_balance():

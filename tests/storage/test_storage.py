@@ -53,6 +53,7 @@ from prefect_raybatch.storage import (
     read_ahead,
     s3_silence,
 )
+from prefect_raybatch.storage import local as local_module
 from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.s3_client import Connection
 
@@ -419,6 +420,26 @@ def test_listing_and_deleting_go_past_one_page(
     assert paths == [f"commits/{n:05}" for n in range(45)]
     s3_store.delete(iter(paths))
     assert list(s3_store.list()) == []
+
+
+def test_what_is_listed_is_deleted_while_it_is_listed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of 500,000 pieces was held."""
+    monkeypatch.setattr(s3_module, "LISTING_PAGE", 10)
+    monkeypatch.setattr(local_module, "DELETED_AT_ONCE", 10)
+    for number in range(45):
+        store.put(f"pieces/{number:05}", b"")
+    left: list[int] = []
+
+    def listed() -> Iterator[str]:
+        for number, info in enumerate(store.list("pieces")):
+            if number % 10 == 0:
+                left.append(sum(1 for _ in store.list("pieces")))
+            yield info.path
+
+    store.delete(listed())
+    assert left == [45, 35, 25, 15, 5] and list(store.list()) == []
 
 
 def test_large_file_goes_in_parts(
@@ -927,6 +948,7 @@ def silent() -> Iterator[str]:
 def test_a_store_that_is_away_is_told_in_time_and_named(
     away: str, silent: str, answers, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
+    assert answers[1].read("x") == WHOLE  # the client is imported
     monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.3)
     endpoint = {
         "refused": "http://127.0.0.1:9",
