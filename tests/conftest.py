@@ -45,14 +45,15 @@ settings.load_profile("prefect_raybatch")
 # Where several processes run the tests (pytest -n), the files that use a shared server stay in one
 # of them, so that there are few of it, and come first, being the longest. Those of Ray and Prefect
 # are a group of their own: together with either, one process would work on when the other has
-# nothing left. Of other servers the first here counts. Other files go to whoever is free, those
-# that start engines before the rest, for the same reason.
+# nothing left. Of other servers the first here counts. Other files go to whoever is free, for the
+# same reason those that start engines first, then those of no room, of which some take minutes.
 SHARED = {
     "ray": re.compile(r"\b(ray_head|local_ray)\b"),
     "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
     "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
 }
 GROUPS = ["ray", "prefect", "ray and prefect", "s3"]  # in this order
+TESTS = Path(__file__).parent
 LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
 
 
@@ -69,7 +70,9 @@ def turn(path: Path) -> int:
     """Which files come before which: those of a server, in its order, the long ones, the rest."""
     if (name := group(path)) in GROUPS:
         return GROUPS.index(name)
-    return len(GROUPS) + (not LONG.search(path.read_text(encoding="utf-8")))
+    if LONG.search(path.read_text(encoding="utf-8")):
+        return len(GROUPS)
+    return len(GROUPS) + (1 if path.parent == TESTS else 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

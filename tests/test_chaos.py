@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from chaos import checker
 from chaos.campaign import _order, main, markdown
+from chaos.engine import Fast
 from chaos.kinds import load
 from chaos.places import Folder
+from helpers.processes import until
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
@@ -144,6 +148,31 @@ def test_the_table_sums_up_and_names_what_failed() -> None:
     table = markdown([record, {**record, "number": 1, "ok": True, "recover": None}], load())
     assert "| driver killed (the process) | 2 (2, 0) | 2 | 4 | 0 | 30, 40 | 1.2, 1.2 |" in table
     assert "Seed 5; 2 trials, 1 not ok" in table and "Not ok: driver_killed#0" in table
+
+
+def test_engines_hold_a_run_that_is_to_be_killed(tmp_path: Path) -> None:
+    """As many blocks as they are told to are answered, and the others wait for a word."""
+
+    def order(**orders: Any) -> None:
+        (tmp_path / "new").write_text(json.dumps({"sleep": 0, **orders}))
+        (tmp_path / "new").replace(tmp_path / "engine.json")
+
+    def block(shard: int) -> int:
+        engine.mine.rows = [(shard, at, f"{shard} {at}") for at in range(25)]
+        return len(engine.run([SimpleNamespace(prompt_token_ids=[1])] * 25))
+
+    order(most=50)
+    engine = Fast(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        blocks = [pool.submit(block, shard) for shard in range(4)]
+        try:
+            seen = tmp_path / "seen" / str(os.getpid())
+            until(lambda: seen.exists() and seen.read_text().count("\n") == 100, 60, "the blocks")
+            until(lambda: sum(one.done() for one in blocks) >= 2, 60, "those that are answered")
+            assert sum(one.done() for one in blocks) == 2
+        finally:
+            order(most=None)
+    assert [one.result() for one in blocks] == [25] * 4
 
 
 @pytest.mark.e2e

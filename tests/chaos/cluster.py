@@ -69,6 +69,7 @@ class Nodes:
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--node-ip-address", host, "--num-cpus", str(cpus), *args]
         command += ["--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"]
+        command += ["--include-log-monitor", "false"]  # nobody hears its workers
         return [*command, "--min-worker-port", "0", "--max-worker-port", "0"]
 
     def _log(self, host: str) -> Path:
@@ -138,7 +139,7 @@ class RayCluster(Nodes):
                         "--ray-client-server-port",
                         client,
                     ),
-                    *("--include-dashboard=false", "--temp-dir", str(self.folder)),
+                    *("--include-dashboard=false", "--temp-dir", str(self.folder), "--no-monitor"),
                 )
                 return
             except RuntimeError as error:

@@ -8,6 +8,7 @@ is how rows that were inferred again are counted.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -44,12 +45,16 @@ def once(folder: Path, name: str) -> bool:
     return True
 
 
-def note_rows(folder: Path, rows: Rows) -> None:
-    """Appends the rows handed to an engine to a file of this process."""
+def note_rows(folder: Path, rows: Rows) -> int:
+    """Appends the rows handed to an engine to a file of this process; how many it was then, of all
+    that engines were handed."""
     text = "".join(f"{shard} {position}\n" for shard, position, _ in rows)
     (folder / "seen").mkdir(exist_ok=True)
-    with open(folder / "seen" / str(os.getpid()), "a") as file:
-        file.write(text)
+    with open(folder / "seen.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(folder / "seen" / str(os.getpid()), "a") as file:
+            file.write(text)
+        return sum(path.read_bytes().count(b"\n") for path in (folder / "seen").iterdir())
 
 
 def well_rows(table: pa.Table) -> Rows:
@@ -108,7 +113,9 @@ class Fast:
         rows: Rows = self.mine.rows
         if len(rows) != len(requests):
             raise RuntimeError(f"{len(requests)} requests for {len(rows)} rows")
-        note_rows(self.folder, rows)
+        seen = note_rows(self.folder, rows)
+        while seen > (self._orders().get("most") or seen):  # held: the run is not to end
+            time.sleep(0.05)
         orders = self._orders()
         self._misbehave(orders, [text for _, _, text in rows])
         texts = [answer(self._asked(text, orders)) for _, _, text in rows]

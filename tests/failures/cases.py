@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from helpers import environ
 from helpers.pager import automations_script, pager
 from helpers.postgresql import PASSWORD, postgresql
 from helpers.prefect_server import settings_for
-from helpers.processes import below
+from helpers.processes import ENGINE, below, held
 from helpers.ray_head import ROOT
 from s3server import proxy
 
@@ -68,8 +68,13 @@ PATH = f"{ROOT}{os.pathsep}{environ.python_path()}"  # what workers can import
 
 
 def many(world: World, rows: int = 3_000) -> dict[str, Any]:
-    """A source in many shards: of some seconds' work, or with 20,000 rows of minutes."""
+    """A source in many shards."""
     return {"uri": world.customers("many.csv", rows), "rows_per_shard": 50}
+
+
+def holding(world: World, key: str) -> AbstractContextManager[None]:
+    """No machine is to be through with a run on the head before what is done to it."""
+    return held(lambda: below(world.head.pid, *ENGINE), lambda: world.commits(key))
 
 
 def kill(pid: int) -> None:
@@ -187,21 +192,23 @@ def engine_dies(world: World) -> Seen:
 )
 def store_stalls(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
-    stalled = threading.Event()
+    committed, over = threading.Event(), threading.Event()
 
     def decide(method: str, path: str, headers: Any) -> str:
-        return "slow 40" if stalled.is_set() else "pass"
+        if committed.is_set() and not over.is_set():
+            return "slow 40"
+        if method == "PUT" and "/commits/" in path:  # the first one; all that comes after it waits
+            committed.set()
+        return "pass"
 
     output = {"uri": f"s3://{BUCKET}/stalls", "column": "industry"}
     with proxy(world.s3, decide) as between:
         env = {**world.s3.env, "AWS_ENDPOINT_URL": between.endpoint}
         job = world.job("store-stalls", source=many(world), output=output)
         run = world.start(job, "tuesday", **env)
-        puts = lambda: sum("/commits/" in p for m, p, _ in between.seen if m == "PUT")  # noqa: E731
-        world.committed(run, puts)
-        stalled.set()
+        world.committed(run, committed.is_set)
         took = world.logs(run, STALLED, 90)
-        stalled.clear()
+        over.set()
         world.ended(run, "COMPLETED", 300)
     return Seen(run, None, (STALLED,), took, warnings=True)
 
@@ -232,15 +239,16 @@ def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
     with settings_for(world.prefect), pager() as pages:
         automations_script().deploy("custom-webhook/on-call")
-        job = world.job("dead-worker", source=many(world, 20_000), cluster=cluster)
-        run = world.start(job, "dead-worker", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
-        world.logs(run, "starting engines", 240)
-        beats = {"filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}}}
-        # After one the automation looks for the next.
-        world.prefect.until(
-            lambda: world.prefect.ask("events/filter", beats)["events"], 90, "a heartbeat"
-        )
-        kill(world.prefect.worker)
+        job = world.job("dead-worker", source=many(world), cluster=cluster)
+        with holding(world, "dead-worker"):
+            run = world.start(job, "dead-worker", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
+            world.logs(run, "starting engines", 240)
+            beats = {"filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}}}
+            # After one the automation looks for the next.
+            world.prefect.until(
+                lambda: world.prefect.ask("events/filter", beats)["events"], 90, "a heartbeat"
+            )
+            kill(world.prefect.worker)
         began = time.monotonic()
         world.ended(run, "CRASHED", 240)
         took = time.monotonic() - began
@@ -261,9 +269,12 @@ def deadline_missed(world: World) -> Seen:
     source = {**many(world), "rows_per_shard": 100}
     cluster = {"job_server": world.head.url}
     job = world.job("deadline-missed", source=source, cluster=cluster, limits=limits)
-    run = world.start(job, "deadline-missed")
     began = time.monotonic()
-    world.ended(run, "COMPLETED", 300)
+    with holding(world, "deadline-missed"):
+        run = world.start(job, "deadline-missed")
+        world.committed(run, lambda: world.commits("deadline-missed"))
+        time.sleep(10)  # it began before its first commit, so that it is late now
+    world.ended(run, "COMPLETED", 900)
     texts = ("the deadline was missed", "limits.deadline")
     return Seen(run, None, texts, time.monotonic() - began, warnings=True)
 
@@ -274,16 +285,16 @@ def away(world: World, name: str) -> Seen:
     storage = "prefect.server.concurrency.lease_storage.filesystem"
     world.env["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = storage
     cluster = {"job_server": world.head.url}
-    # Minutes of work on quiet cores, too: the run is at work when its API is back.
-    job = world.job(name, source=many(world, 50_000), cluster=cluster)
-    run = world.start(job, name)
-    world.logs(run, "starting engines", 240)
-    server = next(p for p in world.prefect.started if p.args[-1] == str(world.prefect.port))
-    kill(server.pid)
-    began = time.monotonic()
-    time.sleep(120)
-    world.prefect.serve()
-    world.logs(run, BACK, 240)
+    job = world.job(name, source=many(world, 20_000), cluster=cluster)
+    with holding(world, name):  # it is at work when its API is back
+        run = world.start(job, name)
+        world.logs(run, "starting engines", 240)
+        server = next(p for p in world.prefect.started if p.args[-1] == str(world.prefect.port))
+        kill(server.pid)
+        began = time.monotonic()
+        time.sleep(120)
+        world.prefect.serve()
+        world.logs(run, BACK, 240)
     took = time.monotonic() - began
     world.ended(run, "COMPLETED", 420)  # longer than Prefect waits before it ends a run it forgot
     return Seen(run, None, (BACK, "the run went on meanwhile"), took, warnings=True)

@@ -88,13 +88,13 @@ class World:
     def commits(self, key: str) -> int:
         return len(list((self.folder / "out" / key / "_raybatch/commits").glob("*.json")))
 
-    def committed(self, run: str, count: Callable[[], int], seconds: float = 240) -> None:
+    def committed(self, run: str, there: Callable[[], object], seconds: float = 240) -> None:
         """Waits until a run that works has a commit."""
 
         def look() -> bool:
             state = self.prefect.state(run)
             assert state["type"] not in ENDED, state
-            return count() >= 1
+            return bool(there())
 
         self.prefect.until(look, seconds, "the first commit")
 

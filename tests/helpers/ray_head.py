@@ -62,6 +62,7 @@ def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Pop
         f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
         "--object-store-memory=300000000", "--disable-usage-stats",
+        "--no-monitor", "--include-log-monitor=false",  # nobody scales it or hears its workers
     )  # fmt: skip
     with open(f"{folder}/head.txt", "wb") as log:
         process = subprocess.Popen(

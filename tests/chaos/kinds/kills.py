@@ -39,16 +39,21 @@ def driver_group_killed(t: Trial) -> None:
 def _killed(t: Trial, group: bool) -> None:
     t.setup()
     for _ in range(t.rng.choice([1, 1, 2, 3])):
-        had, driver = len(t.commit_names()), t.start()
-        if t.rng.random() < 0.5:
-            more = t.rng.randint(1, max(1, t.shards // 3))
-            t.wait_commits(min(t.shards, had + more), driver)
+        had, commits = len(t.commit_names()), t.rng.random() < 0.5
+        left = t.shards - had - 1  # no machine is to be through with the run before it is killed
+        more = min(left, t.rng.randint(1, max(1, t.shards // 3))) if commits else left
+        if t.engine == "fast":
+            t.orders(most=t.seen_rows() + more * t.per_shard)
+        driver = t.start()
+        if commits:
+            t.wait_commits(had + more, driver)
             time.sleep(t.rng.random() * 0.3)
         else:
             time.sleep(t.rng.uniform(1, 14))
         if not driver.running:
             return
         driver.kill(group)
+        t.orders(most=None)
         t.fault(f"killed after {time.time() - driver.began:.1f} s, {len(t.commit_names())} commits")
         t.keep()
 
