@@ -14,9 +14,11 @@ class _Loader(yaml.SafeLoader):
     vLLM makes that one read dates as text (lm-format-enforcer)."""
 
 
-_Loader.add_constructor(
-    "tag:yaml.org,2002:timestamp", yaml.constructor.SafeConstructor.construct_yaml_timestamp
-)
+def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return loader.construct_yaml_timestamp(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _timestamp)
 
 
 @dataclass(frozen=True)
