@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import environ
+from helpers import environ, postgresql
 from helpers.kube_server import KubeServer, serving
 from helpers.prefect_server import Prefect, prefect_server, settings_for
 from helpers.ray_head import ROOT, Head, start_head
@@ -134,9 +135,14 @@ def local_ray(ray_head: Head) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    """A Prefect server, and the worker that a test starts for it."""
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as made:
-        yield made
+    """A Prefect server, and the worker that a test starts for it. On SQLite it loses an event or
+    an artifact now and then while many write, as docs/operations.md says."""
+    with ExitStack() as stack:
+        database = (
+            stack.enter_context(postgresql.for_prefect()) if postgresql.is_installed() else {}
+        )
+        home = tmp_path_factory.mktemp("prefect")
+        yield stack.enter_context(prefect_server(home, **database))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from helpers import postgresql
 from helpers.browser import NAMES as BROWSERS
 from helpers.browser import SIZE, browser_page, expect, picture
 from helpers.ray_head import ROOT
@@ -103,7 +103,7 @@ def install_missing() -> None:
     nights that need them say so."""
     there = {
         "chromium": any(map(shutil.which, BROWSERS)),
-        "postgresql": bool(shutil.which("initdb") or glob.glob("/usr/lib/postgresql/*/bin/initdb")),
+        "postgresql": postgresql.is_installed(),
     }
     missing = [package for package, found in there.items() if not found]
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):

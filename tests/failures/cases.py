@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from helpers import environ
 from helpers.pager import automations_script, pager
-from helpers.postgresql import PASSWORD, postgresql
+from helpers.postgresql import for_prefect
 from helpers.prefect_server import settings_for
 from helpers.processes import ENGINE, below, held
 from helpers.ray_head import ROOT
@@ -316,7 +316,5 @@ def prefect_away(world: World) -> Seen:
     "The same.",
 )
 def prefect_away_postgresql(world: World) -> Seen:
-    url = world.stack.enter_context(postgresql())
-    url = url.replace("postgresql://", f"postgresql+asyncpg://reader:{PASSWORD}@")
-    world.env["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = url
+    world.env |= world.stack.enter_context(for_prefect())
     return away(world, "prefect-away-postgresql")

@@ -17,10 +17,18 @@ from helpers.ports import free_ports
 PASSWORD = "pg-s3cret"
 
 
-def _program(name: str) -> str:
-    found = shutil.which(name) or next(
+def _found(name: str) -> str | None:
+    return shutil.which(name) or next(
         iter(sorted(glob.glob(f"/usr/lib/postgresql/*/bin/{name}"), reverse=True)), None
     )
+
+
+def is_installed() -> bool:
+    return _found("initdb") is not None
+
+
+def _program(name: str) -> str:
+    found = _found(name)
     assert found, f"{name} is not installed; apt-get install postgresql"
     return found
 
@@ -57,3 +65,11 @@ def postgresql() -> Iterator[str]:
         server.terminate()
         server.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def for_prefect() -> Iterator[dict[str, str]]:
+    """The variables that give a Prefect server such a database of its own."""
+    with postgresql() as url:
+        url = url.replace("postgresql://", f"postgresql+asyncpg://reader:{PASSWORD}@")
+        yield {"PREFECT_SERVER_DATABASE_CONNECTION_URL": url}
