@@ -19,19 +19,19 @@ class Question:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._under_way = False
+        self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
         """As `within`; `TimeoutError` at once while an earlier one is under way."""
-        if self._under_way:
+        if self.under_way:
             raise TimeoutError("an earlier question is not answered yet")
-        self._under_way = True
+        self.under_way = True
 
         def once() -> Returned:
             try:
                 return work()
             finally:
-                self._under_way = False
+                self.under_way = False
 
         return within(self.seconds, once)
 

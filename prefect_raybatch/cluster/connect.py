@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import math
@@ -20,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch import nvml
+from prefect_raybatch.bounded import Question
 from prefect_raybatch.cluster.reach import check_reachable
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import END_SECONDS, Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
-from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
@@ -61,15 +63,21 @@ class _Ray:
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
+        self._leaving = Question(END_SECONDS)  # a head that hangs lets nobody go
         self._auth: dict[str, str | None] = {}  # Ray's variables for tokens before it was started
         self.access = ClusterAccess()  # of the cluster that is joined next
 
     def joined(self) -> bool:
         # None as well while another thread imports it.
         is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
-        return is_initialized is not None and bool(is_initialized())
+        return is_initialized is not None and not self._leaving.under_way and bool(is_initialized())
 
     def start(self, address: str | None, cpus: int) -> None:
+        if self._leaving.under_way:
+            raise ClusterUnavailable(
+                "this process cannot leave the Ray cluster of an earlier run, whose head does not "
+                "answer, and can join no other; run it again in a process of its own"
+            )
         access = self.access if self.access.address == address else ClusterAccess(address)
         if address:
             check_reachable(address, access)
@@ -100,9 +108,14 @@ class _Ray:
 
         from prefect_raybatch.stages.ray_internals import put_back_auth
 
-        ray.shutdown()
-        put_back_auth(self._auth)
-        self._over.set()
+        try:
+            self._leaving(ray.shutdown)
+        except TimeoutError as error:
+            log.warning("Ray's head does not let go of this process, which goes on: %s", error)
+            atexit.unregister(ray.shutdown)  # which would hang again
+        finally:
+            put_back_auth(self._auth)
+            self._over.set()
 
     def _lasting(self, start: Callable[[], object]) -> None:
         """Calls `start` in a thread that lasts until the cluster's end.

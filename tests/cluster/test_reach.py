@@ -15,6 +15,7 @@ from typing import Any
 import hpack
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from helpers.small import input_rows, job_dict, make_job, small_run
 
@@ -235,6 +236,29 @@ def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
     assert "Ray's head does not answer" in unheard.lost.message
     gate.set()
     assert went_on.wait(60)
+
+
+def test_a_head_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ray.shutdown` was seen to wait for a GCS and for a raylet that are stopped."""
+    gate, kept = threading.Event(), list[Any]()
+    monkeypatch.setattr(cluster, "END_SECONDS", 0.2)
+    monkeypatch.setattr("ray.shutdown", lambda: gate.wait(300))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.init", lambda **options: kept.append(options))
+    monkeypatch.setattr("atexit.unregister", kept.append)
+    ours = type(cluster.RAY)()
+    ours.end()
+    assert kept == [ray.shutdown]
+    assert not ours.joined(), "a run would work in a cluster that is half left"
+    with pytest.raises(ClusterUnavailable, match="cannot leave the Ray cluster of an earlier run"):
+        ours.start(None, 1)
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "raybatch-bounded":
+            thread.join(60)
+    assert ours.joined()
+    ours.start(None, 1)
+    assert kept[1]["address"] == "local"
 
 
 def test_a_job_server_is_not_taken_for_a_head(
