@@ -130,13 +130,18 @@ class LiveEvents:
             return
         taken = self._worked + now - self._began
         steady = beat.committed - self._first >= STEADY
-        left = beat.seconds_left if steady and beat.seconds_left is not None else 0.0
-        if taken + left <= self.deadline:
+        left = beat.seconds_left if steady else None
+        if taken + (left or 0.0) <= self.deadline:
             return
         self.told_late = True
+        rest = (
+            ", and how long the rest takes is not known yet"
+            if left is None
+            else f" and about {duration(left)} are left"
+        )
         about = (
-            f"{duration(taken)} are gone and about {duration(left)} are left, where "
-            f"limits.deadline allows {duration(self.deadline)}"
+            f"{duration(taken)} are gone{rest}, where limits.deadline allows "
+            f"{duration(self.deadline)}"
         )
         log.warning("the deadline is at risk: %s", about)
         self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
