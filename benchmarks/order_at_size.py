@@ -10,8 +10,8 @@ counted. What is measured is the package's own, on the local disk:
   places   the tables that say where each row's answer is, and how many rows wait for each request
   deal     the rows read again, dealt out in the order of the prompts, and written as Parquet
   answers  the raw answers of all requests put in the order of the rows
-  look up  all shards' answers looked up, from a sample of them; with `--as-asked` as they were
-           before there was the step above
+  look up  all shards' answers looked up; with `--as-asked` a sample of them, as they were before
+           there was the step above
 
 Each size has a process of its own. Seconds are of the CPU; memory is the most that the process had
 for itself, without what is mapped from files, looked at twenty times a second.
@@ -36,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-BLOCK, SHARD, SAMPLED = 1 << 16, 4000, 60
+BLOCK, SHARD, SAMPLED = 1 << 16, 4000, 4
 STEPS = ("sort", "places", "deal", "answers", "look up")
 
 
@@ -173,7 +173,8 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
         number = rows // SHARD
         with steps.step("first look up"):  # reads what is kept in memory from then on
             look_up(0)
-        sampled = range(1, number, max(1, number // (SAMPLED if by_row is not None else 4)))
+        # In the order of the rows shards share what is kept of a file; as asked each has its own.
+        sampled = range(1, number, 1 if by_row is not None else max(1, number // SAMPLED))
         with steps.step("look up"):
             for shard in sampled:
                 look_up(shard)

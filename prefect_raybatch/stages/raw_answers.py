@@ -7,7 +7,6 @@ engine's block and nothing of the row that was asked about but its request's key
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from cachetools import LRUCache
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
@@ -57,7 +57,12 @@ RAW = pa.schema(list(RAW_COLUMNS.values()))
 POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a task that pools
 KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
 
-_kept: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
+
+def _size(table: pa.Table) -> int:
+    return min(int(table.nbytes), KEPT_BYTES)  # so that one is kept, however large
+
+
+_kept: LRUCache[tuple[str, str, int], pa.Table] = LRUCache(KEPT_BYTES, _size)
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
@@ -135,33 +140,29 @@ class AnswerFiles:
     def _group(self, file: AnswerFile, group: int) -> pa.Table:
         """A row group, of which the latest are kept: rows far apart may share an answer."""
         key = (f"{self.store.uri}/{file.path}", ",".join(self.columns), group)
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
+        if (kept := _kept.get(key)) is not None:
+            return kept
         names = [*self.columns, *([NUMBER] if file.numbered else [])]
         with self.store.open(file.path) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)
             check_types(parquet.schema_arrow, file.path)
             table = parquet.read_row_group(group, columns=names, use_threads=False)
         _kept[key] = table
-        while sum(one.nbytes for one in _kept.values()) > KEPT_BYTES and len(_kept) > 1:
-            _kept.popitem(last=False)
         return table
 
 
-_known: OrderedDict[str, list[tuple[int, int, int]]] = OrderedDict()
+_known: LRUCache[str, list[tuple[int, int, int]]] = LRUCache(4096)
 
 
 def _groups(store: Store, file: AnswerFile) -> list[tuple[int, int, int]]:
     """(row group, first number, behind the last) of a file; a file never changes."""
     key = f"{store.uri}/{file.path}"
-    if key not in _known:
+    spans = _known.get(key)
+    if spans is None:
         with store.open(file.path) as stream:
             metadata = pq.ParquetFile(stream, pre_buffer=False).metadata
-        _known[key] = _spans(metadata, file)
-        while len(_known) > 4096:
-            _known.popitem(last=False)
-    return _known[key]
+        _known[key] = spans = _spans(metadata, file)
+    return spans
 
 
 def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
