@@ -164,9 +164,8 @@ class Tally:
         if len(ended) < 3 or ended.max() <= ended.min():
             return self.rows / self.busy_seconds if self.busy_seconds else 0.0
         earliest = int(np.lexsort((rows, ended))[0])
-        first = ended[
-            earliest
-        ]  # from there on; time in which nothing ran, between attempts, is not
+        # From there on; time in which nothing ran, between attempts, is not.
+        first = ended[earliest]
         later = ended > first
         # Where a clock was set back, shards end before they began, and no time is covered.
         seconds = covered(np.maximum(started[later], first), ended[later])

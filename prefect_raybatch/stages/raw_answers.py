@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def _size(table: pa.Table) -> int:
     return min(int(table.nbytes), KEPT_BYTES)  # so that one is kept, however large
 
 
+_lock = Lock()  # runs of one process look up side by side
 _kept: LRUCache[tuple[str, str, int], pa.Table] = LRUCache(KEPT_BYTES, _size)
 
 
@@ -140,14 +142,17 @@ class AnswerFiles:
     def _group(self, file: AnswerFile, group: int) -> pa.Table:
         """A row group, of which the latest are kept: rows far apart may share an answer."""
         key = (f"{self.store.uri}/{file.path}", ",".join(self.columns), group)
-        if (kept := _kept.get(key)) is not None:
+        with _lock:
+            kept = _kept.get(key)
+        if kept is not None:
             return kept
         names = [*self.columns, *([NUMBER] if file.numbered else [])]
         with self.store.open(file.path) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)
             check_types(parquet.schema_arrow, file.path)
             table = parquet.read_row_group(group, columns=names, use_threads=False)
-        _kept[key] = table
+        with _lock:
+            _kept[key] = table
         return table
 
 
@@ -157,11 +162,14 @@ _known: LRUCache[str, list[tuple[int, int, int]]] = LRUCache(4096)
 def _groups(store: Store, file: AnswerFile) -> list[tuple[int, int, int]]:
     """(row group, first number, behind the last) of a file; a file never changes."""
     key = f"{store.uri}/{file.path}"
-    spans = _known.get(key)
+    with _lock:
+        spans = _known.get(key)
     if spans is None:
         with store.open(file.path) as stream:
             metadata = pq.ParquetFile(stream, pre_buffer=False).metadata
-        _known[key] = spans = _spans(metadata, file)
+        spans = _spans(metadata, file)
+        with _lock:
+            _known[key] = spans
     return spans
 
 
