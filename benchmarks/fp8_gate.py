@@ -38,7 +38,7 @@ def job_of(args: argparse.Namespace, folder: str) -> Any:
     if args.mode != "stored":
         more[args.field] = "try-fp8" if args.mode == "try" else "fp8"
     if args.model == "demo":
-        value = demo_job(args.rows, folder)
+        value = demo_job(args.rows, folder, args.device)
     else:
         model = gpu.make_model(args.model, Path(args.models))
         value = gpu.job_of(args, model, "auto", "vllm", folder).to_dict()
@@ -47,7 +47,7 @@ def job_of(args: argparse.Namespace, folder: str) -> Any:
     return BatchJob.from_dict(value)
 
 
-def demo_job(rows: int, folder: str) -> dict[str, Any]:
+def demo_job(rows: int, folder: str, device: str) -> dict[str, Any]:
     """The bundled model's own task."""
     from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
     from prefect_raybatch.demo.customers import write_customers
@@ -58,7 +58,7 @@ def demo_job(rows: int, folder: str) -> dict[str, Any]:
         "source": {"uri": f"{folder}/in.csv"},
         "prompt": {"system": SYSTEM, "template": TEMPLATE},
         "sampling": {"max_tokens": 16, "choice": list(LABELS)},
-        "engine": {"model": "demo", "device": "cpu", "replicas": 1},
+        "engine": {"model": "demo", "device": device, "replicas": 1},
         "output": {"uri": f"{folder}/out", "columns": []},
     }
 
@@ -72,7 +72,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, folder)
-        gpu.init_ray(**({"num_cpus": 4} if args.model == "demo" else {}))
+        gpu.init_ray(**({"num_cpus": 4} if args.device == "cpu" else {}))
         began = time.time()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
@@ -106,6 +106,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="8b", choices=(*gpu.DIMENSIONS, "demo"))
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="by default a CPU for demo alone")
     parser.add_argument("--work", choices=gpu.WORK, default="mid")
     parser.add_argument("--rows", type=int, default=3600)
     parser.add_argument("--field", choices=("quantization", "kv_cache_dtype"))
@@ -117,6 +118,7 @@ def main() -> int:
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.field = args.field or "quantization"
+    args.device = args.device or ("cpu" if args.model == "demo" else "gpu")
     # what gpu.py's job is made by
     args.gpus, args.tensor_parallel, args.seqs, args.more = 1, 1, 0, None
     args.batched_tokens, args.quantization = 16384, None
@@ -125,7 +127,10 @@ def main() -> int:
         return 0
     failed = 0
     for mode in args.only.split(","):
-        given = [f"--{n}={getattr(args, n)}" for n in ("model", "work", "rows", "field", "models")]
+        given = [
+            f"--{n}={getattr(args, n)}"
+            for n in ("model", "work", "rows", "field", "models", "device")
+        ]
         command = [__file__, *given, f"--min-agreement={args.min_agreement}", f"--mode={mode}"]
         log = Path(args.out).with_name(f"fp8-{args.model}-{args.work}-{mode}.log")
         found = gpu.run_apart(command, log, args.limit)
