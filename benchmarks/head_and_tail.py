@@ -194,6 +194,8 @@ class Simulation:
             engine.running.append(row)
             admitted += 1
         seconds = flops / (cost.COMPUTE_SHARE * CARD.flops) + read / CARD.bandwidth
+        if self.size.pool.engines_per_gpu > 1:
+            seconds /= cost.SHARING
         self.free[engine.gpu] = done = began + seconds
         self._answered(engine, done)
         apart = cost.PLAIN_SECONDS * admitted

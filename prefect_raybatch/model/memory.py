@@ -18,6 +18,7 @@ from prefect_raybatch.model.context import own_context, text_part
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
 LEAST_KV = 1 << 29
+CACHE_BLOCK = 16  # tokens in vLLM's KV cache blocks unless set: less in common is not shared
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 _BYTES = {"float32": 4, "float": 4, "float8_e4m3fn": 1, "fp8": 1}
 # Bits a weight with scales and zeros of groups of 128.

@@ -14,6 +14,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.plan.prefix_hints import prefix_hints
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -324,7 +325,7 @@ def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _shared(keys: list[bytes]) -> float:
-    from prefect_raybatch.stages.order import CACHE_BLOCK, common_tokens
+    from prefect_raybatch.stages.order import common_tokens
 
     ordered = sorted(keys)
     # In sorted order the longest beginning that a prompt shares with any other is its neighbour's.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
-from prefect_raybatch.model.memory import Model
+from prefect_raybatch.model.memory import CACHE_BLOCK, Model
 from prefect_raybatch.sizing.cards import Card
 from prefect_raybatch.sizing.roofline import work_of
 
@@ -23,9 +23,12 @@ HOST_SECONDS = 0.47e-3
 # Of a row, and of each step whatever the rows in it, in which neither works while the other does.
 # Where answers have a form, vLLM waits for each token before it knows the next mask: one engine of
 # an 8B gave 1,102 rows/s of six tokens with 256 sequences, 1,817 of one token with 1,024.
-FORM_SECONDS, FORM_STEP_SECONDS = 0.09e-3, 7e-3
+FORM_SECONDS, FORM_STEP_SECONDS = 0.11e-3, 5.7e-3
 PLAIN_SECONDS = 0.03e-3  # a row, where they have none
-COMPUTE_SHARE = 0.64  # of a card's dense 16-bit FLOPs, by 40 arrangements on H200s
+COMPUTE_SHARE = 0.63  # of a card's dense 16-bit FLOPs, by 50 arrangements on H200s
+SHARING = (
+    0.93  # of that speed, for processes that take turns at a GPU: four kinds of work, 0.92 to 0.95
+)
 FP8_GAIN = 1.3  # times that, where card and weights are of fp8: one arrangement
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
@@ -50,17 +53,31 @@ class Tokens:
     def typical(self) -> int:
         return self.shared + self.own + (self.out or 0)
 
+    @property
+    def kept_once(self) -> int:
+        """Of those that are shared, what a KV cache keeps once for all rows: whole blocks."""
+        return self.shared // CACHE_BLOCK * CACHE_BLOCK
+
+    def kept_each(self, times: int = 1) -> int:
+        """Tokens of KV cache that each row takes beside them, of one that is `times` as long."""
+        return -(-(times * self.typical - self.kept_once) // CACHE_BLOCK) * CACHE_BLOCK
+
 
 FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
 
 
-def tokens(prompt: Prompt, sampling: Sampling, row_bytes: float, early: str = "off") -> Tokens:
+def tokens(
+    prompt: Prompt, sampling: Sampling, row_bytes: float, early: str = "off", caches: bool = True
+) -> Tokens:
     """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared;
-    `early`: how much is asked for of a label (`engine.early_stop`)."""
+    `early`: how much is asked for of a label (`engine.early_stop`); `caches`: what all prompts
+    begin with is computed once, and kept once."""
     first, _, rest = (prompt.template or "").partition("{")
     shared = (len(prompt.system or "") + len(first)) / CHARACTERS
     own = row_bytes / (IMAGE_TOKEN_BYTES if prompt.images.used else CHARACTERS)
     own += len(rest) / CHARACTERS + MARKUP
+    if not caches:
+        shared, own = 0.0, shared + own
     extra = sampling.model_extra or {}
     form = bool(sampling.choice or extra.get("structured_outputs"))
     return Tokens(round(shared), round(own), *_most_out(prompt, sampling, early), form)
@@ -116,4 +133,6 @@ def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: i
     apart = PLAIN_SECONDS
     if row.form:  # a row is in as many steps as its answer has tokens, and shares them
         apart = FORM_SECONDS + FORM_STEP_SECONDS * (row.out or 0) / seqs
+    if engines > 1:
+        gpu /= SHARING
     return min(busy(engines, apart, gpu) / gpu, engines / HOST_SECONDS)

@@ -100,7 +100,7 @@ def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
     adapters = f"{gib(fit.adapters)} for LoRA adapters - " if fit.adapters else ""
     why = (
         f"{gib(fit.room)} of {pool.kind} - weights {gib(fit.weights)} - {adapters}"
-        f"{gib(fit.working)} to work: about {fit.rows_held(1):,} tokens"
+        f"{gib(fit.working)} to work: about {fit.tokens_held:,} tokens"
     )
     return Figure(name, gib(fit.cache), why if given.kv_cache_bytes else f"{why}; vLLM measures it")
 

@@ -9,6 +9,7 @@ from prefect_raybatch.errors import InsufficientResources
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import LEAST_FIXED, Model, gib
 from prefect_raybatch.sizing.cards import CARDS, GB, without_nvlink
+from prefect_raybatch.sizing.cost import Tokens
 
 LITTLE = 0.05
 SHARES = (2, 4, 8)  # GPUs of one node that may share a model
@@ -84,9 +85,15 @@ class Fit:
             tokens, arguments.tensor_parallel_size, arguments.pipeline_parallel_size
         )
 
-    def rows_held(self, tokens: int) -> int:
-        """Rows of so many tokens that the KV cache is likely to hold."""
-        return int(self.cache // max(1, self.kv_bytes(tokens)))
+    def rows_held(self, row: Tokens) -> int:
+        """Rows like this one that the KV cache is likely to hold."""
+        left = self.cache - self.kv_bytes(row.kept_once)
+        return max(0, int(left // max(1, self.kv_bytes(row.kept_each()))))
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens that the KV cache is likely to hold."""
+        return int(self.cache // max(1, self.kv_bytes(1)))
 
     def asking(self, **arguments: Any) -> Fit:
         """The same with other arguments."""
@@ -146,13 +153,13 @@ def _length(fit: Fit) -> int:
     return int(fit.left / one) // 256 * 256 if one else 0
 
 
-def step_tokens(fit: Fit, row: int, steps: tuple[int, ...]) -> int:
+def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
     """The most of `steps`, tokens in one engine step (descending), that leaves room in the KV cache
-    for `max_num_seqs` rows of `row` tokens, or whose activations are too small a part of the GPU
-    to matter; the least where none does."""
+    for `max_num_seqs` rows like `row` that share nothing, or whose activations are too small a part
+    of the GPU to matter; the least where none does."""
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
-        if asked.rows_held(row) >= fit.arguments.max_num_seqs:
+        if asked.tokens_held >= fit.arguments.max_num_seqs * row.typical:
             return tokens
         activations = fit.model.working(tokens, 0, 0, fit.arguments.tensor_parallel_size)
         if activations <= LITTLE * fit.room:
@@ -160,15 +167,15 @@ def step_tokens(fit: Fit, row: int, steps: tuple[int, ...]) -> int:
     return steps[-1]
 
 
-def cramped(fit: Fit, row: int) -> list[str]:
+def cramped(fit: Fit, row: Tokens) -> list[str]:
     """A warning where the KV cache is likely to be too small for the rows at once."""
     seqs, held = fit.arguments.max_num_seqs, fit.rows_held(row)
     if held >= seqs:
         return []
     return [
-        f"the KV cache is likely to have room for {held} rows of about {row} tokens, not for "
-        f"max_num_seqs {seqs}: rows will wait or be computed twice; lower engine.max_num_seqs or "
-        "engine.max_num_batched_tokens, or give the model more memory"
+        f"the KV cache is likely to have room for {held} rows of about {row.typical} tokens, not "
+        f"for max_num_seqs {seqs}: rows will wait or be computed twice; lower "
+        "engine.max_num_seqs or engine.max_num_batched_tokens, or give the model more memory"
     ]
 
 

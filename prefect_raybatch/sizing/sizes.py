@@ -317,10 +317,11 @@ def rooms(engine: Engine, have: Capacity) -> int:
 def _row(job: BatchJob, row_bytes: float) -> Tokens:
     """The tokens of a row of so many bytes."""
     engine = job.engine
-    early = engine.stage == "vllm" and not job.output.parsed_columns
-    early = early and may_stop_early(engine.model_extra or {})
+    more = engine.model_extra or {}
+    early = engine.stage == "vllm" and not job.output.parsed_columns and may_stop_early(more)
     way = engine.early_stop if early else "off"
-    return cost.tokens(job.prompt, job.drawn, row_bytes, way)
+    caches = more.get("enable_prefix_caching") is not False
+    return cost.tokens(job.prompt, job.drawn, row_bytes, way, caches)
 
 
 def row_tokens(job: BatchJob, row_bytes: float) -> float:
@@ -399,9 +400,9 @@ def sizes_of(
             share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
         else:
             if not engine.max_num_batched_tokens:
-                batched = step_tokens(fit, row.typical, BATCHED["gpu"])
+                batched = step_tokens(fit, row, BATCHED["gpu"])
                 fit = fit.asking(max_num_batched_tokens=batched)
-            warnings += cramped(fit, row.typical)
+            warnings += cramped(fit, row)
             arguments = fit.arguments
     chosen, why = choose_rows_per_shard(
         job.source,

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-CACHE_BLOCK = 16  # tokens in vLLM's cache blocks unless set: less in common brings nothing
+from prefect_raybatch.model.memory import CACHE_BLOCK
+
 # Tokens in common, beyond what their neighbours share, that keep rows together.
 GROUP = 2 * CACHE_BLOCK
 GREEDY = 1e-5  # vLLM takes temperatures below this for 0
