@@ -27,6 +27,9 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   resume     `auto` stopped after 90 % of its rows and resumed
   stage      the same as `ours` with `engine.stage: ray.data.llm`
 
+With --mps all of them run on CUDA's Multi-Process Service (mps.py), which concerns engines that
+share a GPU.
+
 `vllm@512` has another max_num_seqs than --seqs, `vllm@none` what vLLM takes when none is given;
 `vllm+3` has max_tokens 3, as far as decides between the choices of the company work; `auto+off` and
 `auto+first_token` have that `engine.early_stop`.
@@ -62,6 +65,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import mps
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -465,7 +470,7 @@ PEERS = {
 def init_ray(**options: Any) -> None:
     import ray
 
-    names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")
+    names = ("PYTHONPATH", "VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE", mps.PIPES)
     passed = {name: os.environ[name] for name in names if name in os.environ}
     ray.init(
         include_dashboard=False,
@@ -488,6 +493,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--quantization", help="such as fp8; by default none")
+    parser.add_argument("--mps", action="store_true", help="processes compute side by side")
     parser.add_argument("--limit", type=float, default=240, help="seconds a peer may take")
     parser.add_argument("--models", default="/tmp/raybatch-models")
     parser.add_argument("--out", default="gpu.jsonl")
@@ -517,9 +523,11 @@ def main() -> int:
                 "gpus": args.gpus,
                 "tensor_parallel": args.tensor_parallel,
                 "quantization": args.quantization,
+                **({"mps": True} if args.mps else {}),
                 **about,
             }
-            row |= _run(args, size, peer)
+            with mps.side_by_side(args.mps):
+                row |= _run(args, size, peer)
             if row.get("rows_s") and "output_tokens" in row:
                 row["mfu"] = round(mfu(args, size, row["rows_s"], row["output_tokens"]), 3)
             failed += "error" in row

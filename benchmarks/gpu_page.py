@@ -44,7 +44,7 @@ EARLY = {"decided": "stopped when decided", "first_token": "one token asked firs
 # peer -> least ratio to `LLM.chat` with its own defaults, company task and 8B
 EARLY_BARS = {"auto+decided": 2.0, "auto+first_token": 2.4}
 LINEAR = 0.95  # of one GPU's rate, on each of several
-WIDTH, ROW, LEFT, RIGHT = 760, 22, 370, 100
+WIDTH, ROW, LEFT, RIGHT = 820, 22, 430, 100
 BESIDE: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
 
 
@@ -116,7 +116,8 @@ def table(group: list[dict[str, Any]]) -> list[str]:
             continue
         rate = record["rows_s"]
         digits = 0 if rate >= 200 else 1
-        cells = [name_of(record["peer"]), f"{rate:,.{digits}f}"]
+        through = ", by MPS" if record.get("mps") else ""
+        cells = [name_of(record["peer"]) + through, f"{rate:,.{digits}f}"]
         cells += [f"{rate / base:.2f}" for _, base in against.values()]
         engines = record.get("engines_a_gpu")
         cells += [f"{engines:.0f}" if engines else "", f"{record['first_row_s']:.0f} s"]

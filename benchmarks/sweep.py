@@ -394,6 +394,8 @@ def answers(pipes: list[Connection], seconds: float) -> list[dict[str, Any]]:
 
 
 def sweep(args: argparse.Namespace, until: float) -> None:
+    from mps import side_by_side
+
     rows = [row for row in lines(args) if row["size"] == args.size]
     known = {(row["arrangement"], row["kind"]) for row in rows}  # also what failed
     for arrangement in map(Arrangement.of, args.arrangements.split(",")):
@@ -412,7 +414,8 @@ def sweep(args: argparse.Namespace, until: float) -> None:
             continue
         print(f"{arrangement}: {len(todo)} kinds of work", flush=True)
         began = time.time()
-        with contextlib.suppress(Stopped), engines(spec, arrangement.engines) as pipes:
+        shared = side_by_side(args.mps)
+        with contextlib.suppress(Stopped), shared, engines(spec, arrangement.engines) as pipes:
             ready = answers(pipes, max(1.0, until - time.time()))
             if error := next((one["error"] for one in ready if "error" in one), None):
                 write(args, arrangement, {"kind": START, "error": error})
@@ -483,6 +486,7 @@ def likely(args: argparse.Namespace, model: Any, kind: Kind, arrangement: Arrang
 
 def write(args: argparse.Namespace, arrangement: Arrangement, row: dict[str, Any]) -> None:
     about = {"arrangement": str(arrangement), "size": args.size, "device": args.device_name}
+    about |= {"mps": True} if args.mps else {}
     row = {**about, "vllm": vllm_version(), **row}
     with open(args.out, "a") as out:
         out.write(json.dumps(row) + "\n")
@@ -499,7 +503,8 @@ def vllm_version() -> str:
 
 def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
     path = Path(args.out)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else iter(())
+    return [row for row in rows if row.get("mps", False) == args.mps]
 
 
 def read(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -658,6 +663,7 @@ def main() -> int:
     parser.add_argument("--arrangements", default=",".join(ARRANGEMENTS))
     parser.add_argument("--kinds", default="", help=f"of {', '.join([*KINDS, *TINY])}")
     parser.add_argument("--seconds", type=float, default=5, help="of a window")
+    parser.add_argument("--mps", action="store_true", help="engines compute side by side (mps.py)")
     parser.add_argument("--size", default="8b")
     parser.add_argument("--card", default="H200", help="whose data sheet the model reckons with")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,14 +22,18 @@ from prefect_raybatch.sizing.cards import CARDS
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("sweep", BENCHMARKS / "sweep.py")
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "sweep", module)  # its dataclasses look themselves up there
+    monkeypatch.setitem(sys.modules, name, module)  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
-    yield module
+    return module
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("sweep", monkeypatch)
 
 
 class Slow:
@@ -104,16 +108,41 @@ def test_the_report_says_what_was_not_measured(
         max_model_len=256,
         card=CARDS["H200"],
         kinds=["company", "triage"],
+        mps=False,
     )
     out.write_text(json.dumps(none) + "\n")
     sweep.report(args)
     said = capsys.readouterr().out
     assert "1x256            company    not measured: no rows" in said
     assert "no arrangement was measured, so nothing can be said of company, triage" in said
+    with out.open("a") as file:  # of another way to share a GPU
+        file.write(json.dumps({**none, "mps": True, "rows_s": 777.0}) + "\n")
     good = {**about, "kind": "triage", **kind, "out": 24, "choice": False, "rows_s": 400.0}
     with out.open("a") as file:
         file.write(json.dumps(good) + "\n")
     sweep.report(args)
     said = capsys.readouterr().out
     assert "company    no arrangement measured" in said and "400.0" in said
-    assert "nothing can be said" not in said
+    assert "nothing can be said" not in said and "777" not in said
+
+
+def test_engines_find_the_service_by_which_they_compute_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mps = benchmark("mps", monkeypatch)
+    control = tmp_path / mps.CONTROL
+    control.write_text(f'#!/bin/sh\necho "$* $(cat) ${mps.PIPES}" >> {tmp_path}/told\n')
+    control.chmod(0o755)
+    monkeypatch.delenv(mps.PIPES, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with mps.side_by_side(True):
+        pipes = os.environ[mps.PIPES]
+        assert Path(pipes).is_dir()
+    assert mps.PIPES not in os.environ and not Path(pipes).exists()
+    begun, ended = (tmp_path / "told").read_text().splitlines()
+    assert begun.split() == ["-d", pipes] and ended.split() == ["quit", pipes]
+    with mps.side_by_side(False):
+        assert mps.PIPES not in os.environ
+    monkeypatch.setattr(mps, "CONTROL", "nvidia-no-such-control")
+    with pytest.raises(SystemExit, match="comes with NVIDIA's driver"), mps.side_by_side(True):
+        pass
