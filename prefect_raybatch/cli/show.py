@@ -248,6 +248,8 @@ def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
         f"{report.rows:,} = {report.good:,} answered + {report.failed:,} in "
         f"quarantine + {report.skipped:,} left out",
     )
+    if reused := reused_text(report.reuse):
+        table.add_row("reuse", reused)
     table.add_row("working time", duration(report.seconds))
     table.add_row(
         "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
@@ -270,6 +272,13 @@ def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
         out.print(f"        [bold]->[/] {escape(one.change)}")
     if page:
         _print_page()
+
+
+def reused_text(reuse: Mapping[str, float]) -> str:
+    """Whose answers the rows of a run have; "" where all were asked for."""
+    taken = (("reused", "with an earlier run's answer"), ("merged", "with another row's"))
+    said = [f"{reuse[name]:,.0f} {what}" for name, what in taken if reuse.get(name)]
+    return ", ".join([*said, f"{reuse.get('asked', 0):,.0f} asked"]) if said else ""
 
 
 def _print_page() -> None:

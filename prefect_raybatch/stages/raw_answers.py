@@ -123,7 +123,7 @@ class AnswerFiles:
 
     def _of_file(self, file: AnswerFile, wanted: np.ndarray) -> tuple[np.ndarray, list[pa.Table]]:
         there, tables = np.zeros(len(wanted), bool), []
-        for group, low, high in _groups(self.store, file):
+        for group, low, high in _known_of(self.store, file).groups:
             a, b = np.searchsorted(wanted, [low, high])
             if a == b:
                 continue
@@ -147,30 +147,39 @@ class AnswerFiles:
         if kept is not None:
             return kept
         names = [*self.columns, *([NUMBER] if file.numbered else [])]
+        metadata = _known_of(self.store, file).metadata
         with self.store.open(file.path) as stream:
-            parquet = pq.ParquetFile(stream, pre_buffer=False)
-            check_types(parquet.schema_arrow, file.path)
+            parquet = pq.ParquetFile(stream, metadata=metadata, pre_buffer=False)
             table = parquet.read_row_group(group, columns=names, use_threads=False)
         with _lock:
             _kept[key] = table
         return table
 
 
-_known: LRUCache[str, list[tuple[int, int, int]]] = LRUCache(4096)
+@dataclass(frozen=True)
+class _Known:
+    """What the end of a file says of it; `groups`: (row group, first number, behind the last)."""
+
+    metadata: pq.FileMetaData
+    groups: list[tuple[int, int, int]]
 
 
-def _groups(store: Store, file: AnswerFile) -> list[tuple[int, int, int]]:
-    """(row group, first number, behind the last) of a file; a file never changes."""
+_files: LRUCache[str, _Known] = LRUCache(4096)
+
+
+def _known_of(store: Store, file: AnswerFile) -> _Known:
+    """A file never changes."""
     key = f"{store.uri}/{file.path}"
     with _lock:
-        spans = _known.get(key)
-    if spans is None:
+        known = _files.get(key)
+    if known is None:
         with store.open(file.path) as stream:
-            metadata = pq.ParquetFile(stream, pre_buffer=False).metadata
-        spans = _spans(metadata, file)
+            parquet = pq.ParquetFile(stream, pre_buffer=False)
+        check_types(parquet.schema_arrow, file.path)
+        known = _Known(parquet.metadata, _spans(parquet.metadata, file))
         with _lock:
-            _known[key] = spans
-    return spans
+            _files[key] = known
+    return known
 
 
 def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ import string
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -571,6 +571,15 @@ def test_the_page_of_a_flow_is_that_of_prefects_settings(made, capsys, monkeypat
         assert page in " ".join(capsys.readouterr().out.split())
         show_report(made.report, True)
         assert "Prefect page" not in capsys.readouterr().out
+
+
+def test_a_run_ends_with_whose_answers_its_rows_have(made, capsys):
+    reuse = {"reused": 30, "merged": 1, "asked": 9}
+    show_report(replace(made.report, reuse=reuse), True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reuse 30 with an earlier run's answer, 1 with another row's, 9 asked working" in said
+    show_report(replace(made.report, reuse={"reused": 0, "merged": 0, "asked": 40}), True)
+    assert "reuse" not in capsys.readouterr().out
 
 
 def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
