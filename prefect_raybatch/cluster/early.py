@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.near import EngineShape, near_sizes
 from prefect_raybatch.cluster.sharing import END_SECONDS, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
 from prefect_raybatch.errors import RayBatchError
@@ -126,14 +127,25 @@ def early_plan(
     more = {"engine": engine} if engine else {}
     known, unknown = sized.model_sizes(job.engine, model, have)
     rows = guess.rows or sizing.ASSUMED_GPUS
-    sizes = [sizing.sizes_of(job, rows, b, have, known, unknown) for b in guess.row_bytes]
-    kinds = [warm_kind_of(job, model, size, **more) for size in sizes]
-    kind, size = kinds[0], sizes[0]
+
+    def sizes_by(row_bytes: float, job: BatchJob = job) -> Sizing:
+        return sizing.sizes_of(job, rows, row_bytes, have, known, unknown)
+
+    def kind_of(size: Sizing) -> WarmKind | None:
+        return warm_kind_of(job, model, size, **more)
+
+    own = {row_bytes: sizes_by(row_bytes) for row_bytes in guess.row_bytes}
+    usual = list(own)[len(own) // 2]
+    for shape in dict.fromkeys(map(EngineShape.of, (own[usual], *own.values()))):
+        near = {b: near_sizes(job, partial(sizes_by, b), size, shape) for b, size in own.items()}
+        sizes = [near[b] or size for b, size in own.items()]
+        if len({kind_of(size) for size in sizes}) == len({s.pool.replicas for s in sizes}) == 1:
+            break
+    else:
+        return f"what they are started with follows from the length of rows{_differing(own)}"
+    size, kind = sizes[0], kind_of(sizes[0])
     if kind is None:
         return "a logits processor, or an argument that is an object, is one run's alone"
-    for other, its in zip(kinds, sizes, strict=True):
-        if other != kind or its.pool.replicas != size.pool.replicas:
-            return f"what they are started with follows from the length of rows{_differing(sizes)}"
     fewest = min(its.shards for its in sizes)
     if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
         return "how many of them there are may follow from the number of shards"
@@ -146,12 +158,9 @@ def early_plan(
     return EarlyPlan(kind, spec_of(job, model, size), size.pool.fewest, gpus)
 
 
-def _differing(sizes: list[Sizing]) -> str:
-    names = {
-        "engines_per_gpu": {size.pool.engines_per_gpu for size in sizes},
-        "max_num_seqs": {size.max_num_seqs for size in sizes},
-        "max_num_batched_tokens": {size.arguments.max_num_batched_tokens for size in sizes},
-    }
+def _differing(own: Mapping[float, Sizing]) -> str:
+    shapes = [asdict(EngineShape.of(size)) for size in own.values()]
+    names = {name: {shape[name] for shape in shapes} for name in shapes[0]}
     told = [f"engine.{name} {sorted(map(str, of))}" for name, of in names.items() if len(of) > 1]
     return f" ({'; '.join(told)}: name them)".replace("'", "") if told else ""
 

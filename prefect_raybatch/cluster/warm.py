@@ -162,6 +162,12 @@ class WarmEngines:
         if not kept:
             self.access.end(free, kindly=True)
 
+    @property
+    def kinds(self) -> list[WarmKind]:
+        """What those are that wait for a run, the one that has waited longest first."""
+        with self._lock:
+            return list(dict.fromkeys(one.kind for one in self._idle))
+
     def waiting(self, kind: WarmKind) -> int:
         """How many of a kind wait for a run."""
         with self._lock:

@@ -37,10 +37,11 @@ from prefect_raybatch.storage import open_store
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.warm import WarmKind
     from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.driver.starting import Starting
-    from prefect_raybatch.sizing.sizes import Capacity, Pool
+    from prefect_raybatch.sizing.sizes import Capacity, Pool, Sizing
 
 log = logging.getLogger(__name__)
 
@@ -216,15 +217,24 @@ class _Attempt:
         """The stages in their sizes, once the cluster has room for them, which `stack` holds."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
+        from prefect_raybatch.cluster.near import nearest_up
         from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
 
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         needed = without_engine(self.job) if self.looks_up else self.job
-        size = sized.for_attempt(needed, self.plan, self.ledger, capacity)
+
+        def sizes(job: BatchJob) -> Sizing:
+            return sized.for_attempt(job, self.plan, self.ledger, capacity)
+
+        def kind_of(size: Sizing) -> WarmKind | None:
+            return warm_kind_of(self.job, self.plan.model, size, **more)
+
+        size, kind = sizes(needed), None
+        if not self.looks_up:
+            size, kind = nearest_up(needed, sizes, size, kind_of, cluster.SHARED.warm.kinds)
         cluster.check_fit(needed, capacity, size.pool)
         for warning in () if self.looks_up else size.warnings:
             log.warning(warning)
-        kind = None if self.looks_up else warm_kind_of(self.job, self.plan.model, size, **more)
         early = engines_begun(kind, size.pool.engines_for(self.plan.shards - self.committed)[0])
         meter = meter_for(needed, capacity, size.pool, self.spent)
         self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)

@@ -19,7 +19,7 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import cost, sequences
 from prefect_raybatch.sizing import engines as packing
-from prefect_raybatch.sizing.cards import EngineGpu, card
+from prefect_raybatch.sizing.cards import Card, EngineGpu, card
 from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.sizing.fit import (
     Fit,
@@ -105,7 +105,8 @@ class Sizing:
     """What was resolved. `arguments` are the engine's, and `share` those that keep it to its share
     of a GPU; `length` is the context length in tokens, where it is known; `problems` cost speed,
     with the change that mends them; `warnings` may be as meant. `work` is what tokens cost an
-    engine, None where model or GPU are not known."""
+    engine, None where model or GPU are not known; `rate` the rows a second on a GPU by the model of
+    costs, 0 where nothing is known or the KV cache is not likely to hold the rows at once."""
 
     pool: Pool
     rows_per_shard: int
@@ -123,6 +124,7 @@ class Sizing:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     work: Work | None = None
+    rate: float = 0.0
 
     @property
     def uncommitted(self) -> int:
@@ -137,7 +139,7 @@ class Sizing:
         """For JSON."""
         value = {**asdict(self), "arguments": self.arguments.vllm()}
         value["uncommitted"] = self.uncommitted
-        del value["work"]  # in a run's report, with what came of it
+        del value["work"], value["rate"]  # in a run's report, with what came of it
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
         return value
 
@@ -389,7 +391,7 @@ def sizes_of(
         longest=job.drawn.max_tokens,
         engines_per_gpu=pool.engines_per_gpu,
     )
-    arguments, share = replace(arguments, max_num_seqs=seqs), {}
+    arguments, share, rate = replace(arguments, max_num_seqs=seqs), {}, 0.0
     warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
     if pool.device == "gpu":
         warnings += over_network(engine.tensor_parallel_size, max(have.gpus_by_node, default=0))
@@ -404,6 +406,7 @@ def sizes_of(
                 fit = fit.asking(max_num_batched_tokens=batched)
             warnings += cramped(fit, row)
             arguments = fit.arguments
+        rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, job.drawn.max_tokens)
     chosen, why = choose_rows_per_shard(
         job.source,
         engine.batch_size,
@@ -440,7 +443,15 @@ def sizes_of(
         problems=tuple(idle),
         warnings=tuple(warnings),
         work=_work(model, gpu, pool),
+        rate=rate,
     )
+
+
+def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int, longest: int) -> float:
+    if kind is None or not sequences.holds_rows(fit, engines, row):
+        return 0.0
+    row = replace(row, out=row.out if row.out is not None else longest)
+    return cost.rows_per_second(fit.model, kind, row, engines, fit.arguments.max_num_seqs)
 
 
 def _work(model: Model | None, gpu: EngineGpu, pool: Pool) -> Work | None:

@@ -1,0 +1,93 @@
+"""Engines that are nearly what a run would start, and are there sooner: near enough to be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.sizing.sizes import Sizing
+
+log = logging.getLogger(__name__)
+
+# Of the rate that a run's own engines would have, by the model of costs: it is off by more.
+LEAST_OF_OWN = 0.98
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What follows from the length of rows in what engines are started with."""
+
+    engines_per_gpu: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @classmethod
+    def of(cls, size: Sizing) -> EngineShape:
+        arguments = size.arguments
+        return cls(
+            size.pool.engines_per_gpu, arguments.max_num_seqs, arguments.max_num_batched_tokens
+        )
+
+    @classmethod
+    def of_kind(cls, kind: WarmKind) -> EngineShape | None:
+        """That of engines that are up; None where they do not tell."""
+        gpus = kind.takes.get("GPU", 0.0)
+        arguments = kind.arguments
+        if not {"max_num_seqs", "max_num_batched_tokens"} <= arguments.keys():
+            return None
+        each = round(1 / gpus) if 0 < gpus < 1 else 1
+        return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
+
+    def named_in(self, job: BatchJob) -> BatchJob:
+        """The job with this shape where it leaves it open."""
+        engine = job.engine
+        named: dict[str, Any] = {
+            "engines_per_gpu": self.engines_per_gpu,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+        }
+        update = {name: to for name, to in named.items() if getattr(engine, name) in ("auto", None)}
+        return job.model_copy(update={"engine": engine.model_copy(update=update)})
+
+
+def near_sizes(
+    job: BatchJob, ask: Callable[[BatchJob], Sizing], own: Sizing, shape: EngineShape
+) -> Sizing | None:
+    """The sizes of a run with engines of that shape, where these reach 98 % of the rate of its
+    `own` by the model of costs, and its rows fit into them; `ask` gives the sizes of a job."""
+    try:
+        found = ask(shape.named_in(job))
+    except (ConfigError, InsufficientResources):  # so many do not fit
+        return None
+    same = EngineShape.of(found) == shape and found.pool.replicas == own.pool.replicas
+    return found if same and own.rate and found.rate >= LEAST_OF_OWN * own.rate else None
+
+
+def nearest_up(
+    job: BatchJob,
+    ask: Callable[[BatchJob], Sizing],
+    own: Sizing,
+    kind_of: Callable[[Sizing], WarmKind | None],
+    up: Iterable[WarmKind],
+) -> tuple[Sizing, WarmKind | None]:
+    """The sizes of a run, and what its engines are: such as are `up`, where these are its own or
+    near enough."""
+    kind, waiting = kind_of(own), list(up)
+    if kind is None or kind in waiting:
+        return own, kind
+    for other in waiting:
+        shape = EngineShape.of_kind(other)
+        found = near_sizes(job, ask, own, shape) if shape else None
+        if found is not None and kind_of(found) == other:
+            log.info(
+                "engines that are up are used, for about %.0f%% of the rate of the run's own: they "
+                "have %s",
+                *(100 * found.rate / own.rate, other.beside(kind) or f"{shape}"),
+            )
+            return found, other
+    return own, kind
