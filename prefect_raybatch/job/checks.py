@@ -6,8 +6,12 @@ import difflib
 import math
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.secrets import USERINFO
@@ -136,6 +140,31 @@ def refuse_unknown(
         names = known | ours
         told = [f"{where}unknown field {name!r}{nearest(name, names)}" for name in unknown]
         raise ValueError(between.join(told))
+
+
+@contextmanager
+def unknown_too(
+    kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
+) -> Iterator[None]:
+    """Of a group in which another field is wrong, what is unknown is told as well: else it would be
+    the next error, once that one is mended."""
+    try:
+        yield
+    except ValidationError as error:
+        lines = [_again(line) for line in error.errors(include_url=False)]
+        try:
+            given = value if isinstance(value, Mapping) else {}
+            refuse_unknown(given, known(), set(kind.model_fields))
+        except ValueError as unknown:
+            if not any(str(unknown) in line["msg"] for line in error.errors(include_url=False)):
+                told: InitErrorDetails = {"type": "value_error", "loc": (), "input": value}
+                lines.append({**told, "ctx": {"error": unknown}})
+        raise ValidationError.from_exception_data(kind.__name__, lines) from None
+
+
+def _again(line: ErrorDetails) -> InitErrorDetails:
+    made: InitErrorDetails = {"type": line["type"], "loc": line["loc"], "input": line["input"]}
+    return {**made, "ctx": line["ctx"]} if "ctx" in line else made
 
 
 def nearest(name: str, known: set[str] | frozenset[str]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, field_validator, model_validator
+from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
 from prefect_raybatch.job import tasks, vllm_fields
-from prefect_raybatch.job.checks import check_count, refuse_unknown, without_user
+from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 
@@ -215,6 +215,12 @@ class Engine(Group):
         if isinstance(value, int) and value <= 0:
             raise ValueError("must be greater than 0, or auto")
         return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _unknown_too(cls, value: Any, handler: ModelWrapValidatorHandler[Engine]) -> Engine:
+        with unknown_too(cls, value, vllm_fields.engine_fields):
+            return handler(value)
 
     @model_validator(mode="after")
     def _known(self) -> Engine:

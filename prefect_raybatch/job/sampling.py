@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, field_validator, model_validator
+from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
 from prefect_raybatch.job import sampling_ranges, vllm_fields
-from prefect_raybatch.job.checks import refuse_unknown
+from prefect_raybatch.job.checks import refuse_unknown, unknown_too
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 
@@ -53,6 +53,12 @@ class Sampling(Group):
         if repeated:
             raise ValueError(f"label {repeated[0]!r} stands there twice; remove one")
         return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _unknown_too(cls, value: Any, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
+        with unknown_too(cls, value, vllm_fields.sampling_fields):
+            return handler(value)
 
     @model_validator(mode="after")
     def _known(self) -> Sampling:

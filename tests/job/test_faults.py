@@ -229,6 +229,22 @@ def test_all_unknown_fields_of_vllm_are_named_each_with_the_nearest() -> None:
     ]
 
 
+def test_an_unknown_field_is_told_beside_what_is_wrong_with_others() -> None:
+    """It was the next error, once the first was mended."""
+    sampling = {"temprature": 1, "max_tokens": "many", "choice": ["a", "a"]}
+    lines = told(job_dict(sampling=sampling, engine={"replicas": -1, "max_num_seq": 2}))
+    assert [line.split(":")[0] for line in lines] == [
+        "sampling.max_tokens",
+        "sampling.choice",
+        "sampling",
+        "engine.replicas",
+        "engine",
+    ]
+    assert "(value: 'many')" in lines[0] and "label 'a' stands there twice" in lines[1]
+    assert "unknown field 'temprature'; did you mean 'temperature'?" in lines[2]
+    assert "unknown field 'max_num_seq'; did you mean 'max_num_seqs'?" in lines[4]
+
+
 def test_unknown_fields_in_lists_are_named_with_the_nearest() -> None:
     publish = [{"format": "delta", "uri": "a"}, {"formt": "delta", "uri": "b", "keys": ["a"]}]
     assert told(job_dict(output={"uri": "o", "publish": publish})) == [
