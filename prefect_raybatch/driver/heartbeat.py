@@ -166,6 +166,13 @@ class Beat:
             **more,
         )
 
+    def seen(self, done: int) -> Beat:
+        """What it says once so many rows are committed: of commits that it did not know of yet, the
+        engines have started since it was written."""
+        if self.phase == STARTING and self.done < done:
+            return replace(self, phase=INFERRING, about="")
+        return self
+
     def to_bytes(self) -> bytes:
         value = asdict(self)
         return dump({k: v for k, v in value.items() if v or k not in SINCE_COSTS})

@@ -206,6 +206,7 @@ class Page(Listener):
         beat = self._beat
         more = {}
         if beat is not None:
+            beat = beat.seen(self.progress.done) if self.progress is not None else beat
             more = {name: getattr(beat, name) for name in OF_DRIVER}
             counts = replace(
                 counts,

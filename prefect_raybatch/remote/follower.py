@@ -36,9 +36,7 @@ from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
-    INFERRING,
     SILENT_AFTER,
-    STARTING,
     UNHEARD,
     Beat,
     Counts,
@@ -344,10 +342,7 @@ class Watch:
         # A dead driver's heartbeat says nothing of the one that is followed.
         if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
             beat = Beat.of(Counts.of(commits.progress, now), now, phase=UNHEARD)
-        elif beat.phase == STARTING and beat.done < commits.progress.done:
-            # Commits that it did not know of yet: the engines have started since it was written.
-            beat = replace(beat, phase=INFERRING, about="")
-        self.observe.hear(beat)
+        self.observe.hear(beat.seen(commits.progress.done))
 
 
 class Commits:

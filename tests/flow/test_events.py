@@ -247,6 +247,21 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
     assert shown.state(40.0).phase != WAITING
 
 
+def test_a_driver_elsewhere_that_has_committed_since_its_last_word_starts_no_engines(tmp_path):
+    """A flow that followed a job again said "100 of 3,000 rows, starting engines"."""
+    store = small_run(tmp_path).store
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    for knew, phase in ((0, INFERRING), (10, STARTING)):
+        shown = Page(make_job(), run, clock=lambda: 0.0)
+        progress = Progress(100, 10)
+        progress.add(replace(COMMIT, stats=ShardStats(rows=10, started=1.0, ended=2.0)), 1.0)
+        shown(progress)
+        beat = Beat(time.time(), phase=STARTING, about="imports 3 s", done=knew)
+        store.put(heartbeat_path("elsewhere"), beat.to_bytes())
+        seen = shown.state(20.0)
+        assert (seen.phase, seen.about == "") == (phase, phase == INFERRING), knew
+
+
 # --- the asset's key ----------------------------------------------------------------------------
 
 
