@@ -44,7 +44,7 @@ EARLY = {"decided": "stopped when decided", "first_token": "one token asked firs
 # peer -> least ratio to `LLM.chat` with its own defaults, company task and 8B
 EARLY_BARS = {"auto+decided": 2.0, "auto+first_token": 2.4}
 LINEAR = 0.95  # of one GPU's rate, on each of several
-WIDTH, ROW, LEFT, RIGHT = 820, 22, 430, 100
+ROW, LEFT, RIGHT = 22, 430, 100
 BESIDE: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
 
 
@@ -292,7 +292,7 @@ def plot(records: list[dict[str, Any]]) -> str:
 
 def _bars(panel: drawing.Panel, y: float, rates: list[dict[str, Any]]) -> None:
     """Below the title at `y`, slowest first."""
-    axes = panel.axes(LEFT, y + ROW / 2, WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
+    axes = panel.axes(LEFT, y + ROW / 2, drawing.WIDTH - RIGHT, y + ROW * (len(rates) + 0.5))
     axes.set(xlim=(0, rates[-1]["rows_s"]), ylim=(len(rates) - 0.5, -0.5))
     axes.axis("off")
     rows = range(len(rates))
