@@ -614,7 +614,7 @@ def refit(args: argparse.Namespace, model: Any, rows: list[dict[str, Any]]) -> N
     """Prints the figures of the model that come nearest to these rows."""
     from prefect_raybatch.sizing import cost
 
-    names = ("COMPUTE_SHARE", "HOST_SECONDS", "FORM_SECONDS", "FORM_STEP_SECONDS")
+    names = ("COMPUTE_SHARE", "SHARING", "HOST_SECONDS", "FORM_SECONDS", "FORM_STEP_SECONDS")
     now = {name: getattr(cost, name) for name in names}
 
     def off(values: dict[str, float]) -> float:
