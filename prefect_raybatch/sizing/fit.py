@@ -159,7 +159,7 @@ def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
     of the GPU to matter; the least where none does."""
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
-        if asked.tokens_held >= fit.arguments.max_num_seqs * row.typical:
+        if asked.cache >= fit.arguments.max_num_seqs * asked.kv_bytes(row.typical):
             return tokens
         activations = fit.model.working(tokens, 0, 0, fit.arguments.tensor_parallel_size)
         if activations <= LITTLE * fit.room:

@@ -16,12 +16,13 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.model.arguments import USABLE
+from prefect_raybatch.model.arguments import USABLE, EngineArguments
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing.cards import CARDS
 from prefect_raybatch.sizing.explain import figures
+from prefect_raybatch.sizing.fit import Fit, step_tokens
 from prefect_raybatch.sizing.shards import (
     MOST_BYTES,
     MOST_ROWS,
@@ -594,6 +595,16 @@ def test_rows_at_once_count_on_max_tokens_where_a_function_may_ask_for_any_lengt
 def test_a_step_has_fewer_tokens_where_memory_is_short(kind, engine, tokens):
     found = sized(LLAMA_8B, imagined(kind, 1, 16), **engine)
     assert found.arguments.max_num_batched_tokens == tokens
+
+
+def test_a_step_counts_what_layers_with_a_window_keep_of_long_rows():
+    row, steps = cost.Tokens(0, 8000, 0, ""), (16384, 8192)
+    arguments = EngineArguments(max_num_seqs=16, max_num_batched_tokens=16384)
+    kinds = ["sliding_attention"] * 30 + ["full_attention"] * 2
+    windows = {**LLAMA_8B, "layer_types": kinds, "sliding_window": 256}
+    for config, tokens in ((LLAMA_8B, 8192), (windows, 16384)):
+        fit = Fit(describe(config, {}), arguments, 26 * 10**9, 8192)
+        assert step_tokens(fit, row, steps) == tokens
 
 
 # --- what does not fit --------------------------------------------------------------------------
