@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.errors import ConfigError, InsufficientResources
@@ -45,12 +44,7 @@ class EngineShape:
 
     def named_in(self, job: BatchJob) -> BatchJob:
         """The job with this shape where it leaves it open."""
-        engine = job.engine
-        named: dict[str, Any] = {
-            "engines_per_gpu": self.engines_per_gpu,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-        }
+        engine, named = job.engine, asdict(self)
         update = {name: to for name, to in named.items() if getattr(engine, name) in ("auto", None)}
         return job.model_copy(update={"engine": engine.model_copy(update=update)})
 

@@ -26,9 +26,7 @@ HOST_SECONDS = 0.47e-3
 FORM_SECONDS, FORM_STEP_SECONDS = 0.11e-3, 5.7e-3
 PLAIN_SECONDS = 0.03e-3  # a row, where they have none
 COMPUTE_SHARE = 0.63  # of a card's dense 16-bit FLOPs, by 50 arrangements on H200s
-SHARING = (
-    0.93  # of that speed, for processes that take turns at a GPU: four kinds of work, 0.92 to 0.95
-)
+SHARING = 0.93  # of that speed, where processes take turns at a GPU: 0.92 to 0.95 in four kinds
 FP8_GAIN = 1.3  # times that, where card and weights are of fp8: one arrangement
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
