@@ -22,8 +22,9 @@ The rate of short answers is that of a window after the first rows and two row l
 that come back to rows that come back. From 8 tokens on the first rows are given answers of all
 lengths up to the whole, as they are in the middle of a run: they would come back in waves, of which
 a window holds one more or one less. Of long ones the window begins once all sequences run; where
-prompts take longer than answers, it is rows over the time of all, since prompts are computed at one
-rate from the first on. Where no row comes back there is no rate, and the report says so.
+their prompts alone take too long for that, it is rows over the time of all, since prompts are
+computed at one rate from the first on. Where no row comes back there is no rate, and the report
+says so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +58,7 @@ START_SECONDS = 75.0  # an arrangement's engines take about so long on a GPU
 LEAST_BLOCK = 16  # rows
 TOKEN_IDS = (300, 1900)  # of prompts: in any vocabulary, and none of them special
 MOST_WARM = 12.0  # seconds
+MOST_FILL = 9.0  # seconds of prompts alone, by the model; answers begin meanwhile, and take theirs
 WAVES = 8  # tokens out from which rows that begin together would come back together for long
 # Until the first rows of a kind come back: grammars and kernels of its first steps are compiled.
 MOST_FIRST = 60.0
@@ -220,8 +222,10 @@ def engine_process(pipe: Connection, spec: Any) -> None:
         if engine is None:
             raise RuntimeError("the engine did not start; its log says why")
         pipe.send({"ready_s": time.time() - began})
+        cold = True
         while (told := pipe.recv()) is not None:
-            pipe.send(measured(stage, engine, **told))
+            pipe.send(measured(stage, engine, **told, cold=cold))
+            cold = False
         engine.close()
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"[:800]})
@@ -237,16 +241,23 @@ def measured(
     name: str,
     seqs: int,
     rate: float,
+    fill: float,
     latency: float,
     seconds: float,
     begin: float,
+    cold: bool = False,
 ) -> dict[str, Any]:
-    """What the engine did in a window of `seconds`; `rate` and `latency` are what it is likely to
-    have, and `begin` is when all engines begin."""
-    whole, spread, warm = window(kind, latency, seconds)
+    """What the engine did in a window of `seconds`; `rate`, `fill` and `latency` are what it is
+    likely to have, `begin` is when all engines begin. A `cold` one is first given as many rows as
+    it has sequences: kernels are compiled for the shapes of its first steps."""
+    whole, spread, warm = window(kind, fill, latency, seconds)
     waiting = int(max(64, min(2 * seqs, 2 * rate)))
     feeder = Feeder(stage, kind, name, waiting, seqs, spread)
     time.sleep(max(0.0, begin - time.time()))
+    if cold:
+        for thread in feeder.start(seqs):
+            thread.join()
+        feeder.begun = 0
     before, began = engine.stats(), time.time()
     threads = feeder.start(most_rows(seqs, rate, seconds) if whole else math.inf)
     if not whole:
@@ -293,13 +304,15 @@ def most_rows(seqs: int, rate: float, seconds: float) -> float:
     return max(rate * (seconds + 2), min(1.2 * seqs, rate * 2 * seconds))
 
 
-def window(kind: Kind, latency: float, seconds: float) -> tuple[bool, bool, float]:
+def window(kind: Kind, fill: float, latency: float, seconds: float) -> tuple[bool, bool, float]:
     """(all rows from first to last are measured, the first answers are of all lengths, seconds
-    before the window)."""
+    before the window); `fill` seconds are until all sequences run, `latency` a row takes then."""
     if 2 * latency <= MOST_WARM:
         return False, kind.out >= WAVES, 2 * latency + 0.5
-    own = kind.prompt * (1 - kind.shared)
-    return (True, False, 2.0) if own > kind.out else (False, True, 1.0)
+    if fill <= MOST_FILL and kind.out >= WAVES:
+        # While they fill up, answers end that are shorter than those after them will be.
+        return False, True, latency if fill > latency / 8 else 1.0
+    return True, False, 2.0
 
 
 # --- one arrangement after the other --------------------------------------------------------------
@@ -444,9 +457,12 @@ def measure(
     """Writes what one kind of work came to; False when there is no time for it."""
     kind = args.known_kinds[name]
     rate = likely(args, model, kind, arrangement)
-    latency = arrangement.engines * arrangement.seqs / rate
-    whole, spread, warm = window(kind, latency, args.seconds)
-    need = args.seconds + 2 + (args.seconds if whole else warm + (2 if spread else 1) * latency)
+    sequences = arrangement.engines * arrangement.seqs
+    fill = sequences / likely(args, model, replace(kind, out=1), arrangement)
+    latency = sequences / rate
+    whole, spread, warm = window(kind, fill, latency, args.seconds)
+    need = args.seconds + 2 + latency  # of which the last is a cold engine's
+    need += args.seconds if whole else warm + fill + (2 if spread else 1) * latency
     if time.time() + need > until:
         print(f"  no time left for {name}: about {need:.0f} s", flush=True)
         return False
@@ -456,6 +472,7 @@ def measure(
         "name": name,
         "seqs": arrangement.seqs,
         "rate": rate / arrangement.engines,
+        "fill": fill,
         "latency": latency,
         "seconds": args.seconds,
         "begin": began + 0.5,
