@@ -640,7 +640,8 @@ def run_apart(command: list[str], log: Path, limit: float) -> dict[str, Any]:
         try:
             child.wait(limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"took over {limit:.0f} s"}
+            said = log.read_text(errors="replace")[-800:]
+            return {"error": f"took over {limit:.0f} s, and said last: {said}"}
         finally:
             end_all(child)
     text = log.read_text(errors="replace")
