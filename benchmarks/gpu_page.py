@@ -67,6 +67,10 @@ def name_of(peer: str) -> str:
     return f"{what}, {number} engine{'s' * (number != '1')} a GPU"
 
 
+def label_of(record: dict[str, Any]) -> str:
+    return name_of(record["peer"]) + (", by MPS" if record.get("mps") else "")
+
+
 def _at_once(peer: str, seqs: str) -> str:
     if seqs != "none":
         return f", {seqs} sequences"
@@ -99,7 +103,7 @@ def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[s
 
 def ours(group: list[dict[str, Any]]) -> dict[str, Any] | None:
     """As it comes; where that was not run, the best of ours that gives whole answers."""
-    mine = [r for r in group if r["peer"] == "auto" and "rows_s" in r]
+    mine = [r for r in group if r["peer"] == "auto" and "rows_s" in r and not r.get("mps")]
     whole = [r for r in group if "+" not in r["peer"] and "rows_s" in r]
     mine = mine or [r for r in whole if r["peer"].startswith("ours")]
     return max(mine, key=lambda r: r["rows_s"], default=None)
@@ -112,12 +116,11 @@ def table(group: list[dict[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for record in sorted(group, key=lambda r: r.get("rows_s", 0)):
         if "rows_s" not in record:
-            lines.append(f"| {name_of(record['peer'])} | failed |{' |' * (len(heads) - 2)}")
+            lines.append(f"| {label_of(record)} | failed |{' |' * (len(heads) - 2)}")
             continue
         rate = record["rows_s"]
         digits = 0 if rate >= 200 else 1
-        through = ", by MPS" if record.get("mps") else ""
-        cells = [name_of(record["peer"]) + through, f"{rate:,.{digits}f}"]
+        cells = [label_of(record), f"{rate:,.{digits}f}"]
         cells += [f"{rate / base:.2f}" for _, base in against.values()]
         engines = record.get("engines_a_gpu")
         cells += [f"{engines:.0f}" if engines else "", f"{record['first_row_s']:.0f} s"]
@@ -127,7 +130,7 @@ def table(group: list[dict[str, Any]]) -> list[str]:
 
 def early_verdicts(group: list[dict[str, Any]]) -> list[str]:
     """What answers that stop early give, of `LLM.chat` with its own defaults in the same run."""
-    rates = {record["peer"]: record["rows_s"] for record in group if "rows_s" in record}
+    rates = {r["peer"]: r["rows_s"] for r in group if "rows_s" in r and not r.get("mps")}
     base = rates.get("vllm@none")
     found = [
         f"{EARLY[peer.partition('+')[2]]} {rates[peer] / base:.2f} "
@@ -300,7 +303,7 @@ def _bars(panel: drawing.Panel, y: float, rates: list[dict[str, Any]]) -> None:
     colours = [drawing.BLUE if ours else drawing.GREY for ours in mine]
     axes.barh(rows, [r["rows_s"] for r in rates], 15 / ROW, color=colours, clip_on=False)
     for row, record in enumerate(rates):
-        name, rate = name_of(record["peer"]).replace("`", ""), f"{record['rows_s']:,.0f} rows/s"
+        name, rate = label_of(record).replace("`", ""), f"{record['rows_s']:,.0f} rows/s"
         axes.annotate(name, (0, row), (-8, 0), ha="right", size=12, **BESIDE)
         axes.annotate(rate, (record["rows_s"], row), (6, 0), color=drawing.INK, **BESIDE)
 
