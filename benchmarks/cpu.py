@@ -35,7 +35,7 @@ from typing import Any
 START = time.time()
 PEERS = ("vllm", "raydata", "no-commit", "quiet", "ours", "resume")
 COLUMNS = ("rows_s", "first_row_s", "total_s")
-ENGINE = {"max_model_len": 256, "max_num_seqs": 256}
+ENGINE = {"max_model_len": 256, "max_num_seqs": 256, "dtype": "float32"}
 
 
 def peer_vllm(data: Path, rows: int) -> dict[str, float]:

@@ -112,6 +112,8 @@ def test_what_the_cpu_can_do(
         info.write_text(f"flags\t: {flags}\n")
     monkeypatch.setattr(machine, "CPUINFO", info)
     assert one(machine.check_gpus).mark == mark
+    in_float32 = one(machine.check_gpus, make_job(engine={"dtype": "float32"})).mark
+    assert in_float32 == ("pass" if "avx2" in (flags or "") else mark)
 
 
 # --- the engine ---------------------------------------------------------------------------------
