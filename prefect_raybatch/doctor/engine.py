@@ -13,6 +13,7 @@ from importlib import metadata
 from prefect_raybatch import demo, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
 from prefect_raybatch.exits import exit_text
+from prefect_raybatch.model import pinned as models
 
 ENGINE_SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
 FORWARD = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
@@ -31,8 +32,8 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
     if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
         return
     arguments = {**ARGUMENTS, "model": demo.demo_model_path()}
-    if engine and (engine.model_extra or {}).get("dtype"):
-        arguments["dtype"] = (engine.model_extra or {})["dtype"]
+    if engine and (dtype := models.cpu_dtype(engine)) is not None:
+        arguments["dtype"] = dtype
     yield _answer(arguments, engine.env if engine else {})
 
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
 from prefect_raybatch.words import counted
 
@@ -126,8 +127,7 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
         return
     if trouble:
         yield warned("GPUs", trouble, "reload or reinstall NVIDIA's driver if GPUs are to be used")
-    dtype = ((engine.model_extra or {}) if engine else {}).get("dtype")
-    yield _cpu(in_float32=dtype == "float32")
+    yield _cpu(in_float32=engine is not None and models.cpu_dtype(engine) == "float32")
 
 
 def _cpu(in_float32: bool) -> Finding:

@@ -53,6 +53,13 @@ def pin(engine: Engine) -> dict[str, Any]:
     return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
 
 
+def cpu_dtype(engine: Engine) -> str | None:
+    """What the model is computed in on a CPU; None where that is left to vLLM, which takes what it
+    is stored in."""
+    said = (engine.model_extra or {}).get("dtype")
+    return said or (demo.CPU_DTYPE if engine.model == DEMO else None)
+
+
 def local_path(model: dict[str, Any]) -> str:
     """What to hand to vLLM and transformers on this node; an s3:// model is fetched here once."""
     source = str(model["source"])

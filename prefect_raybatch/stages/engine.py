@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch import demo, installed
+from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.job.batch_job import BatchJob
@@ -145,8 +145,8 @@ def engine_spec(
     """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    if cpu and model["source"] == models.DEMO:
-        arguments.setdefault("dtype", demo.CPU_DTYPE)
+    if cpu and (dtype := models.cpu_dtype(job.engine)) is not None:
+        arguments["dtype"] = dtype
     if job.prompt.images.used:
         limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
         arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}

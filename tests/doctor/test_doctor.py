@@ -114,6 +114,9 @@ def test_what_the_cpu_can_do(
     assert one(machine.check_gpus).mark == mark
     in_float32 = one(machine.check_gpus, make_job(engine={"dtype": "float32"})).mark
     assert in_float32 == ("pass" if "avx2" in (flags or "") else mark)
+    assert one(machine.check_gpus, make_job()).mark == in_float32  # as the bundled model is
+    other = make_job(engine={"model": "owner/name"})
+    assert one(machine.check_gpus, other).mark == mark
 
 
 # --- the engine ---------------------------------------------------------------------------------

@@ -566,9 +566,7 @@ def test_the_bundled_model_is_computed_on_a_cpu_in_what_each_cpu_is_quick_at():
     said = spec_of(make_job(engine={"dtype": "bfloat16"}))
     assert said.arguments["dtype"] == "bfloat16"
     assert "dtype" not in spec_of(make_job(), gpus=1).arguments
-    job = make_job()
-    size = sizes_of(job, 1000, 50, Capacity(16, 0, 1, "here"))
-    other = engine_spec(job, {**MODEL, "source": demo.demo_model_path()}, size)
+    other = spec_of(make_job(engine={"model": demo.demo_model_path()}))
     assert "dtype" not in other.arguments
 
 
