@@ -8,20 +8,32 @@ from typing import Literal
 LibraryFailure = Literal["denied", "no bucket", "gone", "away"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _status(numbers: str) -> str:
+    """A pattern of those HTTP statuses where they are said as such: a path, a port or a duration
+    ("in 401.0629ms") may hold any number."""
+    before = r"\b(?:status|(?:status)? ?code|http(?:/[\d.]+)?|\w*error|occurred|returned|response)"
+    words = r"(?:client|server) error|forbidden|unauthorized|not found|service unavailable"
+    return rf"{before}\W{{1,3}}(?:{numbers})(?!\w|\.\d)|\b(?:{numbers}) (?:{words})"
+
+
 # What stores, catalogs and databases say to keys that are wrong, or may not do this.
 _DENIED = re.compile(
-    r"\b403\b|\b401\b|access[ ._]?denied|forbidden|unauthorized|InvalidAccessKeyId|SignatureDoesNot"
-    r"|permission denied|not permitted|expired ?token|no ?credentials|CredentialsNot"
-    r"|unable to locate credentials|AuthorizationExpired|OAuthError|invalid_client|authentication"
-    r"|login failed|insufficient privilege|necessary privileges|no password supplied|using password"
-    r"|role .* does not exist",
+    rf"{_status('401|403')}|access[ ._]?denied|forbidden|unauthorized|InvalidAccessKeyId"
+    r"|SignatureDoesNot|permission denied|not permitted|expired ?token|no ?credentials"
+    r"|CredentialsNot|unable to locate credentials|AuthorizationExpired|OAuthError"
+    r"|invalid_client|authentication|login failed|insufficient privilege"
+    r"|necessary privileges|no password supplied|using password|role .* does not exist",
     re.IGNORECASE,
 )
 _NO_BUCKET = re.compile(r"No_?Such_?Bucket", re.IGNORECASE)
-_GONE = re.compile(r"not found|no such file|NoSuchKey|does not exist|404", re.IGNORECASE)
+_GONE = re.compile(
+    rf"not found|no such file|NoSuchKey|does not exist|{_status('404')}", re.IGNORECASE
+)
 _AWAY = re.compile(
-    r"timed? ?out|connection|dns error|\b50[0234]\b|SlowDown|temporarily|error sending request"
-    r"|ServerError|ServiceUnavailable|TooManyRequests",
+    rf"timed? ?out|connection|dns error|{_status('50[0234]')}|SlowDown|temporarily"
+    r"|error sending request|ServerError|ServiceUnavailable|TooManyRequests",
     re.IGNORECASE,
 )
 

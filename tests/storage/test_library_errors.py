@@ -1,0 +1,41 @@
+"""What is made of errors that other libraries have texts for alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_raybatch.storage.library_errors import failure_in
+
+LIST = "Generic S3 error: Error performing list request: Error performing GET http://127.0.0.1:9/b"
+
+
+@pytest.mark.parametrize(
+    ("said", "failure"),
+    [
+        # A store that does not answer, after a time that looks like a status.
+        (f"{LIST} in 401.0629ms, after 3 retries - HTTP error: error sending request", "away"),
+        (f"{LIST} in 404.1ms, after 3 retries - HTTP error: error sending request", "away"),
+        # Paths and ports that do.
+        ("connection refused: http://10.0.0.1:403/x", "away"),
+        ("connection reset while reading s3://bucket/run-404/part-403.parquet", "away"),
+        ("error 401k rows", None),
+        ("part 500 of 503 is no Parquet file", None),
+        # Statuses, as libraries write them.
+        ("Client error with status 403 Forbidden: <Error>", "denied"),
+        ("Server returned non-2xx status code: 401: x", "denied"),
+        ("When reading information for key 'a': HTTP response code: 403, no body", "denied"),
+        ("An error occurred (403) when calling the HeadObject operation", "denied"),
+        ("RESTError 401: Received unexpected JSON Payload", "denied"),
+        ("401 Client Error: for url: http://catalog/v1/config", "denied"),
+        ("HTTP/1.1 403", "denied"),
+        ("StatusCode(403)", "denied"),
+        ("An error occurred (404) when calling the HeadObject operation", "gone"),
+        ("404 Client Error: for url: http://catalog/v1/x", "gone"),
+        ("HTTP 404", "gone"),
+        ("503 Server Error: for url: http://catalog/v1/x", "away"),
+        ("Server returned 502.", "away"),
+        ("status: 500, body: x", "away"),
+    ],
+)
+def test_a_number_is_a_status_where_it_is_said_as_one(said: str, failure: str | None) -> None:
+    assert failure_in(ValueError(said)) == failure
