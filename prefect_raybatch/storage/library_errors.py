@@ -13,9 +13,14 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def _status(numbers: str) -> str:
     """A pattern of those HTTP statuses where they are said as such: a path, a port or a duration
     ("in 401.0629ms") may hold any number."""
-    before = r"\b(?:status|(?:status)? ?code|http(?:/[\d.]+)?|\w*error|occurred|returned|response)"
-    words = r"(?:client|server) error|forbidden|unauthorized|not found|service unavailable"
-    return rf"{before}\W{{1,3}}(?:{numbers})(?!\w|\.\d)|\b(?:{numbers}) (?:{words})"
+    before = (
+        r"\b(?:\w*(?:status|code|error|response)|http(?:/[\d.]+)?|occurred|returned|responded with)"
+    )
+    words = (
+        r"(?:(?:internal )?server|client) error|authorization required|bad gateway"
+        r"|service (?:temporarily )?unavailable|gateway time"
+    )
+    return rf"{before}\W{{1,4}}(?:{numbers})(?!\w|\.\d)|\b(?:{numbers}) (?:{words})"
 
 
 # What stores, catalogs and databases say to keys that are wrong, or may not do this.

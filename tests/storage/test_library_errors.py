@@ -35,6 +35,15 @@ LIST = "Generic S3 error: Error performing list request: Error performing GET ht
         ("503 Server Error: for url: http://catalog/v1/x", "away"),
         ("Server returned 502.", "away"),
         ("status: 500, body: x", "away"),
+        ("status_code=403", "denied"),
+        ("{'http_status': '404', 'x': 1}", "gone"),
+        ("ErrorModel(code=401)", "denied"),
+        ("<h1>401 Authorization Required</h1>", "denied"),
+        ("<h1>502 Bad Gateway</h1>", "away"),
+        ("500 Internal Server Error", "away"),
+        ("503 Service Temporarily Unavailable", "away"),
+        ("504 Gateway Time-out", "away"),
+        ("the catalog responded with 503", "away"),
     ],
 )
 def test_a_number_is_a_status_where_it_is_said_as_one(said: str, failure: str | None) -> None:
