@@ -236,6 +236,21 @@ def newest(store: Store) -> Beat | None:
     return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 
+def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
+    """What the run's driver in another process says that it does: its last record, which may know
+    of fewer commits than there are (`Beat.seen`). An old one, and one of a driver that has ended
+    though the run is not `over`, say nothing of the driver that is followed."""
+    beat, now = newest(store), time.time()
+    if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
+        return unheard(counts)
+    return beat
+
+
+def unheard(counts: Counts) -> Beat:
+    """The state of a run whose driver is elsewhere, while that has not been heard of."""
+    return Beat.of(counts, time.time(), phase=UNHEARD)
+
+
 class Ticker:
     """Calls `work` every `seconds` from a thread of its own, and once more when closed.
 

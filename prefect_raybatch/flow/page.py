@@ -17,14 +17,14 @@ from prefect_raybatch.driver.heartbeat import (
     COSTS,
     ENDED,
     MAKING,
-    SILENT_AFTER,
     STARTING,
+    UNHEARD,
     Beat,
     Counts,
     Listener,
     Ticker,
     alive,
-    newest,
+    told_elsewhere,
 )
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
@@ -48,7 +48,7 @@ PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no 
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
-REMOTE_AFTER = 15.0  # seconds without a beat from this process until the records are looked at
+REMOTE_AFTER = 15.0  # seconds without a word of a driver elsewhere until its records are looked at
 REMOTE_EVERY = 10.0
 
 # What of a beat its driver alone knows; the rest follows from the commits.
@@ -78,7 +78,10 @@ class Page(Listener):
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
         )
+        access = job.cluster.access
+        self.followed = bool(access.job_server or access.kubernetes)  # its driver is elsewhere
         self.counts: Counts | None = None
+        self._first: Counts | None = None  # before the first commit of this attempt
         self.progress: Progress | None = None
         self._beat: Beat | None = None
         self._heard = self._asked = clock()
@@ -105,7 +108,9 @@ class Page(Listener):
     def __call__(self, progress: Progress) -> None:
         for observer in self.observers:
             observer(progress)
-        self.counts, self.progress = Counts.whole(progress), progress
+        counts = Counts.whole(progress)
+        self._first = self._first or counts
+        self.counts, self.progress = counts, progress
 
     def hear(self, beat: Beat) -> None:
         for observer in self.observers:
@@ -122,7 +127,9 @@ class Page(Listener):
             return
         if not self._began:
             self._began = True
-            self.events.started(beat, self._worked())
+            # A small run may have committed much until the page looks for the first time.
+            first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
+            self.events.started(first, self._worked())
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
@@ -197,14 +204,14 @@ class Page(Listener):
     def state(self, now: float) -> Beat | None:
         """The state: of the driver in this process, or of one elsewhere by its records."""
         counts = self.counts
-        if now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
-            self._asked = now
-            beat = newest(open_store(self.run.uri, self.job.output.options or None))
-            self._beat = beat if beat and time.time() - beat.at < SILENT_AFTER else None
         if counts is None:
             return None
+        if self.followed and now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
+            self._asked = now
+            store = open_store(self.run.uri, self.job.output.options or None)
+            self._beat = told_elsewhere(store, counts, over=counts.done == counts.rows)
         beat = self._beat
-        more = {}
+        more: dict[str, Any] = {"phase": UNHEARD} if self.followed else {}
         if beat is not None:
             beat = beat.seen(self.progress.done) if self.progress is not None else beat
             more = {name: getattr(beat, name) for name in OF_DRIVER}

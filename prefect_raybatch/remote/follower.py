@@ -34,15 +34,7 @@ import numpy as np
 
 from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import OtherLedger, Progress
-from prefect_raybatch.driver.heartbeat import (
-    ENDED,
-    SILENT_AFTER,
-    UNHEARD,
-    Beat,
-    Counts,
-    Listener,
-    newest,
-)
+from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, unheard
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
@@ -333,15 +325,13 @@ class Watch:
         """Tells a listener what the run's driver says that it does, by its heartbeat."""
         if not isinstance(self.observe, Listener):
             return
-        beat, commits = None, self._now
+        commits = self._now
+        counts = Counts.of(commits.progress)
         try:
-            beat = newest(commits.ledger.store)
+            beat = told_elsewhere(commits.ledger.store, counts, over)
         except RayBatchError as error:  # only for people: the commits decide
             log.info("heartbeats cannot be read: %s", error)
-        now = time.time()
-        # A dead driver's heartbeat says nothing of the one that is followed.
-        if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
-            beat = Beat.of(Counts.of(commits.progress, now), now, phase=UNHEARD)
+            beat = unheard(counts)
         self.observe.hear(beat.seen(commits.progress.done))
 
 

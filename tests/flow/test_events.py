@@ -47,6 +47,7 @@ from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
@@ -231,11 +232,17 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
     assert seen.count("progress") == 1
 
 
-def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
+@pytest.fixture
+def followed() -> BatchJob:
+    """A job whose driver is elsewhere."""
+    return make_job(cluster={"job_server": "http://127.0.0.1:8265"})
+
+
+def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted, followed):
     store = small_run(tmp_path).store
     now = [0.0]
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
-    shown = Page(make_job(), run, clock=lambda: now[0])
+    shown = Page(followed, run, clock=lambda: now[0])
     shown.counts = counts()
     beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
     store.put(heartbeat_path("elsewhere"), beat.to_bytes())
@@ -244,15 +251,66 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted):
     assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
     old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
     store.put(heartbeat_path("elsewhere"), old.to_bytes())
-    assert shown.state(40.0).phase != WAITING
+    assert shown.state(40.0).phase == UNHEARD
 
 
-def test_a_driver_elsewhere_that_has_committed_since_its_last_word_starts_no_engines(tmp_path):
+@pytest.mark.parametrize(("done", "phase"), [(40, UNHEARD), (100, ENDED)])
+def test_a_driver_elsewhere_that_has_ended_is_one_of_before_unless_all_is_done(
+    tmp_path, followed, done, phase
+):
+    store = small_run(tmp_path).store
+    shown = Page(followed, Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown.counts = counts(done=done)
+    store.put(heartbeat_path("elsewhere"), Beat(time.time(), phase=ENDED).to_bytes())
+    assert shown.state(20.0).phase == phase
+
+
+def test_of_a_driver_that_nothing_is_heard_of_it_is_not_said_that_its_engines_start(
+    tmp_path, followed
+):
+    """A flow that found its cluster and its job again said it, before it had asked for a word."""
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    for job, phase in ((followed, UNHEARD), (make_job(), STARTING)):
+        shown = Page(job, run, clock=lambda: 0.0)
+        shown.counts = counts()
+        assert shown.state(1.0).phase == phase
+
+
+def test_what_a_driver_here_said_last_holds_until_it_says_something_else(tmp_path):
+    """While the run ends, which may take longer than a page waits for a word of others."""
+    run = Run(str(tmp_path), "k", "h", 100, 10, False)
+    shown = Page(make_job(), run, clock=lambda: 0.0)
+    shown.counts = counts()
+    shown.hear(Beat(0.0, phase=WAITING, alarms=1, about="an engine hangs"))
+    assert shown.state(page.REMOTE_AFTER + 1).about == "an engine hangs"
+
+
+def test_commits_before_the_page_looks_for_the_first_time_are_told(tmp_path, emitted):
+    """It looks a second after the run begins; on a busy machine a small run was over by then."""
+    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown.log = type("Log", (), {"info": lambda self, text: None})()
+    shown.show = lambda artifact, kind: None
+    progress, good = Progress(100, 10), replace(COMMIT, failed=Positions())
+    progress.add(good, 1.0)  # of an attempt before
+    progress.recent.clear()
+    shown(progress)
+    for shard in range(1, 10):
+        progress.add(replace(good, shard=shard), 1.0)
+        shown(progress)
+    shown.tick()
+    told = [(e["event"], e["payload"]["committed"]) for e in emitted]
+    assert told == [("raybatch.run.started", 1), ("raybatch.shard.committed", 10)]
+    assert emitted[1]["payload"]["new"] == 9
+
+
+def test_a_driver_elsewhere_that_has_committed_since_its_last_word_starts_no_engines(
+    tmp_path, followed
+):
     """A flow that followed a job again said "100 of 3,000 rows, starting engines"."""
     store = small_run(tmp_path).store
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     for knew, phase in ((0, INFERRING), (10, STARTING)):
-        shown = Page(make_job(), run, clock=lambda: 0.0)
+        shown = Page(followed, run, clock=lambda: 0.0)
         progress = Progress(100, 10)
         progress.add(replace(COMMIT, stats=ShardStats(rows=10, started=1.0, ended=2.0)), 1.0)
         shown(progress)

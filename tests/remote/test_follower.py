@@ -218,7 +218,7 @@ def test_a_store_that_does_not_tell_the_phase_is_no_failure(world: World, monkey
     def away(*_: Any) -> None:
         raise StoreUnavailable("slow down")
 
-    monkeypatch.setattr(jobs, "newest", away)
+    monkeypatch.setattr(jobs, "told_elsewhere", away)
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
     assert follower.run_to_end().done == 20
