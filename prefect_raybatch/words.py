@@ -24,5 +24,13 @@ def clean(words: str) -> str:
     return "".join(c if _allowed(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
+def storable(text: str) -> str:
+    """Text that UTF-8 and PostgreSQL can hold: `\N{SYMBOL FOR NULL}` for NUL, `?` for half a
+    surrogate pair. Errors quote what rows hold, and rows hold anything."""
+    if text.isascii() and "\0" not in text:
+        return text
+    return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()
+
+
 def _allowed(code: int) -> bool:
     return code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF)

@@ -306,7 +306,6 @@ PRIVATE = {
 OTHERS = {  # of Prefect, under names that some of ours have, too
     ("flow/test_blocks.py", "_client"),
     ("flow/test_blocks.py", "_logo_url"),
-    ("flow/test_events.py", "_client"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefect_raybatch
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import are, counted, storable
 
 NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
 # A number put straight before a noun in the plural is wrong where it is 1.
@@ -21,6 +21,21 @@ BARE = re.compile(r"\{(?!counted)[^{}]*\} (" + NOUNS + r")\b(?!/s)")
 )
 def test_a_counted_noun(number, text):
     assert counted(number, "row") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("plain\n\ttext", "plain\n\ttext"),
+        ("Zürich 🚀", "Zürich 🚀"),
+        ("a\0b", "a\N{SYMBOL FOR NULL}b"),
+        ("é\0", "é\N{SYMBOL FOR NULL}"),
+        ("half \ud83d of it", "half ? of it"),
+    ],
+)
+def test_text_that_a_database_holds(text, kept):
+    assert storable(text) == kept
+    kept.encode()
 
 
 def test_fractions_and_odd_plurals():

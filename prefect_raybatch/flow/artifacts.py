@@ -18,6 +18,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
+from prefect_raybatch.flow.texts import storable_in
+
 ARTIFACT_KINDS = (  # what a run shows
     "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
     "nights-plots",
@@ -53,6 +55,7 @@ def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
         update(before, artifact)
         return before
     artifact.key = key
+    _make_storable(artifact)
     made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
     return cast(UUID, made.id)
 
@@ -84,9 +87,15 @@ def _mine(key: str, run_key: str | None) -> UUID | None:
 
 def update(known: UUID, artifact: Artifact) -> None:
     """Puts data and description of `artifact` in place of those of the one with this id."""
+    _make_storable(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)
     client.update_artifact(known, ArtifactUpdate(data=data, description=artifact.description))
+
+
+def _make_storable(artifact: Artifact) -> None:
+    for name in type(artifact).model_fields:
+        setattr(artifact, name, storable_in(getattr(artifact, name)))
 
 
 def _plain(name: str) -> str:

@@ -36,6 +36,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import MAX_FAILED
 from prefect_raybatch.report.report import table_lines
@@ -115,6 +116,7 @@ def explained(
     try:
         yield
     except Exception as error:
+        make_storable(error)
         if was_told(error) or not (flow_run.get_id() or task_run.get_id()):
             raise  # told within, or called as a plain function, of which no page knows
         if not RunEvents(run_key, name).failed(error, retries):
@@ -277,4 +279,5 @@ class _Short(logging.Filter):
 
 
 for _name in ("prefect.task_runs", "prefect.flow_runs"):
-    logging.getLogger(_name).addFilter(_Short())
+    for _filter in (_Short(), STORABLE_LINES):
+        logging.getLogger(_name).addFilter(_filter)

@@ -28,6 +28,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import with_run_words
@@ -307,6 +308,7 @@ class _PageLogs:
             if any(isinstance(handler, APILogHandler) for handler in OUR_LOGGER.handlers):
                 return
             self._handler, self._level = APILogHandler(), OUR_LOGGER.level
+            self._handler.addFilter(STORABLE_LINES)
             OUR_LOGGER.addHandler(self._handler)
             # without a level of its own it would take the root logger's, WARNING
             OUR_LOGGER.setLevel(self._level or logging.INFO)

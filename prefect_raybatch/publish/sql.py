@@ -64,7 +64,7 @@ class SqlSink(Sink):
         return super().fit(wanted, pa.schema(shown), whole)
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        from sqlalchemy.exc import IntegrityError, OperationalError
+        from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
         engine = self._engine()
         wanted = converted_schema(rows.schema, self.target)
@@ -85,6 +85,15 @@ class SqlSink(Sink):
                         if self._found(engine, marks, rows):
                             return ""
                         raise  # a row that the table does not take
+                    except DataError as error:
+                        if (where := _first_nul(rows)) is None:
+                            raise
+                        raise ConfigError(
+                            f"{self.what}: {where} holds a NUL character, which the database does "
+                            "not keep. What is in data/ stays as it is: take the character out in "
+                            "a postprocess and run the job under another run key, where reuse "
+                            "keeps the answers"
+                        ) from error
                     except OperationalError:
                         if last:  # locked, or the connection broke: look again
                             continue
@@ -285,6 +294,19 @@ def _values(
                     if row[name] is not None:
                         row[name] = changed(row[name])
             yield values
+
+
+def _first_nul(rows: AnsweredRows) -> str | None:
+    """The first row and column whose text, or a text within, holds NUL: PostgreSQL refuses it and
+    does not say where."""
+    number = 0
+    for batch in rows.read():
+        for row in batch.to_pylist():
+            for name, value in row.items():
+                if "\0" in value if isinstance(value, str) else "\\u0000" in _json(value):
+                    return f"row {number:,} of the result (the first is 0), column '{name}',"
+            number += 1
+    return None
 
 
 def _utc(value: Any) -> Any:

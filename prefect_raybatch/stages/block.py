@@ -23,6 +23,7 @@ import pyarrow as pa
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import POSITION as POSITION
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.words import storable
 
 SHARD = "__rb_shard"  # int32, as is POSITION
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
@@ -128,8 +129,7 @@ class Failure:
         except Exception:  # a user's own class may fail here as well
             text = "its message cannot be shown"
         # Lone surrogates, as in file names, cannot be written: neither to Arrow nor to JSON.
-        text = text[:MAX_ERROR].encode("utf-8", "replace").decode()
-        return cls(stage, type(error).__name__, text)
+        return cls(stage, type(error).__name__, storable(text[:MAX_ERROR]))
 
 
 def rows_of(table: pa.Table, names: list[str]) -> list[Any]:

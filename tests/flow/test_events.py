@@ -16,7 +16,7 @@ import pytest
 from helpers.heard import counts, wait_for
 from helpers.nights import Nights
 from helpers.pager import automations_script, pager
-from helpers.prefect_server import artifacts_of
+from helpers.prefect_server import artifacts_of, events_of
 from helpers.reports import COMMIT, full, report
 from helpers.small import make_job, small_run
 from hypothesis import given
@@ -372,15 +372,6 @@ def test_what_a_job_reads_comes_before_its_result(tmp_path):
 
 
 # --- a real server ------------------------------------------------------------------------------
-
-
-def events_of(resource: str) -> list[dict[str, Any]]:
-    with get_client(sync_client=True) as client:
-        answer = client._client.post(
-            "/events/filter",
-            json={"filter": {"resource": {"id_prefix": [resource]}}, "limit": 50},
-        )
-    return answer.raise_for_status().json()["events"]
 
 
 def steady(seconds: float, shards: int, failed: int = 0) -> Any:

@@ -18,7 +18,8 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from helpers.prefect_server import artifacts_of
+from helpers.heard import wait_for
+from helpers.prefect_server import artifacts_of, events_of
 from helpers.retries import first_run
 from helpers.small import make_job
 from prefect import flow
@@ -127,6 +128,46 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
         state.result()
     assert pickle.loads(pickle.dumps(told.value)).plain == str(error.plain)
     assert told.value.plain and "What to do" not in told.value.plain
+
+
+ODD = "'a\0b' and '\ud800'"  # as a row may hold, and an error that quotes it
+HELD = "'a\N{SYMBOL FOR NULL}b' and '?'"  # what PostgreSQL and JSON can hold of it
+
+
+@pytest.mark.parametrize("kind", [ErrorBudgetExceeded, ValueError])
+def test_characters_that_prefects_database_refuses_keep_nothing_from_being_told(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL a NUL in an error left a flow run Running, and took events of others along."""
+    made = first_run(tmp_path, finish=False)
+    plan, name = made.plan, f"odd-{kind.__name__.lower()}"
+    run = Run(made.store.uri, plan.run_key, plan.hash, plan.rows, plan.shards, False)
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> None:
+        logging.getLogger("prefect_raybatch.driver").warning("a row says %s", ODD)
+        with suppress(ValueError):
+            raise ValueError(ODD)
+        raise kind(f"no number: {ODD}")
+
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    job = make_job(name=name, output={"uri": str(tmp_path)})
+    state = batch_inference(job, plan.run_key, return_state=True)
+    assert state.is_failed() and f"no number: {HELD}" in str(state.message)
+    assert f"no number: {HELD}" in page_of(name)
+    lines = [x.message for x in all_logs_of(state.state_details.flow_run_id, "Finished in state")]
+    assert f"a row says {HELD}" in lines
+    assert any(line.startswith(f"infer_shards failed: {kind.__name__}") for line in lines)
+    with get_client(sync_client=True) as client:
+        kept = client.read_flow_run(state.state_details.flow_run_id).state
+    assert kept is not None and kept.is_failed()
+
+    def failed() -> list[str]:
+        found = events_of(f"raybatch.run.{plan.run_key}")
+        mine = [event for event in found if event["resource"]["raybatch.job"] == name]
+        return [e["payload"]["message"] for e in mine if e["event"] == "raybatch.run.failed"]
+
+    assert wait_for(failed) == [f"no number: {HELD}"]
 
 
 def test_a_long_command_is_broken_where_a_shell_goes_on() -> None:

@@ -138,6 +138,14 @@ def artifacts_of(prefix: str) -> list[Artifact]:
         return client.read_artifacts(artifact_filter=keys)
 
 
+def events_of(resource: str) -> list[dict[str, Any]]:
+    """The events on this process's server of the resources whose names begin so, latest first."""
+    asked = {"filter": {"resource": {"id_prefix": [resource]}}, "limit": 50}
+    answer = httpx.post(f"{PREFECT_API_URL.value()}/events/filter", json=asked, timeout=120)
+    found: list[dict[str, Any]] = answer.raise_for_status().json()["events"]
+    return found
+
+
 @contextmanager
 def prefect_server(home: Path, **env: str) -> Iterator[Prefect]:
     """A server that answers, with these variables beside; it and all that was started with it is

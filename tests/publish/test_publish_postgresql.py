@@ -227,6 +227,25 @@ def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
     assert rows_of(server, "narrow") == {}  # given up whole
 
 
+@pytest.mark.parametrize(
+    ("odd", "column"),
+    [(["a", "b\0"], "text"), ([["x"], ["y", "\0"]], "words")],
+)
+def test_a_character_that_the_database_refuses_is_named_by_row_and_column(server, odd, column):
+    with connect(server) as own:
+        own.execute("DROP TABLE IF EXISTS nul")
+        own.execute("CREATE TABLE nul (text text, words jsonb)")
+    forget(server)
+    sink = open_sink(PublishTarget.model_validate(target(server, "nul")), "key", {})
+    whole = {"text": ["a", "b"], "words": [["x"], ["y"]]}
+    said = rf"row 1 of the result .*column '{column}', holds a NUL .*run key, where reuse"
+    with pytest.raises(ConfigError, match=said):
+        sink.publish(published_rows(pa.table({**whole, column: odd}), "k" * 64), lambda step: None)
+    with connect(server) as own:
+        assert own.execute("SELECT * FROM nul").fetchall() == []
+    sink.publish(published_rows(pa.table(whole), "k" * 64), lambda step: None)
+
+
 def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
     """JSON, arrays and UUIDs come as texts from a table source, and go back as what they are."""
     made = '(id int, _row int, "Company" text, {}, response {})'
