@@ -100,6 +100,8 @@ def side_by_side(
     """
     import ray
 
+    from prefect_raybatch.stages.ray_internals import still_running
+
     task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES, scheduling_strategy="SPREAD")(_done)
     shared, under_way = ray.put(work), set[Any]()
     try:
@@ -110,7 +112,7 @@ def side_by_side(
         while under_way:
             yield _next(under_way)
     finally:
-        for reference in under_way:
+        for reference in still_running(under_way):
             ray.cancel(reference, recursive=False)
 
 

@@ -42,7 +42,14 @@ CONTRACT = {
         "BackpressurePolicy": ["can_add_input(op)", "_topology", "_data_context"],
     },
     f"{EXECUTION}/interfaces/physical_operator.py": {
-        "PhysicalOperator": ["num_active_tasks", "input_dependencies", "output_dependencies"],
+        "PhysicalOperator": [
+            "num_active_tasks",
+            "input_dependencies",
+            "output_dependencies",
+            "get_active_tasks",
+            "_cancel_active_tasks(force)",
+        ],
+        "OpTask": ["get_waitable"],
     },
     f"{EXECUTION}/operators/base_physical_operator.py": {
         "InternalQueueOperatorMixin": ["internal_input_queue_num_blocks"],
@@ -57,6 +64,9 @@ CONTRACT = {
         "_ActorPool": ["_running_actors", "_release_running_actor(actor)"],
         "_ActorState": ["num_tasks_in_flight", "actor_location"],
     },
+    # Ends that come early.
+    f"{EXECUTION}/operators/task_pool_map_operator.py": {"TaskPoolMapOperator": []},
+    "_private/object_ref_generator.py": {"ObjectRefGenerator": ["completed"]},
     "data/context.py": {"DataContext": ["set_config(key, value)", "get_config(key, default)"]},
     f"{EXECUTION}/streaming_executor.py": {"StreamingExecutor": ["shutdown(force)"]},
     "data/_internal/progress/__init__.py": {"": ["logger"]},
