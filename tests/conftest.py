@@ -92,6 +92,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
     return ByServer(config, log)
 
 
+@pytest.fixture(autouse=True)
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage of an engine that is made in this process begins none: it would import vLLM for
+    nothing, and every later engine of the process, stand-ins too, would be made by it."""
+    begin = "prefect_raybatch.stages.vllm.forking.begin_fork_server"
+    monkeypatch.setattr(begin, lambda arguments: None)
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with start_s3(tmp_path_factory.mktemp("s3")) as server:

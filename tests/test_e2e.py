@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from e2e_functions import GATE, OPEN, ROWS_A_SHARD
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import ENGINE, below, held, running, title, until
+from helpers.processes import below, running, title, until
 from s3server import S3Server
 
 from prefect_raybatch.demo import LABELS
@@ -55,7 +55,8 @@ def call(*args: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProc
 
 # --- one run: over its budget, killed, hung, and whole in the end ---------------------------------
 
-ROWS, SHARDS = 4500, 30
+SHARDS = 30
+ROWS = SHARDS * ROWS_A_SHARD
 TOO_LONG, RAISE, REFUSED, LEFT_OUT = {7, 1900}, {20, 920, 921, 4499}, {100}, {40, 41}
 FAILED = {
     **{i: ("prepare", "PromptTooLong") for i in TOO_LONG},
@@ -90,7 +91,7 @@ CORE_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # a process of its own, to
 def job_dict(env: dict[str, str], **limits: Any) -> dict[str, Any]:
     return {
         "name": "industries",
-        "source": {"uri": "s3://e2e/in", "rows_per_shard": ROWS // SHARDS},
+        "source": {"uri": "s3://e2e/in", "rows_per_shard": ROWS_A_SHARD},
         "prompt": {"function": "e2e_functions:ask"},
         "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(LABELS)},
         "engine": {"model": "demo", "max_model_len": 256, "env": env},
@@ -163,8 +164,8 @@ def committed(story: Story) -> int:
 
 
 def more_commits(story: Story, process: subprocess.Popen[bytes], more: int) -> None:
-    """Waits until `more` further shards are committed."""
-    before = committed(story)
+    """Waits until so many shards more are committed than before this attempt."""
+    before = len(story.commits[-1])
 
     def there() -> bool:
         story.at_work(process)
@@ -183,24 +184,25 @@ def engines_of(story: Story, process: subprocess.Popen[bytes]) -> list[psutil.Pr
     return list(until(there, 300, "an engine"))
 
 
-def holding(story: Story, process: subprocess.Popen[bytes]) -> AbstractContextManager[None]:
-    """No machine is to be through with the run before what follows. The core is stopped with the
-    actor that would take it for hung."""
-    return held(lambda: below(process.pid, *ENGINE), lambda: committed(story), 3.0)
+def gate_of(story: Story, name: str, most: int) -> Path:
+    """A gate that an attempt goes through with so many shards, on a machine of any speed."""
+    gate = story.folder / name
+    gate.mkdir()
+    (gate / "most").write_text(str(most))
+    return gate
 
 
 def killed(story: Story, draw: random.Random) -> None:
     """SIGKILL to the driver and its group at a random moment after a few more commits."""
     command = [str(BIN / "raybatch"), "run", "more.yaml", "--run-key", "k", "--prefect"]
-    process = start(command, story.env, story.folder)
-    with holding(story, process):
-        engines = engines_of(story, process)
-        more_commits(story, process, 1)
-        more_commits(story, process, draw.randint(0, 5))
-        time.sleep(draw.random() * 2)
-        story.at_work(process)
-        everything = below(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)
+    gate = gate_of(story, "killed", 10)
+    process = start(command, {**story.env, GATE: str(gate)}, story.folder)
+    engines = engines_of(story, process)
+    more_commits(story, process, 1 + draw.randint(0, 5))
+    time.sleep(draw.random() * 2)
+    story.at_work(process)
+    everything = below(process.pid)
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 120
     while running(everything) and time.monotonic() < deadline:  # what is left may still commit
@@ -210,14 +212,16 @@ def killed(story: Story, draw: random.Random) -> None:
 
 def hung(story: Story) -> None:
     """The rest of the run, triggered by a block; on the way an engine's core stops for ever."""
-    process = start([sys.executable, "-c", TRIGGER, "more.yaml"], story.env, story.folder)
+    gate = gate_of(story, "hung", 2)
+    env = {**story.env, GATE: str(gate)}
+    process = start([sys.executable, "-c", TRIGGER, "more.yaml"], env, story.folder)
     try:
-        with holding(story, process):
-            titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
-            (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
-            story.core_parent = " ".join(story.core.parent().cmdline())
-            more_commits(story, process, 1)
+        titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
+        (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+        story.core_parent = " ".join(story.core.parent().cmdline())
+        more_commits(story, process, 1)
         story.core.suspend()
+        (gate / OPEN).touch()
         code = process.wait(500)
     finally:
         if process.poll() is None:
