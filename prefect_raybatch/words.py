@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
     """`1 row`, `1,234 rows`, `0.5 GPUs`; `plural` where it is not the noun with an s."""
@@ -30,6 +33,19 @@ def storable(text: str) -> str:
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()
+
+
+def storable_in(value: Any) -> Any:
+    """The same value, with the texts in it made storable."""
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, Mapping):
+        return {storable_in(key): storable_in(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [storable_in(inner) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(storable_in(inner) for inner in value)
+    return value
 
 
 def _allowed(code: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefect_raybatch
-from prefect_raybatch.words import are, counted, storable
+from prefect_raybatch.words import are, counted, storable, storable_in
 
 NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
 # A number put straight before a noun in the plural is wrong where it is 1.
@@ -36,6 +36,12 @@ def test_a_counted_noun(number, text):
 def test_text_that_a_database_holds(text, kept):
     assert storable(text) == kept
     kept.encode()
+
+
+def test_texts_within_a_value_are_made_storable_and_nothing_else_is_changed():
+    odd = {"a\0": [1.5, None, ("\0", {"b": "\ud800"})], "c": b"\0"}
+    null = "\N{SYMBOL FOR NULL}"
+    assert storable_in(odd) == {f"a{null}": [1.5, None, (null, {"b": "?"})], "c": b"\0"}
 
 
 def test_fractions_and_odd_plurals():

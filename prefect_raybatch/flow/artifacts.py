@@ -18,7 +18,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
-from prefect_raybatch.flow.texts import storable_in
+from prefect_raybatch.words import storable_in
 
 ARTIFACT_KINDS = (  # what a run shows
     "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",

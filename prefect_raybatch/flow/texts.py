@@ -8,23 +8,10 @@ says Running for ever.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
-from prefect_raybatch.words import storable
+from prefect_raybatch.words import storable, storable_in
 
 _FORMATTER = logging.Formatter()
-
-
-def storable_in(value: Any) -> Any:
-    """The same value, with the texts in it made storable."""
-    if isinstance(value, str):
-        return storable(value)
-    if isinstance(value, Mapping):
-        return {storable_in(key): storable_in(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(storable_in, value))
-    return value
 
 
 def make_storable(error: BaseException) -> None:
@@ -35,7 +22,7 @@ def make_storable(error: BaseException) -> None:
             return
     except Exception:  # a user's own class: Prefect says itself what it makes of that
         return
-    error.args = storable_in(error.args)
+    error.args = tuple(map(storable_in, error.args))
     if isinstance(error, OSError) and isinstance(error.filename, str):
         error.filename = storable(error.filename)
 
@@ -52,7 +39,8 @@ class StorableLines(logging.Filter):
             record.msg, record.args = kept, ()
         if record.exc_info and record.exc_info[0] and not record.exc_text:
             told = _FORMATTER.formatException(record.exc_info)
-            record.exc_text = storable(told)
+            if (kept := storable(told)) != told:
+                record.exc_text = kept
         return True
 
 

@@ -20,6 +20,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE
+from prefect_raybatch.words import storable_in
 
 OURS = "_raybatch_published"
 INSERT_ROWS = 1000  # of one INSERT
@@ -303,7 +304,8 @@ def _first_nul(rows: AnsweredRows) -> str | None:
     for batch in rows.read():
         for row in batch.to_pylist():
             for name, value in row.items():
-                if "\0" in value if isinstance(value, str) else "\\u0000" in _json(value):
+                kept = storable_in(value)
+                if kept is not value and kept != value:
                     return f"row {number:,} of the result (the first is 0), column '{name}',"
             number += 1
     return None

@@ -29,6 +29,7 @@ from prefect_raybatch.storage import (
     split_glob,
 )
 from prefect_raybatch.storage.web import WebRules, WebStore
+from prefect_raybatch.words import storable
 
 ENDINGS = {
     ".parquet": "parquet",
@@ -171,6 +172,7 @@ def _is_folder(root: str, given: str) -> bool:
 def find(source: Source) -> tuple[str, list[File]]:
     """The format of `source` and its files, by name. Raises as `detect_format`."""
     kind, files = _choose(source, _list(source))
+    _refuse_names(files)
     _refuse_links(files)
     return kind, files
 
@@ -221,6 +223,16 @@ def _by_web(given: str, source: Source) -> File:
 
 def _may_be_read(file: File, format: str) -> bool:
     return file.named or format == "auto" or ending(file.info.path)[0] in (format, None)
+
+
+def _refuse_names(files: Sequence[File]) -> None:
+    """Raises SourceError for a file whose name no record can hold."""
+    for file in files:
+        if storable(file.uri) != file.uri:
+            raise SourceError(
+                f"source.uri: the name {file.uri!a} is not UTF-8, so neither readers nor the "
+                "plan can take it; rename the file or folder"
+            )
 
 
 def _refuse_links(files: Sequence[File]) -> None:

@@ -234,10 +234,11 @@ def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
 def test_a_character_that_the_database_refuses_is_named_by_row_and_column(server, odd, column):
     with connect(server) as own:
         own.execute("DROP TABLE IF EXISTS nul")
-        own.execute("CREATE TABLE nul (text text, words jsonb)")
+        own.execute("CREATE TABLE nul (number float, text text, words jsonb)")
     forget(server)
     sink = open_sink(PublishTarget.model_validate(target(server, "nul")), "key", {})
-    whole = {"text": ["a", "b"], "words": [["x"], ["y"]]}
+    nan = [float("nan"), 1.0]
+    whole = {"number": nan, "text": ["\\u0000", "b"], "words": [["x"], ["\\u0000"]]}
     said = rf"row 1 of the result .*column '{column}', holds a NUL .*run key, where reuse"
     with pytest.raises(ConfigError, match=said):
         sink.publish(published_rows(pa.table({**whole, column: odd}), "k" * 64), lambda step: None)

@@ -123,6 +123,14 @@ def test_a_table_that_is_not_reached_is_in_nobodys_way(tmp_path):
     assert names(f"{tmp_path}/lake/plain") == ["a.parquet"]
 
 
+def test_a_name_that_is_not_utf_8_is_refused_with_the_file(tmp_path):
+    place = os.fsencode(tmp_path) + b"/caf\xe9.csv"
+    with open(place, "wb") as file:
+        file.write(b"a\n1\n")
+    for uri in (str(tmp_path), str(tmp_path / "*.csv")):
+        refused(uri, r"caf\udce9.csv' is not UTF-8", "rename the file or folder").encode()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_links_into_a_table_lead_into_a_table(tmp_path, kind):
     data = KINDS[kind](tmp_path / "lake/sales")
