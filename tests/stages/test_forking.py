@@ -13,12 +13,14 @@ import pytest
 from prefect_raybatch.stages.vllm import forking
 
 FORKED = """
-import json, multiprocessing, os, sys
+import json, multiprocessing, os, subprocess, sys
 from prefect_raybatch.stages.vllm import forking
 
 def tell(path):
     import psutil
-    told = [psutil.Process().parent().cmdline(), dict(os.environ), "csv" in sys.modules]
+    worker = [sys.executable, "-c", "print(open('/proc/self/environ').read().split('=')[0])"]
+    first = subprocess.run(worker, capture_output=True, text=True).stdout.strip()
+    told = [psutil.Process().parent().cmdline(), dict(os.environ), "csv" in sys.modules, first]
     with open(path, "w") as file:
         json.dump(told, file)
 
@@ -64,9 +66,11 @@ def test_a_forked_process_has_the_modules_of_the_server_and_its_makers_environme
 ) -> None:
     told = tmp_path / "told.json"
     assert run(tmp_path, FORKED, str(told)) == "0"
-    parent, environment, preloaded = json.loads(told.read_text())
+    parent, environment, preloaded, first = json.loads(told.read_text())
     assert "multiprocessing.forkserver" in " ".join(parent)
-    assert preloaded
+    assert (
+        preloaded and first == forking.FIRST_VARIABLE
+    )  # so that its workers, too, can have titles
     assert "GONE" not in environment and environment["ADDED"] == "2"
     assert environment[forking.METHOD] == "spawn"  # of a core's workers
 
@@ -91,7 +95,20 @@ def test_the_server_is_begun_where_a_core_is_spawned(
 def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
     code = (
         f"import sys, torch; import {forking.PRELOAD} as preload; "
-        "print([n for n in preload.NEEDED if n not in sys.modules], torch.cuda.is_initialized())"
+        "print([n for n in preload.NEEDED if n not in sys.modules], torch.cuda.is_initialized());"
+        "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore');"
+        "print(open('/proc/self/cmdline').read().split('\\0')[0])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == "[] False", done.stderr
+    # Ray hands the environment on in any order. What vLLM's import sets may come first in it, and
+    # no title can be given once the first of it has been moved.
+    environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    needed, title = done.stdout.splitlines()[-2:]
+    assert needed == "[] False", done.stderr
+    assert title.startswith("VLLM::EngineCore"), "the core bears the name of what started it"

@@ -23,6 +23,10 @@ PRELOAD = "prefect_raybatch.stages.vllm.preload"
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's: "0" keeps the core in the actor's process
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how its processes are made; set, it is left so
 
+FIRST_VARIABLE = "RAYBATCH_ENGINE"
+"""The first variable of a core's environment, and so of the workers that it spawns: a process whose
+first one is changed before it gives itself a title, as vLLM's import changes some, gets none."""
+
 _begun = False
 
 
@@ -59,8 +63,8 @@ class ForkedProcess(context.ForkServerProcess):
         super().start()
 
     def run(self) -> None:
-        for name in os.environ.keys() - self._environment.keys():
-            del os.environ[name]
+        os.environ.clear()
+        os.environ[FIRST_VARIABLE] = "1"
         os.environ.update(self._environment)
         super().run()
 
