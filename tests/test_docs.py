@@ -24,6 +24,7 @@ from prefect_raybatch.driver.metrics import COUNTERS, GAUGES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.remote.follower import OUTPUT_ENV
+from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
 from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS
 from prefect_raybatch.stages.vllm.phases import PHASES_PLACE
 
@@ -173,7 +174,7 @@ def sources() -> str:
 
 def test_every_environment_variable_of_ours_is_told() -> None:
     ours = set(re.findall(r'"(RAYBATCH_[A-Z_]+)"', sources()))
-    ours -= {OUTPUT_ENV, LAST_WORDS, PHASES_PLACE}  # set by us alone
+    ours -= {FIRST_VARIABLE, OUTPUT_ENV, LAST_WORDS, PHASES_PLACE}  # set by us alone
     told = re.findall(r"^\| (.*?) \| .* \| .* \|$", text_of("job.md"), re.M)
     assert ours and ours <= {name for cell in told for name in re.findall(r"`(\w+)`", cell)}
 
