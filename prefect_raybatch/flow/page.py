@@ -78,8 +78,7 @@ class Page(Listener):
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
         )
-        access = job.cluster.access
-        self.followed = bool(access.job_server or access.kubernetes)  # its driver is elsewhere
+        self.followed = job.cluster.access.remote  # its driver is elsewhere
         self.counts: Counts | None = None
         self._first: Counts | None = None  # before the first commit of this attempt
         self.progress: Progress | None = None

@@ -305,8 +305,10 @@ class _PageLogs:
     def _enter(self) -> None:
         with self._lock:
             self._inside += 1
-            if any(isinstance(handler, APILogHandler) for handler in OUR_LOGGER.handlers):
-                return
+            for handler in OUR_LOGGER.handlers:
+                if isinstance(handler, APILogHandler):  # Prefect's settings name our logger
+                    handler.addFilter(STORABLE_LINES)
+                    return
             self._handler, self._level = APILogHandler(), OUR_LOGGER.level
             self._handler.addFilter(STORABLE_LINES)
             OUR_LOGGER.addHandler(self._handler)

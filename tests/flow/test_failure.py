@@ -25,6 +25,7 @@ from helpers.small import make_job
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.logging.handlers import APILogHandler
 
 from prefect_raybatch import (
     BatchJob,
@@ -45,7 +46,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.flow import away, failure
 from prefect_raybatch.flow.away import ApiWatch, said_once, watched
-from prefect_raybatch.flow.tasks import tune_engine
+from prefect_raybatch.flow.tasks import OUR_LOGGER, logs_in_page, tune_engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
@@ -145,8 +146,6 @@ def test_characters_that_prefects_database_refuses_keep_nothing_from_being_told(
 
     def infer_run(job: BatchJob, run: Run, observe: Any) -> None:
         logging.getLogger("prefect_raybatch.driver").warning("a row says %s", ODD)
-        with suppress(ValueError):
-            raise ValueError(ODD)
         raise kind(f"no number: {ODD}")
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
@@ -168,6 +167,17 @@ def test_characters_that_prefects_database_refuses_keep_nothing_from_being_told(
         return [e["payload"]["message"] for e in mine if e["event"] == "raybatch.run.failed"]
 
     assert wait_for(failed) == [f"no number: {HELD}"]
+
+
+def test_lines_are_made_storable_also_where_prefects_settings_name_our_logger() -> None:
+    handler = APILogHandler()
+    OUR_LOGGER.addHandler(handler)
+    try:
+        with logs_in_page():
+            record = logging.LogRecord("x", logging.INFO, "", 0, "a row says %s", (ODD,), None)
+            assert handler.filter(record) and record.getMessage() == f"a row says {HELD}"
+    finally:
+        OUR_LOGGER.removeHandler(handler)
 
 
 def test_a_long_command_is_broken_where_a_shell_goes_on() -> None:

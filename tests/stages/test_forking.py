@@ -68,9 +68,8 @@ def test_a_forked_process_has_the_modules_of_the_server_and_its_makers_environme
     assert run(tmp_path, FORKED, str(told)) == "0"
     parent, environment, preloaded, first = json.loads(told.read_text())
     assert "multiprocessing.forkserver" in " ".join(parent)
-    assert (
-        preloaded and first == forking.FIRST_VARIABLE
-    )  # so that its workers, too, can have titles
+    assert preloaded
+    assert first == forking.FIRST_VARIABLE  # so that its workers, too, can have titles
     assert "GONE" not in environment and environment["ADDED"] == "2"
     assert environment[forking.METHOD] == "spawn"  # of a core's workers
 

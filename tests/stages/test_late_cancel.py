@@ -84,10 +84,7 @@ def test_of_work_side_by_side_only_what_goes_on_is_cancelled(
         work(tmp_path, name, ends=name == "short")
         return name
 
-    def items() -> list[str]:
-        return ["first", "short", "long"]
-
-    made = side_by_side(item, iter(items()), 3)
+    made = side_by_side(item, iter(["first", "short", "long"]), 3)
     assert next(made) == "first"
     until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 120, "both at work")
     (tmp_path / "end").touch()
