@@ -43,7 +43,7 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
     """The labels of a request with these sampling fields whose answer may be cut short; None where
     it is asked as it is."""
     given = {name: value for name, value in fields.items() if value is not None}
-    labels = _labels(given)
+    labels = labels_of(given)
     if labels is None or not given.keys() <= ALLOWED_BESIDE:
         return None
     if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
@@ -71,7 +71,7 @@ def _shared(one: bytes, other: bytes) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
+def labels_of(given: Mapping[str, Any]) -> Sequence[str] | None:
     """The labels of a request whose answer is one of them, None for any other."""
     form = given.get("structured_outputs")
     labels = given.get("choice")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
+from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, labels_of, may_ask_rest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.memory import CACHE_BLOCK, Model
@@ -57,8 +57,10 @@ class Tokens:
         return self.shared // CACHE_BLOCK * CACHE_BLOCK
 
     def kept_each(self, times: int = 1) -> int:
-        """Tokens of KV cache that each row takes beside them, of one that is `times` as long."""
-        return -(-(times * self.typical - self.kept_once) // CACHE_BLOCK) * CACHE_BLOCK
+        """Tokens of KV cache that each row takes beside them, of one of which all that is its own
+        is `times` as long: what all begin with has one length."""
+        own = self.shared - self.kept_once + times * (self.own + (self.out or 0))
+        return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
 FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
@@ -83,14 +85,13 @@ def tokens(
 
 def _most_out(prompt: Prompt, sampling: Sampling, early: str) -> tuple[int | None, str]:
     extra = sampling.model_extra or {}
-    structured = extra.get("structured_outputs") or {}
-    choice = sampling.choice or (structured.get("choice") if isinstance(structured, dict) else None)
+    given = sampling.given()
+    choice = labels_of(given)
     answers = int(extra.get("n") or 1)
     most = sampling.max_tokens
     if choice:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
-        most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
-        given = sampling.given()
+        most = min(most, max(map(len, choice)) // 2 + 1)
         labels = labels_cut_short(given) if early != "off" else None
         cap = label_cap(labels) if labels else most
         if early == "first_token" and may_ask_rest(given) and min(cap, most) > FIRST_AND_REST:

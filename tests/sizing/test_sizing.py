@@ -539,6 +539,7 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
         (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "512 rows have no room"),
         (LLAMA_8B, "H200", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
+        (LLAMA_8B, "H100", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
         (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 1024, "4% faster than 256"),
         (
             LLAMA_8B,
