@@ -91,7 +91,11 @@ KINDS = {
     "cached": Kind(1000, 0.9, 32, fitted=False),
     "judge": Kind(1000, 0.0, 1, fitted=False),
 }
-TINY = {"tiny": Kind(40, 0.5, 4), "tiny-choice": Kind(40, 0.5, 3, choice=True)}  # for a CPU
+TINY = {  # for a CPU
+    "tiny": Kind(40, 0.5, 4),
+    "tiny-choice": Kind(40, 0.5, 3, choice=True),
+    "tiny-chat": Kind(40, 0.5, 40),
+}
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,7 @@ def measured(
         for thread in feeder.start(seqs):
             thread.join()
         feeder.begun = 0
+    ran: dict[str, float] = {}
     before, began = engine.stats(), time.time()
     threads = feeder.start(most_rows(seqs, rate, seconds) if whole else math.inf)
     if not whole:
@@ -269,7 +274,8 @@ def measured(
             until_more_rows(engine, before, feeder)
         time.sleep(warm)
         before, began = at_more_rows(engine, feeder)
-        time.sleep(seconds)
+        ran = {"running": running(engine, seconds)} if spread else {}
+        time.sleep(max(0.0, began + seconds - time.time()))
         after, ended = at_more_rows(engine, feeder)
         feeder.left = 0
     for thread in threads:
@@ -281,7 +287,17 @@ def measured(
     counts = {count: after[count] - before[count] for count in COUNTED}
     if not counts["rows"]:
         return {"error": f"no row came back within {ended - began:.0f} s, so there is no rate"}
-    return {**counts, "seconds": ended - began, "whole": whole, "drain_s": time.time() - ended}
+    took = {"seconds": ended - began, "whole": whole, "drain_s": time.time() - ended}
+    return {**counts, **ran, **took}
+
+
+def running(engine: Any, seconds: float) -> float:
+    """Sequences that the engine runs, in the mean of so long."""
+    until, seen = time.time() + seconds, [engine.load().get("running", 0)]
+    while time.time() < until:
+        time.sleep(0.02)
+        seen.append(engine.load().get("running", 0))
+    return float(sum(seen) / len(seen))
 
 
 def until_more_rows(engine: Any, before: Mapping[str, Any], feeder: Feeder) -> None:
@@ -490,6 +506,9 @@ def measure(
     row["steps_s"] = round(sum(one["steps"] / one["seconds"] for one in done), 2)
     for count in COUNTED[1:4]:
         row[count] = round(sum(one[count] for one in done) / max(1, rows), 2)
+    if all("running" in one for one in done):
+        steps = sum(one["steps"] / one["seconds"] * one["running"] for one in done)
+        row["by_steps"] = round(steps / kind.out, 3)
     row |= {"rows": rows, "whole": whole, "took_s": round(time.time() - began, 1)}
     write(args, arrangement, row)
     return True
@@ -507,7 +526,7 @@ def write(args: argparse.Namespace, arrangement: Arrangement, row: dict[str, Any
     row = {**about, "vllm": vllm_version(), **row}
     with open(args.out, "a") as out:
         out.write(json.dumps(row) + "\n")
-    shown = ("kind", "rows_s", "took_s", "error")
+    shown = ("kind", "rows_s", "by_steps", "took_s", "error")
     print("  " + ", ".join(f"{row[name]}" for name in shown if name in row), flush=True)
 
 
@@ -525,7 +544,9 @@ def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [row for row in lines(args) if row.get("rows_s")]
+    """What was measured, each with its `rate`: by steps where it is known."""
+    rows = [row for row in lines(args) if row.get("rows_s")]
+    return [{**row, "rate": float(row.get("by_steps") or row["rows_s"])} for row in rows]
 
 
 def not_measured(args: argparse.Namespace) -> list[str]:
@@ -545,7 +566,8 @@ def tokens_of(row: dict[str, Any]) -> Any:
     from prefect_raybatch.sizing.cost import Tokens
 
     cached = row.get("cached_tokens", row["prompt"] * row["shared"])
-    out = row.get("output_tokens", row["out"])
+    # By steps it is the rate of whole answers; some that came back were still of the shorter ones.
+    out = row["out"] if "by_steps" in row else row.get("output_tokens", row["out"])
     own = row.get("prompt_tokens", row["prompt"]) - cached
     return Tokens(round(cached), round(own), max(1, round(out)), "", row["choice"])
 
@@ -569,10 +591,10 @@ def report(args: argparse.Namespace) -> None:
     errors: dict[bool, list[float]] = {True: [], False: []}
     for row in sorted(rows, key=lambda row: row["kind"]):
         found = predicted(model, args.card, tokens_of(row), Arrangement.of(row["arrangement"]))
-        off = found / row["rows_s"] - 1
+        off = found / row["rate"] - 1
         errors[row["fitted"]].append(abs(off))
         print(
-            f"{row['arrangement']:16} {row['kind']:10} {row['rows_s']:9.1f} {found:9.1f} {off:+.0%}"
+            f"{row['arrangement']:16} {row['kind']:10} {row['rate']:9.1f} {found:9.1f} {off:+.0%}"
         )
     for fitted, off in errors.items():
         if off:
@@ -592,11 +614,11 @@ def report(args: argparse.Namespace) -> None:
 def _against_best(
     args: argparse.Namespace, model: Any, kind: str, rows: list[dict[str, Any]]
 ) -> str:
-    best = max(rows, key=lambda row: float(row["rows_s"]))
+    best = max(rows, key=lambda row: float(row["rate"]))
     chosen = choice(args, model, tokens_of(best))
-    there = [row["rows_s"] for row in rows if row["arrangement"] == str(chosen)]
-    share = f"{there[0]:9.1f}  {there[0] / best['rows_s']:.2f}" if there else "not measured"
-    return f"{kind:10} {best['arrangement']:>16} {best['rows_s']:9.1f} {chosen!s:>9} {share}"
+    there = [row["rate"] for row in rows if row["arrangement"] == str(chosen)]
+    share = f"{there[0]:9.1f}  {there[0] / best['rate']:.2f}" if there else "not measured"
+    return f"{kind:10} {best['arrangement']:>16} {best['rate']:9.1f} {chosen!s:>9} {share}"
 
 
 def choice(args: argparse.Namespace, model: Any, row: Any) -> Arrangement:
@@ -640,7 +662,7 @@ def refit(args: argparse.Namespace, model: Any, rows: list[dict[str, Any]]) -> N
         found = [
             math.log(
                 predicted(model, args.card, tokens_of(row), Arrangement.of(row["arrangement"]))
-                / row["rows_s"]
+                / row["rate"]
             )
             for row in rows
         ]

@@ -60,14 +60,19 @@ class Slow:
         names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "steps")
         return dict.fromkeys(names, rows)
 
+    def load(self) -> dict[str, int]:
+        return {"running": 12}
 
-def measured(sweep: ModuleType, engine: Slow, cold: bool = False) -> dict[str, Any]:
+
+def measured(
+    sweep: ModuleType, engine: Slow, cold: bool = False, kind: str = "tiny-choice"
+) -> dict[str, Any]:
     return dict(
         sweep.measured(
             engine,
             engine,
-            kind=sweep.TINY["tiny-choice"],
-            name="tiny-choice",
+            kind=sweep.TINY[kind],
+            name=kind,
             seqs=16,
             rate=100.0,
             fill=0.01,
@@ -94,6 +99,30 @@ def test_answers_that_take_long_are_not_measured_as_one_wave(sweep: ModuleType) 
     # Prompts of which there is no end within a window, and a single step of 24 seconds.
     assert sweep.window(kinds["rag"], 45.0, 48.0, 5.0) == (True, False, 2.0)
     assert sweep.window(kinds["judge"], 23.0, 24.0, 5.0) == (True, False, 2.0)
+
+
+def test_the_rate_of_whole_answers_is_that_of_steps_and_of_what_ran(
+    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,024 sequences of `chat`, 546 rows came back within 5 s of 10 that each takes: 0.96 of
+    what 512 gave, where the steps of both said 1.04."""
+    engine = Slow(looks=1)
+    engine.ready.set()
+    monkeypatch.setattr(sweep, "MOST_WARM", 0.1)
+    found = measured(sweep, engine, kind="tiny-chat")
+    assert found["running"] == 12 and "running" not in measured(sweep, Slow(looks=6))
+    told = {"rows": 546, "steps": 72, "seconds": 5.25, "running": 1024.0, "whole": False}
+    counts = {"prompt_tokens": 546 * 256, "cached_tokens": 0, "output_tokens": 546 * 128}
+    monkeypatch.setattr(sweep, "answers", lambda pipes, seconds: [{**told, **counts}])
+    out = tmp_path / "sweep.jsonl"
+    args = argparse.Namespace(
+        out=str(out), size="8b", device="cpu", device_name="H200", mps=False, seconds=5.0
+    )
+    args.known_kinds = sweep.KINDS
+    one = sweep.Arrangement.of("1x1024")
+    assert sweep.measure(args, one, None, [], "chat", 72.0, time.time() + 1e3)
+    (row,) = sweep.read(args)
+    assert row["rows_s"] == 104.0 and row["rate"] == row["by_steps"] == 109.714
 
 
 def test_a_cold_engine_is_measured_after_its_first_rows(sweep: ModuleType) -> None:
