@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_page.py benchmarks/results/*.jsonl
 
-Each file is one run of `gpu.py` on one machine; ratios are only made within a file. What stands
-between the two marks in the page is replaced, the plot is docs/images/gpu.svg.
+Each file is one run of `gpu.py` on one machine; ratios are only made within a file, and what other
+benchmarks left is passed over. What stands between the two marks in the page is replaced, the plot
+is docs/images/gpu.svg.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -30,6 +32,7 @@ WORK = {
 }
 SIZE = {"70b": "70B", "8b": "8B", "05b": "0.5B"}
 PEERS = {"vllm": "`LLM.chat`", "raydata": "`ray.data.llm`"}
+USUAL_CARD = "H200"
 USUAL = "256"  # sequences, where a peer is told no other number
 # (work, size) -> (peer, least ratio of ours to it)
 BARS = {
@@ -75,6 +78,15 @@ def _at_once(peer: str, seqs: str) -> str:
     if seqs != "none":
         return f", {seqs} sequences"
     return " with its own defaults" if peer == "vllm" else " as its guides' example has it"
+
+
+def title_of(record: dict[str, Any]) -> str:
+    """Its size and work; GPUs and card, where they are not the usual one H200."""
+    card = re.search(r"NVIDIA (\w+)", record["device"])
+    title = f"{SIZE[record['size']]}, {WORK[record['work']].partition(':')[0]}"
+    title += f", {record['gpus']} GPUs" * (record["gpus"] > 1)
+    title += f", {card[1]}" if card and card[1] != USUAL_CARD else ""
+    return f"{title}, {record['rows']:,} rows"
 
 
 def bases(group: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
@@ -251,14 +263,12 @@ def big(records: list[dict[str, Any]]) -> list[str]:
 def markdown(records: list[dict[str, Any]]) -> str:
     lines = ["![Rows a second, peers and this package](images/gpu.svg)", ""]
     scaled = {id(record) for _, found in series(records) for record in found}
-    for (work, size, gpus), group in groups(records):
+    for (work, size, _), group in groups(records):
         if size == "70b" or all(id(record) in scaled for record in group):  # tables of their own
             continue
         first = group[0]
         lines += [
-            f"### {SIZE[size]}, {WORK[work].partition(':')[0]}"
-            + (f", {gpus} GPUs" if gpus > 1 else "")
-            + f", {first['rows']:,} rows",
+            f"### {title_of(first)}",
             "",
             f"{WORK[work].partition(': ')[2].capitalize()}. "
             f"{first['date']}, {first['device']}, {first['versions']}.",
@@ -275,12 +285,10 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def plot(records: list[dict[str, Any]]) -> str:
     """Bars of each group on a scale of its own."""
     shown = []
-    for (work, size, gpus), group in groups(records):
+    for _, group in groups(records):
         rates = sorted((r for r in group if "rows_s" in r), key=lambda r: r["rows_s"])
         if len(rates) > 1:
-            title = f"{SIZE[size]}, {WORK[work].partition(':')[0]}"
-            title += f", {gpus} GPUs" * (gpus > 1) + f", {rates[0]['rows']:,} rows"
-            shown.append((title, rates))
+            shown.append((title_of(rates[0]), rates))
     height = 18 + sum(ROW * (len(rates) + 2) for _, rates in shown)
 
     def draw(panel: drawing.Panel) -> None:
@@ -312,7 +320,9 @@ def main(paths: list[str]) -> int:
     records = []
     for path in paths:
         for line in Path(path).read_text().splitlines():
-            records.append({"file": Path(path).name, **json.loads(line)})
+            record = {"file": Path(path).name, **json.loads(line)}
+            if "command" in record and record.get("work") in WORK:
+                records.append(record)
     page = DOCS / "performance.md"
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
