@@ -43,7 +43,7 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
     """The labels of a request with these sampling fields whose answer may be cut short; None where
     it is asked as it is."""
     given = {name: value for name, value in fields.items() if value is not None}
-    labels = labels_of(given)
+    labels = _labels(given)
     if labels is None or not given.keys() <= ALLOWED_BESIDE:
         return None
     if given.get("skip_special_tokens", True) is not True or given.get("detokenize"):
@@ -71,13 +71,18 @@ def _shared(one: bytes, other: bytes) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def labels_of(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """The labels of a request whose answer is one of them, None for any other."""
+def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The labels of a request, however they are written, that its answer is one of."""
     form = given.get("structured_outputs")
-    labels = given.get("choice")
-    if form is not None:
-        labels = (
-            form.get("choice") if isinstance(form, Mapping) and set(form) == {"choice"} else None
-        )
+    in_form = form.get("choice") if isinstance(form, Mapping) else None
+    return given.get("choice") or in_form
+
+
+def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
+    """The labels of a request of which nothing but them says what its answer may be."""
+    form = given.get("structured_outputs")
+    if form is not None and not (isinstance(form, Mapping) and set(form) == {"choice"}):
+        return None
+    labels = choice_of(given)
     whole = isinstance(labels, list | tuple) and all(isinstance(label, str) for label in labels)
     return labels if labels and whole else None

@@ -17,7 +17,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.early_stop import labels_of
+from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.agreement import confidence_of_each, sample_size
@@ -50,7 +50,7 @@ def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, A
     on_gpu = sizing.device(engine, have.gpus) == "gpu"
     if on_gpu and "quantization" not in extra:
         found.append({"engine.quantization": "fp8"})
-    longer = job.drawn.max_tokens >= LEAST_ANSWER and not labels_of(job.sampling.given())
+    longer = job.drawn.max_tokens >= LEAST_ANSWER and not choice_of(job.sampling.given())
     if longer and "speculative_config" not in extra and not job.prompt.images.used:
         found.append({"engine.speculative_config": NGRAM})
         if importlib.util.find_spec(SUFFIX_PACKAGE) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, labels_of, may_ask_rest
+from prefect_raybatch.job.early_stop import choice_of, label_cap, labels_cut_short, may_ask_rest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.memory import CACHE_BLOCK, Model
@@ -86,12 +86,12 @@ def tokens(
 def _most_out(prompt: Prompt, sampling: Sampling, early: str) -> tuple[int | None, str]:
     extra = sampling.model_extra or {}
     given = sampling.given()
-    choice = labels_of(given)
+    choice = choice_of(given)
     answers = int(extra.get("n") or 1)
     most = sampling.max_tokens
     if choice:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
-        most = min(most, max(map(len, choice)) // 2 + 1)
+        most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
         labels = labels_cut_short(given) if early != "off" else None
         cap = label_cap(labels) if labels else most
         if early == "first_token" and may_ask_rest(given) and min(cap, most) > FIRST_AND_REST:

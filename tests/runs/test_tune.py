@@ -226,7 +226,8 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     assert names(cpus, **long) == [ngram] and names(gpus, sampling={"max_tokens": 4}) == [fp8]
     choice = {"choice": ["a", "b"]}
     assert names(cpus, sampling={"max_tokens": 64, **choice}) == []
-    assert names(cpus, sampling={"max_tokens": 64, "structured_outputs": choice}) == []
+    for form in (choice, {**choice, "disable_any_whitespace": True}):
+        assert names(cpus, sampling={"max_tokens": 64, "structured_outputs": form}) == []
     monkeypatch.setattr(alterations, "SUFFIX_PACKAGE", "json")  # one that is there
     assert names(cpus, **long) == [ngram, ("engine.speculative_config", alterations.SUFFIX)]
     engine = {"quantization": "awq", "speculative_config": {"method": "eagle"}}

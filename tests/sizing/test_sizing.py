@@ -253,6 +253,17 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         (LLAMA_05B, {"sampling": {"max_tokens": 2, "choice": ["Yes, a", "Yes, b"]}}, 5, "2 out"),
         (
             LLAMA_05B,
+            {
+                "sampling": {
+                    "max_tokens": 512,
+                    "structured_outputs": {"choice": CHOICES, "disable_any_whitespace": True},
+                }
+            },
+            5,
+            "7 out",
+        ),
+        (
+            LLAMA_05B,
             {"sampling": {"choice": ["Yes, a", "Yes, b"]}, "early_stop": "first_token"},
             5,
             "2 out",
