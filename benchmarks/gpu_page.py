@@ -100,7 +100,7 @@ def bases(group: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+def groups(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Records by (file, work, size, GPUs, rows), those of one run beside each other."""
 
     def key(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -108,9 +108,8 @@ def groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[s
         names = ("file", "size", "gpus", "rows")
         return (place, *(record[name] for name in names))
 
-    for (_, _, size, gpus, _), found in groupby(sorted(records, key=key), key):
-        group = [record for record in found if record["peer"] != "resume"]
-        yield (group[0]["work"], size, gpus), group
+    for _, found in groupby(sorted(records, key=key), key):
+        yield [record for record in found if record["peer"] != "resume"]
 
 
 def ours(group: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -263,10 +262,11 @@ def big(records: list[dict[str, Any]]) -> list[str]:
 def markdown(records: list[dict[str, Any]]) -> str:
     lines = ["![Rows a second, peers and this package](images/gpu.svg)", ""]
     scaled = {id(record) for _, found in series(records) for record in found}
-    for (work, size, _), group in groups(records):
+    for group in groups(records):
+        first = group[0]
+        work, size = first["work"], first["size"]
         if size == "70b" or all(id(record) in scaled for record in group):  # tables of their own
             continue
-        first = group[0]
         lines += [
             f"### {title_of(first)}",
             "",
@@ -285,7 +285,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def plot(records: list[dict[str, Any]]) -> str:
     """Bars of each group on a scale of its own."""
     shown = []
-    for _, group in groups(records):
+    for group in groups(records):
         rates = sorted((r for r in group if "rows_s" in r), key=lambda r: r["rows_s"])
         if len(rates) > 1:
             shown.append((title_of(rates[0]), rates))

@@ -21,10 +21,12 @@ what the best arrangement measured is, and what the one the package chooses reac
 The rate of short answers is that of a window after the first rows and two row latencies, from rows
 that come back to rows that come back. From 8 tokens on the first rows are given answers of all
 lengths up to the whole, as they are in the middle of a run: they would come back in waves, of which
-a window holds one more or one less. Of long ones the window begins once all sequences run; where
-their prompts alone take too long for that, it is rows over the time of all, since prompts are
-computed at one rate from the first on. Where no row comes back there is no rate, and the report
-says so.
+a window holds one more or one less. Even so what comes back within 5 s of the 10 that a row takes
+is off by some per cent, so that the rate of these is by steps: the engine's steps a second times
+the sequences that ran, over the tokens of an answer (`by_steps`; `rows_s` is what came back). Of
+long ones the window begins once all sequences run; where their prompts alone take too long for
+that, it is rows over the time of all, since prompts are computed at one rate from the first on.
+Where no row comes back there is no rate, and the report says so.
 """
 
 from __future__ import annotations
@@ -614,7 +616,7 @@ def report(args: argparse.Namespace) -> None:
 def _against_best(
     args: argparse.Namespace, model: Any, kind: str, rows: list[dict[str, Any]]
 ) -> str:
-    best = max(rows, key=lambda row: float(row["rate"]))
+    best = max(rows, key=lambda row: row["rate"])
     chosen = choice(args, model, tokens_of(best))
     there = [row["rate"] for row in rows if row["arrangement"] == str(chosen)]
     share = f"{there[0]:9.1f}  {there[0] / best['rate']:.2f}" if there else "not measured"

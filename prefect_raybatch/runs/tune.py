@@ -120,7 +120,7 @@ def tune(
                 starts = bench.starts()
                 began = time.monotonic()
                 trials = list(search(starts, axes(job, have), bench, 60 * minutes, observe))
-                ends = began + trials[0].start_s + 60 * minutes
+                ends = ends_at(began, trials[0], 60 * minutes)
                 options = alterations(job, have, _experts(resolved))
                 trials += altered(trials, options, bench, ends, observe)
             trials = bench.compared(trials, user)
@@ -225,11 +225,10 @@ def search(
         observe(trial)
         return trial
 
-    ends = clock() + seconds
+    began = clock()
     best = attempt({})
     yield best
-    # Kernels are compiled in the first start, 140 s of an 8B where others took 50.
-    ends += best.start_s
+    ends = ends_at(began, best, seconds)
     took -= best.start_s
     seen = {_key(best.changes)}
     for name, moves in axes.items():
@@ -250,6 +249,12 @@ def search(
                 up = value > now
                 ways = [[next_] for next_ in moves(value) if (next_ > value) == up]
                 now = value
+
+
+def ends_at(began: float, first: Trial, seconds: float) -> float:
+    """When no other trial is begun: so many seconds after the first row of the first trial, which
+    `began` then. In its start kernels may be compiled: 140 s of an 8B where others took 50."""
+    return began + first.start_s + seconds
 
 
 class Bench:
