@@ -118,10 +118,10 @@ def tune(
             with cluster.admitted(job, have, None, user):
                 bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
                 starts = bench.starts()
-                began = time.monotonic()
-                trials = list(search(starts, axes(job, have), bench, 60 * minutes, observe))
-                ends = ends_at(began, trials[0], 60 * minutes)
                 options = alterations(job, have, _experts(resolved))
+                began, kept = time.monotonic(), len(options)
+                trials = list(search(starts, axes(job, have), bench, 60 * minutes, observe, kept))
+                ends = ends_at(began, trials[0], 60 * minutes)
                 trials += altered(trials, options, bench, ends, observe)
             trials = bench.compared(trials, user)
     finally:
@@ -206,11 +206,13 @@ def search(
     bench: Callable[[Mapping[str, Any]], Trial],
     seconds: float,
     observe: Callable[[Trial], None],
+    kept: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Trial]:
     """Trials, the job as it is first; then one field after the other is moved from the best so
     far, and on in the same direction while that helps, until there is no time for another trial:
-    `seconds` from the first trial's first row on.
+    `seconds` from the first trial's first row on. Of these the time of `kept` trials, half of it at
+    most, is left for others.
 
     `starts` are the values that the fields have in the job as it is, `axes` say where to go from a
     value.
@@ -239,7 +241,7 @@ def search(
             changes = {**best.changes, name: value}
             if _key(changes) in seen:
                 continue
-            if clock() + took > ends:
+            if clock() + took > ends - min(kept * took, seconds / 2):
                 return
             seen.add(_key(changes))
             trial = attempt(changes)

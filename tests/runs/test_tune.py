@@ -47,7 +47,11 @@ AXES: Axes = {
 
 
 def tried(
-    rate: Callable[[int, int], float], seconds: float = 1e9, cost: float = 60.0, cold: float = 0.0
+    rate: Callable[[int, int], float],
+    seconds: float = 1e9,
+    cost: float = 60.0,
+    cold: float = 0.0,
+    kept: int = 0,
 ) -> tuple[list[Trial], Trial]:
     """What is tried where `rate(max_num_seqs, replicas)` is measured, each trial taking `cost`
     seconds, and the first one's start `cold` more."""
@@ -61,7 +65,7 @@ def tried(
 
     found: list[Trial] = []
     starts = {"engine.max_num_seqs": 256, "engine.replicas": 1}
-    trials = list(search(starts, AXES, bench, seconds, found.append, lambda: now[0]))
+    trials = list(search(starts, AXES, bench, seconds, found.append, kept, lambda: now[0]))
     assert trials == found and trials[0].changes == {}
     assert len({tuple(sorted(t.changes.items())) for t in trials}) == len(trials)
     return trials, max(trials, key=lambda trial: trial.rows_per_s)
@@ -95,6 +99,13 @@ def test_no_trial_is_begun_that_time_does_not_allow():
 
 def test_a_first_start_that_compiles_kernels_takes_no_time_from_the_trials():
     assert len(tried(lambda seqs, replicas: seqs, seconds=150.0, cold=140.0)[0]) == 2
+
+
+def test_time_is_kept_for_what_may_change_answers():
+    """Neighbours of good sizes would else use it up, and fp8 bring more than any of them."""
+    assert len(tried(lambda seqs, replicas: seqs, seconds=250.0)[0]) == 4
+    assert len(tried(lambda seqs, replicas: seqs, seconds=250.0, kept=1)[0]) == 3
+    assert len(tried(lambda seqs, replicas: seqs, seconds=250.0, kept=4)[0]) == 2  # half at most
 
 
 def test_shards_are_spread_over_the_input():
