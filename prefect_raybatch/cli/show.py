@@ -296,7 +296,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """A table; its first column is text, the others are figures."""
     table = Table(box=None, pad_edge=False)
     for at, name in enumerate(rows[0] if rows else ()):
-        table.add_column(name, justify="right" if at else "left")
+        table.add_column(name, overflow="fold", justify="right" if at else "left")
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     out.print(table)
@@ -312,7 +312,7 @@ def show_sample(report: RunReport, columns: list[str]) -> None:
         return
     table = Table(title="First rows", title_justify="left", box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows.select(columns).to_pylist():
         table.add_row(*(escape(str(row[name])) for name in columns))
     out.print(table)
@@ -360,7 +360,7 @@ def _heard(beat: dict[str, Any]) -> str:
 
 def show_chain(found: ChainVerdict) -> None:
     table = Table(box=None, pad_edge=False)
-    table.add_column("run")
+    table.add_column("run", overflow="fold")
     for name in ("rows", "data", "quarantine", "left out", "retried"):
         table.add_column(name, justify="right")
     for link in found.runs:

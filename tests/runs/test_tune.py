@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import yaml
 from helpers.engines import FakeEngine
 from helpers.small import input_rows, make_job
+from rich.console import Console
 from typer.testing import CliRunner
 
 from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli import show
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
@@ -312,6 +316,15 @@ def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
     with pytest.raises(ConfigError, match=r"no setting worked.*no such thing"):
         tune.tune(job, 0.1, 1.0, engine=Broken)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_a_narrow_terminal_shows_settings_whole(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(show, "out", Console(file=shown, width=80, highlight=False))
+    fp8 = Trial({"engine.speculative_config": {"method": "ngram"}}, 130.0, may_alter=True)
+    fp8 = replace(fp8, agreement=agreed(1200, 1200))
+    show.show_rows(tune.table(replace(tuned(), trials=(Trial({}, 100.0), fp8))))
+    assert "…" not in shown.getvalue()
 
 
 def test_the_command_writes_a_job_that_can_be_read(tmp_path, monkeypatch):
