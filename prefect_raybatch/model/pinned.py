@@ -157,6 +157,16 @@ def context_length(path: str) -> int | None:
     return own_context(config) if isinstance(config, dict) else None
 
 
+def own_length(model: Mapping[str, Any]) -> int | None:
+    """Tokens that a pinned model takes unless it is told otherwise, without fetching its weights;
+    None where its config.json cannot be had from here or does not tell."""
+    try:
+        return own_context(read_config(model)[0])
+    except ConfigError as error:
+        log.info("how many tokens %s takes is not known: %s", model["source"], error)
+        return None
+
+
 def _folder(path: Path) -> str:
     files = []
     for file in sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts):

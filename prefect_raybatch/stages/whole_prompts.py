@@ -1,0 +1,60 @@
+"""Prompts that an engine on a CPU computes whole: those whose answers are drawn with a seed.
+
+vLLM computes a prompt that does not fit into a step in parts, draws after each part, and sets the
+row's random numbers back by the draws it drops. On a CPU PyTorch's generators cannot be set back:
+"CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.order import GREEDY
+
+IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
+
+
+def seeded(sampling: Mapping[str, Any]) -> bool:
+    """Whether answers with these fields of a request are drawn, each row from a seed of its own."""
+    drawn = float(sampling.get("temperature", 1.0)) >= GREEDY
+    return drawn and sampling.get("seed") is not None
+
+
+def with_whole_prompts(
+    arguments: Mapping[str, Any],
+    given: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    rows_may: bool,
+    context: int | None,
+) -> dict[str, Any]:
+    """vLLM's `arguments` of an engine on a CPU, changed where answers are drawn with a seed: no
+    prompt in parts, and steps that hold the longest one.
+
+    `given` are those of them that stand in the job, `sampling` the fields of each request,
+    `rows_may` says that a row may bring a seed of its own, `context` is in tokens (None where it is
+    not known: nothing is changed). Of rows that only may have a seed nothing is made dearer.
+
+    Raises `ConfigError` where the job gives an argument with which the engine would end.
+    """
+    made = dict(arguments)
+    certain = seeded(sampling)
+    if context is None or not (certain or rows_may):
+        return made
+    why = "on a CPU vLLM ends where sampling.seed draws the answer to a prompt computed in parts"
+    if given.get(IN_PARTS):
+        if certain:
+            raise ConfigError(f"engine.{IN_PARTS}: {why}; leave it out, or the seed")
+        return made
+    if made[TOKENS_A_STEP] < context:
+        if not certain:
+            return made
+        if given.get(TOKENS_A_STEP):
+            raise ConfigError(
+                f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} does not hold the longest prompt: "
+                f"{why}; set it to {context} (engine.max_model_len, else the model's), or leave it "
+                "or the seed out"
+            )
+        made[TOKENS_A_STEP] = context
+    return {**made, IN_PARTS: False}
