@@ -1,7 +1,8 @@
 """Values of vLLM's sampling fields that it takes, checked without importing it.
 
 vLLM checks them request by request, so a wrong one would fail every row, once the engines are up.
-The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them.
+The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them. Of
+a seed over 64 bits vLLM sees only in the engine that there is no such number, which ends it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 QUOTED = "quote what YAML takes for something else: 'no', '1', 'null'"
+MOST_ANSWERS = 2**20  # more than any row asks for
 RangeCheck = tuple[Callable[[Any], bool], str]
 
 
@@ -31,6 +33,14 @@ def _texts(value: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(v, str) and v for v in values)
 
 
+def _biases(value: Any) -> bool:
+    """JSON has the tokens as text."""
+    return isinstance(value, Mapping) and all(
+        (_whole(token) or (isinstance(token, str) and token.isdecimal())) and _number(bias)
+        for token, bias in value.items()
+    )
+
+
 _PENALTY = _between(-2, 2)
 RANGES: dict[str, RangeCheck] = {
     "n": (lambda v: _whole(v) and v >= 1, "a whole number, at least 1"),
@@ -42,9 +52,21 @@ RANGES: dict[str, RangeCheck] = {
     "frequency_penalty": _PENALTY,
     "repetition_penalty": (lambda v: _number(v) and v > 0, "a number over 0"),
     "min_tokens": (lambda v: _whole(v) and v >= 0, "a whole number, at least 0"),
-    "seed": (_whole, "a whole number"),
+    # vLLM keeps it in 64 bits and looks at no value; of n answers each has the next one.
+    "seed": (
+        lambda v: _whole(v) and -(2**63) <= v < 2**63 - MOST_ANSWERS,
+        "a whole number of 64 bits with its sign (of a longer hash take the rest by 2**62)",
+    ),
+    "logit_bias": (_biases, "token ids with a number each, such as {100: -5.0}"),
+    "allowed_token_ids": (
+        lambda v: isinstance(v, (list, tuple)) and bool(v) and all(map(_whole, v)),
+        "a list of whole numbers, at least one",
+    ),
     "stop": (_texts, f"a text or a list of texts, none of them empty ({QUOTED})"),
-    "bad_words": (_texts, f"a list of texts, none of them empty ({QUOTED})"),
+    "bad_words": (
+        lambda v: not isinstance(v, str) and _texts(v),
+        f"a list of texts, none of them empty ({QUOTED})",
+    ),
     "stop_token_ids": (
         lambda v: isinstance(v, (list, tuple)) and all(map(_whole, v)),
         "a list of whole numbers",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
 
@@ -64,6 +64,8 @@ def check_own(
                 "it out of what prompt.function returns"
             )
     _check_form(own, job)
+    if (wrong := sampling_ranges.wrong({**job, **own})) is not None:
+        raise ValueError(f"sampling: {wrong}")
 
 
 def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bool:

@@ -11,8 +11,8 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from prefect_raybatch.stages.vllm import forking
 
@@ -113,15 +113,30 @@ def most_sequences(engine: LLMEngine) -> int:
 
 
 def sampling_params(fields: Mapping[str, Any]) -> Params:
-    """vLLM's `SamplingParams`, for a final answer only."""
+    """vLLM's `SamplingParams`, for a final answer only. Raises `ValueError` for a value that is not
+    of its field's type: vLLM takes any, and a seed that is a text ends the engine."""
+    import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    fields = dict(fields)
+    fields, types = dict(fields), _sampling_types()
     if isinstance(structured := fields.get("structured_outputs"), dict):
         fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    for name, value in fields.items():
+        if name in types and name != "structured_outputs":
+            try:
+                fields[name] = msgspec.convert(value, types[name])
+            except msgspec.ValidationError as error:
+                raise ValueError(f"sampling.{name}: {error}") from None
     fields["output_kind"] = RequestOutputKind.FINAL_ONLY
     fields["skip_clone"] = True
     return cast(Params, SamplingParams(**fields))
+
+
+@cache
+def _sampling_types() -> dict[str, Any]:
+    from vllm.sampling_params import SamplingParams
+
+    return get_type_hints(SamplingParams)
 
 
 def pooling_params(fields: Mapping[str, Any]) -> Params:
