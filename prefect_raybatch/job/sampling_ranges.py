@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 QUOTED = "quote what YAML takes for something else: 'no', '1', 'null'"
@@ -31,6 +32,10 @@ def _between(low: float, high: float) -> RangeCheck:
 def _texts(value: Any) -> bool:
     values = [value] if isinstance(value, str) else value
     return isinstance(values, (list, tuple)) and all(isinstance(v, str) and v for v in values)
+
+
+def _token_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_whole, value))
 
 
 def _biases(value: Any) -> bool:
@@ -59,7 +64,7 @@ RANGES: dict[str, RangeCheck] = {
     ),
     "logit_bias": (_biases, "token ids with a number each, such as {100: -5.0}"),
     "allowed_token_ids": (
-        lambda v: isinstance(v, (list, tuple)) and bool(v) and all(map(_whole, v)),
+        lambda v: _token_ids(v) and bool(v),
         "a list of whole numbers, at least one",
     ),
     "stop": (_texts, f"a text or a list of texts, none of them empty ({QUOTED})"),
@@ -67,20 +72,19 @@ RANGES: dict[str, RangeCheck] = {
         lambda v: not isinstance(v, str) and _texts(v),
         f"a list of texts, none of them empty ({QUOTED})",
     ),
-    "stop_token_ids": (
-        lambda v: isinstance(v, (list, tuple)) and all(map(_whole, v)),
-        "a list of whole numbers",
-    ),
+    "stop_token_ids": (_token_ids, "a list of whole numbers"),
 }
 
 
-def wrong(sampling: Mapping[str, Any]) -> str | None:
+def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
     """What of `sampling` ({field: value}) vLLM would refuse, or None. None as a value is vLLM's
-    default and always right."""
+    default and always right. `job`: the fields, known to be right, that a row's `sampling` goes
+    beside."""
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():
         if name in given and not fits(given[name]):
             return f"{name} must be {what}, and is {str(given[name])[:80]!r}"
+    given = {name: value for name, value in {**job, **sampling}.items() if value is not None}
     fewest, most = given.get("min_tokens", 0), given.get("max_tokens")
     if most is not None and fewest > most:
         return f"min_tokens {fewest} is over max_tokens {most}; lower it"

@@ -68,7 +68,7 @@ from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
-from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, seeded, with_whole_prompts
+from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
@@ -161,11 +161,12 @@ def engine_spec(
     if task is not None:
         arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
     arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
-    rows_may = job.prompt.function is not None
-    if cpu and task is None and (rows_may or seeded(sampling)):
+    if cpu and task is None:
         given = {TOKENS_A_STEP: job.engine.max_num_batched_tokens, **(job.engine.model_extra or {})}
-        context = size.length or models.own_length(model)
-        arguments = with_whole_prompts(arguments, given, sampling, rows_may, context)
+        arguments = with_whole_prompts(
+            *(arguments, given, sampling, job.prompt.function is not None),
+            lambda: size.length or models.own_length(model),
+        )
     if size.pool.gpus_a_replica > 1 and job.engine.stage == "vllm":
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
         # own and wait there for GPUs which the engine's actor already holds.

@@ -10,7 +10,7 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -81,10 +81,18 @@ def is_exact(params: dict[str, Any]) -> bool:
     greedy, one answer, and no hook of the user's in between."""
     if "task" in params:  # of a request that pools: nothing is drawn
         return True
+    return (
+        is_greedy(params)
+        and params.get("n") in (None, 1)
+        and not any(params.get(n) for n in NOT_EXACT)
+    )
+
+
+def is_greedy(params: Mapping[str, Any]) -> bool:
+    """Whether nothing is drawn under `params`, the fields of a request."""
     temperature = params.get("temperature", 1.0)
     # A row's own fields may be anything: what vLLM would refuse is left to it.
-    greedy = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
-    return greedy and params.get("n") in (None, 1) and not any(params.get(n) for n in NOT_EXACT)
+    return isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
 
 
 def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Sequence[int]) -> Asked:

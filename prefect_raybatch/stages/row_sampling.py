@@ -64,7 +64,7 @@ def check_own(
                 "it out of what prompt.function returns"
             )
     _check_form(own, job)
-    if (wrong := sampling_ranges.wrong({**job, **own})) is not None:
+    if (wrong := sampling_ranges.wrong(own, job)) is not None:
         raise ValueError(f"sampling: {wrong}")
 
 

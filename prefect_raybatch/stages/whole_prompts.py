@@ -7,19 +7,18 @@ row's random numbers back by the draws it drops. On a CPU PyTorch's generators c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.stages.order import GREEDY
+from prefect_raybatch.stages.order import is_greedy
 
 IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
 
 
-def seeded(sampling: Mapping[str, Any]) -> bool:
+def _seeded(sampling: Mapping[str, Any]) -> bool:
     """Whether answers with these fields of a request are drawn, each row from a seed of its own."""
-    drawn = float(sampling.get("temperature", 1.0)) >= GREEDY
-    return drawn and sampling.get("seed") is not None
+    return not is_greedy(sampling) and sampling.get("seed") is not None
 
 
 def with_whole_prompts(
@@ -27,20 +26,22 @@ def with_whole_prompts(
     given: Mapping[str, Any],
     sampling: Mapping[str, Any],
     rows_may: bool,
-    context: int | None,
+    length: Callable[[], int | None],
 ) -> dict[str, Any]:
     """vLLM's `arguments` of an engine on a CPU, changed where answers are drawn with a seed: no
     prompt in parts, and steps that hold the longest one.
 
     `given` are those of them that stand in the job, `sampling` the fields of each request,
-    `rows_may` says that a row may bring a seed of its own, `context` is in tokens (None where it is
-    not known: nothing is changed). Of rows that only may have a seed nothing is made dearer.
+    `rows_may` says that a row may bring a seed of its own, `length` says how many tokens the model
+    takes (None where it is not known: nothing is changed) and is asked only where that decides. Of
+    rows that only may have a seed nothing is made dearer.
 
     Raises `ConfigError` where the job gives an argument with which the engine would end.
     """
     made = dict(arguments)
-    certain = seeded(sampling)
-    if context is None or not (certain or rows_may):
+    certain = _seeded(sampling)
+    context = length() if certain or rows_may else None
+    if context is None:
         return made
     why = "on a CPU vLLM ends where sampling.seed draws the answer to a prompt computed in parts"
     if given.get(IN_PARTS):

@@ -20,7 +20,8 @@ SEEDED = {"temperature": 0.7, "seed": 3}
 def arguments(
     sampling: dict[str, Any], rows_may: bool = False, context: int | None = 256, **given: Any
 ) -> dict[str, Any]:
-    return with_whole_prompts({"max_num_batched_tokens": 4096}, given, sampling, rows_may, context)
+    step = {"max_num_batched_tokens": 4096}
+    return with_whole_prompts(step, given, sampling, rows_may, lambda: context)
 
 
 @pytest.mark.parametrize(
