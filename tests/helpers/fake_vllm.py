@@ -19,7 +19,10 @@ import time
 from contextlib import suppress
 from multiprocessing import connection
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 STOPS, SLOW = 666, 5000
 DIES, WORKER_DIES, FAILS = 667, 668, 669
@@ -27,11 +30,21 @@ SLOW_S = 0.4
 ANSWER = [5]
 
 
+MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params")
+
+
+def install_for(test: pytest.MonkeyPatch) -> None:
+    """As `install()`, and what was there comes back after the test."""
+    for name in MODULES:
+        test.setitem(sys.modules, name, None)
+    install()
+
+
 def install() -> None:
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils")}
+    modules = {name: ModuleType(name) for name in MODULES}
     modules["vllm"].LLMEngine = LLMEngine  # type: ignore[attr-defined]
     modules["vllm.engine.arg_utils"].EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
-    params = modules["vllm.sampling_params"] = ModuleType("vllm.sampling_params")
+    params = modules["vllm.sampling_params"]
     params.SamplingParams = SamplingParams  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)  # type: ignore[attr-defined]
     params.StructuredOutputsParams = dict  # type: ignore[attr-defined]

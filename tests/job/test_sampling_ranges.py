@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import fake_vllm
 
 from prefect_raybatch.job.sampling_ranges import RANGES, wrong
 from prefect_raybatch.stages.vllm import internals
@@ -62,6 +63,14 @@ def test_a_value_of_another_type_ends_no_engine(field: str, value: Any) -> None:
     """vLLM takes it, and its engine's core would raise with all rows in it."""
     with pytest.raises(ValueError, match=rf"^sampling\.{field}: Expected "):
         internals.sampling_params({field: value})
+
+
+def test_another_class_of_that_name_changes_no_later_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        fake_vllm.install_for(other)
+        internals.sampling_params({"seed": "abc"})
+    with pytest.raises(ValueError, match=r"^sampling\.seed: Expected "):
+        internals.sampling_params({"seed": "abc"})
 
 
 def test_a_field_with_fields_of_its_own_is_made_of_what_a_job_can_say() -> None:

@@ -30,9 +30,7 @@ class Counting(fake_vllm.LLMEngine):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedEngine]:
-    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params"):
-        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
-    fake_vllm.install()
+    fake_vllm.install_for(monkeypatch)
     monkeypatch.setattr(sys.modules["vllm"], "LLMEngine", Counting)
     monkeypatch.setattr(stepper, "FEATURE_BYTES", 6 * LARGE)
     Counting.held = []

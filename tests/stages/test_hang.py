@@ -82,9 +82,7 @@ def test_time_in_which_this_process_was_stopped_itself_does_not_count() -> None:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params"):
-        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
-    fake_vllm.install()
+    fake_vllm.install_for(monkeypatch)
 
 
 @pytest.fixture

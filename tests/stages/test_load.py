@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -310,9 +309,7 @@ ROWS = 46  # the stepper hands on three times as many as there are slots: 24
 @contextmanager
 def at_work(monkeypatch: pytest.MonkeyPatch, vllm: Holding, **arguments: Any) -> Iterator[Any]:
     """A stepped engine over this vLLM, with `ROWS` requests of which none is answered yet."""
-    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params"):
-        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
-    fake_vllm.install()
+    fake_vllm.install_for(monkeypatch)
     monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", lambda arguments: vllm)
     with stepper.SteppedEngine(arguments) as made, ThreadPoolExecutor(1) as pool:
         answers = pool.submit(made.run, [stepper.Request([1])] * ROWS)

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from prefect_raybatch.stages.vllm import forking
@@ -118,7 +118,7 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    fields, types = dict(fields), _sampling_types()
+    fields, types = dict(fields), _types_of(SamplingParams)
     if isinstance(structured := fields.get("structured_outputs"), dict):
         fields["structured_outputs"] = StructuredOutputsParams(**structured)
     for name, value in fields.items():
@@ -132,11 +132,9 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
     return cast(Params, SamplingParams(**fields))
 
 
-@cache
-def _sampling_types() -> dict[str, Any]:
-    from vllm.sampling_params import SamplingParams
-
-    return get_type_hints(SamplingParams)
+@lru_cache(maxsize=4)
+def _types_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)  # 0.2 ms, and asked for each set of fields
 
 
 def pooling_params(fields: Mapping[str, Any]) -> Params:
