@@ -31,6 +31,12 @@ def sampling_fields() -> frozenset[str] | None:
 
 
 @cache
+def form_fields() -> frozenset[str] | None:
+    """Public field names of vLLM's `StructuredOutputsParams`; None when vLLM is not installed."""
+    return _class_fields("sampling_params.py", "StructuredOutputsParams")
+
+
+@cache
 def generating_models() -> frozenset[str] | None:
     """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
     lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")

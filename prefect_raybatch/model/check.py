@@ -18,7 +18,7 @@ from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model.context import longest_context, own_context
+from prefect_raybatch.model.context import longest_context, own_context, text_part
 from prefect_raybatch.storage import Store, is_remote
 
 LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then
@@ -42,8 +42,8 @@ def check(
     images: Images | None = None,
 ) -> None:
     """Raises `ConfigError` for a model that cannot do the job's task, does not take its `images`,
-    lacks weights or tokenizer, has files that were cut off, or whose context has no room for the
-    answer.
+    lacks weights or tokenizer, has files that were cut off, whose context has no room for the
+    answer, or that has not the token ids of `sampling`.
 
     `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
     so of any model without `files`, as for a cluster that is only imagined. `paired`: a row gives
@@ -57,6 +57,7 @@ def check(
     _check_length(engine, config)
     if not pools(engine.task):
         _check_room(engine, sampling, config)
+        _check_vocabulary(engine, sampling, config)
     if found := adapters.pin_adapters(engine) if files else {}:
         adapters.check_adapters_fit(engine, found, config)
     if not files:
@@ -78,6 +79,21 @@ def _check_room(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -
             f"sampling.max_tokens: {sampling.max_tokens:,} leave no room for a prompt, as prompt "
             f"and answer together have {context:,} tokens ({said}); lower it"
         )
+
+
+def _check_vocabulary(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -> None:
+    """`ConfigError` for token ids that the model has not, with which vLLM refuses every row."""
+    tokens = text_part(config).get("vocab_size")
+    if not isinstance(tokens, int) or "hf_overrides" in (engine.model_extra or {}):
+        return
+    given = sampling.model_extra or {}
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        outside = [token for token in map(int, given.get(name) or ()) if not 0 <= token < tokens]
+        if outside:
+            raise ConfigError(
+                f"sampling.{name}: the model has no token {outside[0]:,}; its ids go from 0 to "
+                f"{tokens - 1:,} (vocab_size of its config.json)"
+            )
 
 
 def _check_length(engine: Engine, config: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.job import tasks
+from prefect_raybatch.job import structured_outputs, tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import RESERVED, is_web
@@ -114,6 +114,16 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
     return work if each.max() > UNLIKE * each.min() else None
 
 
+def _check_form(job: BatchJob) -> None:
+    form = (job.sampling.model_extra or {}).get("structured_outputs")
+    try:
+        structured_outputs.check_shape(form)
+        engine = job.engine.model_extra or {}
+        structured_outputs.check_parses(form, engine.get("structured_outputs_config"))
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from None
+
+
 def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
     import difflib
@@ -129,6 +139,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
             raise ConfigError(
                 f"sampling.{name} is not supported: only the answer's text is written; remove it"
             )
+    _check_form(job)
     names = list(schema.names)
     rename = ["output.column", *job.output.parsed_columns, "output.row_number"]
     remedy = f"{', '.join(rename)} or output.schema"

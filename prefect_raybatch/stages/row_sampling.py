@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job import sampling_ranges, vllm_fields
+from prefect_raybatch.job import sampling_ranges, structured_outputs, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
 
@@ -116,6 +116,10 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
             "and a row the other, let the row return choice: null (or structured_outputs: null) "
             "as well"
         )
+    try:
+        structured_outputs.check_shape(own.get("structured_outputs"))
+    except ValueError as error:
+        raise ValueError(f"sampling.{error}") from None
 
 
 def _or_true(value: object) -> Any:

@@ -2,8 +2,9 @@
 
 `install()` puts it in the place of the package. `STOPS` in a prompt stops the engine's core, `SLOW`
 makes its step take `SLOW_S`, `DIES` ends the core by an illegal instruction, `WORKER_DIES` the
-worker, `FAILS` raises in the core; every other row is answered by the next step. With the argument
-`apart` the core is a process of its own, as it is by vLLM's default, else in this one.
+worker, `FAILS` raises in the core, `UNFORMED` makes it log an error that it survives; every other
+row is answered by the next step. With the argument `apart` the core is a process of its own, as it
+is by vLLM's default, else in this one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import pytest
 
 STOPS, SLOW = 666, 5000
-DIES, WORKER_DIES, FAILS = 667, 668, 669
+DIES, WORKER_DIES, FAILS, UNFORMED = 667, 668, 669, 670
 SLOW_S = 0.4
 ANSWER = [5]
 
@@ -153,6 +154,13 @@ def _core(pipe: Any) -> None:
             os.kill(os.getpid(), signal.SIGILL)
         elif {WORKER_DIES, FAILS} & set(tokens):
             log_and_end(WORKER_DIES in tokens)
+        elif UNFORMED in tokens:
+            try:
+                raise ValueError("grammar is not of valid supported types.")
+            except ValueError:
+                logging.getLogger("vllm.v1.structured_output").exception(
+                    "Failed to compile grammar"
+                )
         else:
             compute(tokens)
         pipe.send(request_id)

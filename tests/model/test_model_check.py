@@ -130,6 +130,18 @@ def test_an_answer_longer_than_the_context(folder: Path) -> None:
     assert "100 tokens (engine.max_model_len)" in said
 
 
+@pytest.mark.parametrize(
+    "given", [{"logit_bias": {8: 1.0, "900": 1.0}}, {"allowed_token_ids": [8, 900]}]
+)
+def test_token_ids_that_the_model_has_not(folder: Path, given: dict[str, Any]) -> None:
+    (name,) = given
+    edit(folder, vocab_size=900)
+    said = refused(folder, sampling=given)
+    assert f"sampling.{name}: the model has no token 900; its ids go from 0 to 899" in said
+    edit(folder, vocab_size=None, text_config={"vocab_size": 800})
+    assert "no token 900; its ids go from 0 to 799" in refused(folder, sampling=given)
+
+
 @pytest.mark.parametrize("below", ["", "/deeper/still"])
 def test_an_output_that_is_a_file(folder: Path, below: str) -> None:
     taken = folder.parent / "taken"

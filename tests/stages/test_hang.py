@@ -170,7 +170,8 @@ def test_a_death_names_its_signal_or_the_error_in_the_engines_log(
     start: Callable[..., SteppedEngine], token: int, told: str
 ) -> None:
     engine = start(None)
-    assert engine.run([Request([1])])[0].token_ids == [fake_vllm.ANSWER]
+    for row in ([1], [fake_vllm.UNFORMED]):
+        assert engine.run([Request(row)])[0].token_ids == [fake_vllm.ANSWER]
     with pytest.raises(EngineDied, match=told) as death:
         engine.run([Request([token])])
     assert "prompt_token_ids" not in str(death.value)

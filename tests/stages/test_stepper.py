@@ -336,6 +336,17 @@ def test_refused_rows_disturb_no_other(engine: SteppedEngine) -> None:
     assert all(len(row.token_ids[0]) == 2 for row in rows[::2])
 
 
+def test_a_form_that_the_engines_backend_does_not_take_fails_with_the_remedy(
+    model: str, live_engine: Callable[[], SteppedEngine]
+) -> None:
+    """vLLM accepts it for guidance, and its engine has xgrammar from its first row on."""
+    live_engine().run([Request([5], {"structured_outputs": {"regex": "a"}})])
+    label = Request([5], {"choice": ["a\nb"], "detokenize": True})
+    (row,) = live_engine().run([label])
+    assert row.error is not None and row.error[0] == "RequestFailed"
+    assert "engine.structured_outputs_config: {backend: guidance}" in row.error[1]
+
+
 def test_a_call_of_refused_rows_alone_returns(engine: SteppedEngine) -> None:
     assert [row.error is not None for row in engine.run([Request([], {})] * 3)] == [True] * 3
     assert engine.run([]) == []

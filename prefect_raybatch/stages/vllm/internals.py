@@ -19,7 +19,9 @@ from prefect_raybatch.stages.vllm import forking
 if TYPE_CHECKING:
     import numpy as np
 
-DUMPS = "vllm.logging_utils"  # the loggers that show what a failing step was given
+# Loggers of errors that are not why an engine ends: what a failing step was given; a form of one
+# row that no grammar could be made of, which the engine survives.
+NOT_THE_CAUSE = ("vllm.logging_utils", "vllm.v1.structured_output")
 # What vLLM logs (INFO) when a phase of an engine's start begins, and the phase. "compile" is its
 # run with the most rows, in which it compiles unless it is eager; "graphs" all that follows.
 PHASE_LINES = {

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from prefect_raybatch.exits import signal_text
-from prefect_raybatch.stages.vllm.internals import DUMPS
+from prefect_raybatch.stages.vllm.internals import NOT_THE_CAUSE
 
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
 MOST_TEXT = 500  # characters of an error that are kept
@@ -36,7 +36,7 @@ class _Listener(logging.Handler):
         self.reader = int(reader)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if os.getpid() == self.reader or record.name.startswith(DUMPS):
+        if os.getpid() == self.reader or record.name.startswith(NOT_THE_CAUSE):
             return
         error = record.exc_info[1] if record.exc_info else None
         text = f"{type(error).__name__}: {error}" if error else record.getMessage()

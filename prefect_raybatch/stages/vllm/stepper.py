@@ -485,7 +485,7 @@ class SteppedEngine:
                 None,
                 prompt_tokens,
                 cached,
-                ("RequestFailed", f"vLLM gave the request up ({reason})"),
+                ("RequestFailed", _given_up(params, reason)),
             )
             self._stats["refused"] += 1
         elif vector is not None:
@@ -607,6 +607,17 @@ class SteppedEngine:
             self._cleaned = True
             engine = None  # otherwise its memory is still held
             internals.free_process()
+
+
+def _given_up(params: Params, reason: str) -> str:
+    said = f"vLLM gave the request up ({reason})"
+    if getattr(params, "structured_outputs", None) is None:
+        return said
+    return (
+        f"{said}, most likely as it could make no grammar of its structured_outputs or choice: an "
+        "engine makes those of all rows with the backend of its first; name one that takes them "
+        "all, as with engine.structured_outputs_config: {backend: guidance}"
+    )
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:

@@ -1,0 +1,146 @@
+"""`sampling.structured_outputs`: whether vLLM takes such a form of an answer, without importing it.
+
+vLLM looks at it request by request, so a wrong one would fail every row, once the engines are up.
+`check_shape` is what its types say; `check_parses` asks the two libraries that it parses regular
+expressions, grammars and JSON Schemas with, where they are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.checks import refuse_unknown
+
+# One of them, beside any of the OPTIONS.
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+OPTIONS = {
+    "disable_any_whitespace": bool,
+    "disable_additional_properties": bool,
+    "whitespace_pattern": str,
+}
+FIELD = "structured_outputs"
+
+
+def check_shape(form: Any) -> None:
+    """ValueError, with the field and the remedy, for what vLLM would refuse whatever parses it.
+
+    `form` is the field's value, plain; None is none. A null in it counts as left out.
+    """
+    if form is None:
+        return
+    if not isinstance(form, Mapping):
+        raise ValueError(
+            f"{FIELD} must be a mapping such as {{regex: '[0-9]+'}}, and is {str(form)[:80]!r}"
+        )
+    refuse_unknown(form, vllm_fields.form_fields(), {*KINDS, *OPTIONS}, f"{FIELD}: ", "; ")
+    given = {name: value for name, value in form.items() if value is not None}
+    kinds = [name for name in KINDS if name in given]
+    if len(kinds) != 1:
+        has = " and ".join(kinds) or "none of them"
+        raise ValueError(f"{FIELD} must have one of {', '.join(KINDS)}, and has {has}")
+    _check_value(kinds[0], given[kinds[0]])
+    for name, kind in OPTIONS.items():
+        if name in given and not isinstance(given[name], kind):
+            what = "true or false" if kind is bool else "a text"
+            raise ValueError(f"{FIELD}.{name} must be {what}, and is {str(given[name])[:80]!r}")
+
+
+def _check_value(kind: str, value: Any) -> None:
+    where = f"{FIELD}.{kind}"
+    if kind == "json_object":
+        if value is not True:
+            raise ValueError(f"{where} must be true; leave {FIELD} out for answers of any form")
+    elif kind == "choice":
+        if not (isinstance(value, (list, tuple)) and value and all(map(_text, value))):
+            raise ValueError(
+                f"{where} must be a list of labels, each a text (quote what YAML takes for "
+                f"something else: 'no', '1', 'null'), and is {str(value)[:80]!r}"
+            )
+    elif kind == "json" and isinstance(value, Mapping):
+        return
+    elif not _text(value):
+        or_mapping = " or a mapping" if kind == "json" else ""
+        raise ValueError(f"{where} must be a text{or_mapping}, and is {str(value)[:80]!r}")
+    elif not value.strip():
+        raise ValueError(f"{where} is empty; write it, or leave {FIELD} out")
+    elif kind == "regex" and "\0" in value:
+        raise ValueError(f"{where} holds a NUL character, which no regular expression may")
+    elif kind == "json" or kind == "structural_tag":
+        _parsed(where, value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _parsed(where: str, text: str) -> None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} must be the JSON of an object, and begins with {text[:20]!r}")
+
+
+def check_parses(form: Mapping[str, Any] | None, config: Any) -> None:
+    """ValueError with what the parsers of vLLM say of a form that passed `check_shape`.
+
+    `config` is `engine.structured_outputs_config`. By default vLLM takes a form that xgrammar does,
+    or else guidance: then both must refuse it. Other backends are not asked.
+    """
+    given = {name: value for name, value in (form or {}).items() if value is not None}
+    kind = next((name for name in ("json", "regex", "grammar") if name in given), None)
+    if kind is None:
+        return
+    backend = config.get("backend", "auto") if isinstance(config, Mapping) else "auto"
+    said = None
+    if backend in ("auto", "guidance"):
+        said = _guidance_says(kind, given[kind])
+    if backend == "xgrammar" or (said and backend == "auto"):
+        said = _xgrammar_says(kind, given[kind])
+    if said:
+        raise ValueError(
+            f"{FIELD}.{kind}: vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}"
+        )
+
+
+def _guidance_says(kind: str, value: Any) -> str | None:
+    """What llguidance has against it; None where it takes it or is not installed. In a hundredth of
+    a second, without torch."""
+    try:
+        from llguidance import LLMatcher, grammar_from
+    except ImportError:
+        return None
+    try:
+        if kind == "json":
+            grammar = LLMatcher.grammar_from_json_schema(value)
+        else:
+            grammar = grammar_from("regex" if kind == "regex" else "grammar", value)
+        return LLMatcher.validate_grammar(grammar, None) or None
+    except (ValueError, KeyError, TypeError) as error:
+        return str(error)
+
+
+def _xgrammar_says(kind: str, value: Any) -> str | None:
+    """What xgrammar has against it; None where it takes it, is not installed, or vLLM would rewrite
+    it first (Lark). It imports torch: seconds, so it is asked second."""
+    if kind == "grammar" and "::=" not in value:
+        return None
+    try:
+        import xgrammar
+    except ImportError:
+        return None
+    try:
+        if kind == "json":
+            xgrammar.Grammar.from_json_schema(value)
+        elif kind == "regex":
+            xgrammar.Grammar.from_regex(value)
+        else:
+            xgrammar.Grammar.from_ebnf(value)
+    except Exception as error:  # of its C++, of several classes
+        return re.sub(r"^\[[\d:]+\] \S+: ", "", str(error))
+    return None
