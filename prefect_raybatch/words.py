@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
     """`1 row`, `1,234 rows`, `0.5 GPUs`; `plural` where it is not the noun with an s."""
@@ -46,6 +48,18 @@ def storable_in(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(storable_in(inner) for inner in value)
     return value
+
+
+def error_text(error: BaseException) -> str:
+    """An error's message; of Pydantic's, which vLLM raises, what is wrong with which field, without
+    its links and what else was given."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    lines = []
+    for item in error.errors(include_url=False, include_context=False):
+        place = ".".join(map(str, item["loc"]))
+        lines.append(": ".join(filter(None, (place, item["msg"].removeprefix("Value error, ")))))
+    return f"{error.title}: {'; '.join(lines)}"
 
 
 def _allowed(code: int) -> bool:

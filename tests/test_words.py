@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 import prefect_raybatch
-from prefect_raybatch.words import are, counted, storable, storable_in
+from prefect_raybatch.words import are, counted, error_text, storable, storable_in
 
 NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
 # A number put straight before a noun in the plural is wrong where it is 1.
@@ -21,6 +22,20 @@ BARE = re.compile(r"\{(?!counted)[^{}]*\} (" + NOUNS + r")\b(?!/s)")
 )
 def test_a_counted_noun(number, text):
     assert counted(number, "row") == text
+
+
+def test_what_pydantic_says_in_a_line():
+    class Asked(BaseModel):
+        rows: int
+        names: list[str]
+
+    with pytest.raises(ValidationError) as caught:
+        Asked.model_validate({"rows": "x", "names": [1]})
+    said = error_text(caught.value)
+    assert said.startswith("Asked: rows: Input should be a valid integer, unable to ")
+    assert "; names.0: Input should be a valid string" in said
+    assert "\n" not in said and "https://" not in said
+    assert error_text(ValueError("no such model")) == "no such model"
 
 
 @pytest.mark.parametrize(

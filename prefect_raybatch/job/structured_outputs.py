@@ -1,8 +1,8 @@
 """`sampling.structured_outputs`: whether vLLM takes such a form of an answer, without importing it.
 
 vLLM looks at it request by request, so a wrong one would fail every row, once the engines are up.
-`check_shape` is what its types say; `check_parses` asks the two libraries that it parses regular
-expressions, grammars and JSON Schemas with, where they are installed.
+`check_form_shape` is what its types say; `check_form_parses` asks the two libraries that it parses
+regular expressions, grammars and JSON Schemas with, where they are installed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 
-# One of them, beside any of the OPTIONS.
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-OPTIONS = {
+# One of them, beside any of the FORM_OPTIONS.
+FORM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FORM_OPTIONS = {
     "disable_any_whitespace": bool,
     "disable_additional_properties": bool,
     "whitespace_pattern": str,
 }
-FIELD = "structured_outputs"
+FORM = "structured_outputs"
 
 
-def check_shape(form: Any) -> None:
+def check_form_shape(form: Any) -> None:
     """ValueError, with the field and the remedy, for what vLLM would refuse whatever parses it.
 
     `form` is the field's value, plain; None is none. A null in it counts as left out.
@@ -34,26 +34,26 @@ def check_shape(form: Any) -> None:
         return
     if not isinstance(form, Mapping):
         raise ValueError(
-            f"{FIELD} must be a mapping such as {{regex: '[0-9]+'}}, and is {str(form)[:80]!r}"
+            f"{FORM} must be a mapping such as {{regex: '[0-9]+'}}, and is {str(form)[:80]!r}"
         )
-    refuse_unknown(form, vllm_fields.form_fields(), {*KINDS, *OPTIONS}, f"{FIELD}: ", "; ")
+    refuse_unknown(form, vllm_fields.form_fields(), {*FORM_KINDS, *FORM_OPTIONS}, f"{FORM}: ", "; ")
     given = {name: value for name, value in form.items() if value is not None}
-    kinds = [name for name in KINDS if name in given]
+    kinds = [name for name in FORM_KINDS if name in given]
     if len(kinds) != 1:
         has = " and ".join(kinds) or "none of them"
-        raise ValueError(f"{FIELD} must have one of {', '.join(KINDS)}, and has {has}")
+        raise ValueError(f"{FORM} must have one of {', '.join(FORM_KINDS)}, and has {has}")
     _check_value(kinds[0], given[kinds[0]])
-    for name, kind in OPTIONS.items():
+    for name, kind in FORM_OPTIONS.items():
         if name in given and not isinstance(given[name], kind):
             what = "true or false" if kind is bool else "a text"
-            raise ValueError(f"{FIELD}.{name} must be {what}, and is {str(given[name])[:80]!r}")
+            raise ValueError(f"{FORM}.{name} must be {what}, and is {str(given[name])[:80]!r}")
 
 
 def _check_value(kind: str, value: Any) -> None:
-    where = f"{FIELD}.{kind}"
+    where = f"{FORM}.{kind}"
     if kind == "json_object":
         if value is not True:
-            raise ValueError(f"{where} must be true; leave {FIELD} out for answers of any form")
+            raise ValueError(f"{where} must be true; leave {FORM} out for answers of any form")
     elif kind == "choice":
         if not (isinstance(value, (list, tuple)) and value and all(map(_text, value))):
             raise ValueError(
@@ -66,7 +66,7 @@ def _check_value(kind: str, value: Any) -> None:
         or_mapping = " or a mapping" if kind == "json" else ""
         raise ValueError(f"{where} must be a text{or_mapping}, and is {str(value)[:80]!r}")
     elif not value.strip():
-        raise ValueError(f"{where} is empty; write it, or leave {FIELD} out")
+        raise ValueError(f"{where} is empty; write it, or leave {FORM} out")
     elif kind == "regex" and "\0" in value:
         raise ValueError(f"{where} holds a NUL character, which no regular expression may")
     elif kind == "json" or kind == "structural_tag":
@@ -86,8 +86,8 @@ def _parsed(where: str, text: str) -> None:
         raise ValueError(f"{where} must be the JSON of an object, and begins with {text[:20]!r}")
 
 
-def check_parses(form: Mapping[str, Any] | None, config: Any) -> None:
-    """ValueError with what the parsers of vLLM say of a form that passed `check_shape`.
+def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
+    """ValueError with what the parsers of vLLM say of a form that passed `check_form_shape`.
 
     `config` is `engine.structured_outputs_config`. By default vLLM takes a form that xgrammar does,
     or else guidance: then both must refuse it. Other backends are not asked.
@@ -104,7 +104,7 @@ def check_parses(form: Mapping[str, Any] | None, config: Any) -> None:
         said = _xgrammar_says(kind, given[kind])
     if said:
         raise ValueError(
-            f"{FIELD}.{kind}: vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}"
+            f"{FORM}.{kind}: vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}"
         )
 
 

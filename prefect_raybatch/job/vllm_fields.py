@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -146,13 +147,45 @@ def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
     return found if isinstance(found, dict) else None
 
 
-def _statements(file: str) -> list[ast.stmt]:
-    """What stands at the top of one of vLLM's files; nothing where it is not installed."""
+@cache
+def definition(folder: str, name: str) -> ast.stmt | None:
+    """The class, or the assignment, of that name at the top of a file in one of vLLM's folders."""
+    root = _root()
+    begins = re.compile(rf"^(class )?{name}\b[^.(\n]*[=:(]", re.MULTILINE)
+    for path in sorted((root / folder).glob("*.py")) if root else ():
+        text = path.read_text(encoding="utf-8")
+        for node in parsed(text).body if begins.search(text) else ():
+            if getattr(node, "name", None) == name or name in map(ast.unparse, _targets(node)):
+                return node
+    return None
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+def class_body(file: str, name: str) -> list[ast.stmt]:
+    """What stands in a class of one of vLLM's files; nothing where it is not installed."""
+    for node in _statements(file):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node.body
+    return []
+
+
+def _root() -> Path | None:
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
-        return []
-    path = Path(next(iter(found.submodule_search_locations))) / file
-    return parsed(path.read_text(encoding="utf-8")).body if path.exists() else []
+        return None
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _statements(file: str) -> list[ast.stmt]:
+    """What stands at the top of one of vLLM's files; nothing where it is not installed."""
+    root = _root()
+    path = None if root is None else root / file
+    return parsed(path.read_text(encoding="utf-8")).body if path and path.exists() else []
 
 
 def parsed(source: str) -> ast.Module:
@@ -167,13 +200,13 @@ def parsed(source: str) -> ast.Module:
 
 
 def _class_fields(file: str, name: str) -> frozenset[str] | None:
-    for node in _statements(file):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return frozenset(
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and not item.target.id.startswith("_")
-            )
-    return None
+    return (
+        frozenset(
+            item.target.id
+            for item in class_body(file, name)
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and not item.target.id.startswith("_")
+        )
+        or None
+    )

@@ -64,14 +64,25 @@ def choose_max_num_seqs(
     row: Tokens,
     longest: int,
     engines_per_gpu: int,
+    step: int | None = None,
 ) -> tuple[int, str]:
     """(max_num_seqs, why): as `asked`, or for `auto` 256, and 512 or 1,024 where that brings 0.5 %
     by the model of costs and the KV cache is likely to hold so many rows of the typical length.
     `fit` and `card` are None on a CPU and where model or GPU are not known; `longest` are the
-    tokens of an answer of which nothing else is known.
+    tokens of an answer of which nothing else is known. `step` are the tokens of a step where the
+    job says them; vLLM takes no more sequences, each of which has a token in it.
     """
     if asked != "auto":
         return asked, "engine.max_num_seqs"
+    seqs, why = _chosen(fit, card, row, longest, engines_per_gpu)
+    if step is not None and step < seqs:
+        return step, "engine.max_num_batched_tokens, as each has a token in a step"
+    return seqs, why
+
+
+def _chosen(
+    fit: Fit | None, card: Card | None, row: Tokens, longest: int, engines_per_gpu: int
+) -> tuple[int, str]:
     if fit is None or card is None:
         return SEQUENCES, "unless engine.max_num_seqs says more"
     row = replace(row, out=row.out if row.out is not None else longest)

@@ -390,6 +390,7 @@ def sizes_of(
         row=row,
         longest=job.drawn.max_tokens,
         engines_per_gpu=pool.engines_per_gpu,
+        step=engine.max_num_batched_tokens,
     )
     arguments, share, rate = replace(arguments, max_num_seqs=seqs), {}, 0.0
     warnings = over_pcie(engine.tensor_parallel_size, pool.kind)

@@ -69,6 +69,7 @@ from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
 from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
+from prefect_raybatch.words import error_text
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
@@ -391,7 +392,7 @@ class EngineStage:
                 return
             except Exception as error:
                 log.exception("the engine did not start (attempt %d)", attempt + 1)
-                said = str(error)
+                said = error_text(error)
                 if unfit := installed.misfits_line():  # vLLM's own message names no package
                     said += f"; {unfit}"
                 self._refused = Loss(type(error).__name__, said, fatal=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job import sampling_ranges, structured_outputs, vllm_fields
+from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
+from prefect_raybatch.job.structured_outputs import check_form_shape
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value
@@ -117,7 +118,7 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
             "as well"
         )
     try:
-        structured_outputs.check_shape(own.get("structured_outputs"))
+        check_form_shape(own.get("structured_outputs"))
     except ValueError as error:
         raise ValueError(f"sampling.{error}") from None
 

@@ -11,7 +11,12 @@ import pytest
 from helpers.small import job_dict
 
 from prefect_raybatch import demo
-from prefect_raybatch.job.structured_outputs import KINDS, OPTIONS, check_parses, check_shape
+from prefect_raybatch.job.structured_outputs import (
+    FORM_KINDS,
+    FORM_OPTIONS,
+    check_form_parses,
+    check_form_shape,
+)
 from prefect_raybatch.job.vllm_fields import form_fields
 
 TAKEN: list[dict[str, Any]] = [
@@ -89,8 +94,8 @@ def taken_by_vllm(form: Any, backend: str) -> bool:
 
 def refusal(form: Any, backend: str) -> str:
     try:
-        check_shape(form)
-        check_parses(form, {"backend": backend})
+        check_form_shape(form)
+        check_form_parses(form, {"backend": backend})
     except ValueError as error:
         return str(error)
     return ""
@@ -99,14 +104,14 @@ def refusal(form: Any, backend: str) -> str:
 @pytest.mark.parametrize("form", TAKEN, ids=str)
 def test_what_vllm_takes_is_taken(form: dict[str, Any]) -> None:
     assert not refusal(form, "auto") and taken_by_vllm(form, "auto")
-    check_parses(form, None)
+    check_form_parses(form, None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("form", "said"), UNPARSED, ids=lambda value: str(value)[:40])
 def test_what_no_grammar_can_be_made_of(form: dict[str, Any], said: str, backend: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        check_parses(form, {"backend": backend})
+        check_form_parses(form, {"backend": backend})
     (kind,) = form
     begin = f"structured_outputs.{kind}: vLLM cannot make a grammar of it: "
     assert str(caught.value).startswith(begin) and "\n" not in str(caught.value)
@@ -122,13 +127,13 @@ def test_what_one_parser_takes_depends_on_the_backend(form: dict[str, Any], refu
 
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
 def test_other_parsers_are_not_asked(backend: str) -> None:
-    check_parses({"regex": "("}, {"backend": backend})
+    check_form_parses({"regex": "("}, {"backend": backend})
 
 
 @pytest.mark.parametrize(("form", "said"), MISSHAPEN, ids=lambda value: str(value)[:40])
 def test_a_form_of_another_shape(form: Any, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^structured_outputs.*{said}"):
-        check_shape(form)
+        check_form_shape(form)
     if not isinstance(form, (str, list)):  # of which vLLM makes what it is
         assert not taken_by_vllm(form, "auto")
 
@@ -137,13 +142,13 @@ def test_a_misspelt_field_which_vllm_would_pass_over() -> None:
     form = {"regex": "a", "disable_any_whitespaces": True}
     assert taken_by_vllm(form, "auto")
     with pytest.raises(ValueError, match=r"did you mean 'disable_any_whitespace'"):
-        check_shape(form)
+        check_form_shape(form)
 
 
 def test_the_fields_are_vllms() -> None:
-    assert form_fields() == {*KINDS, *OPTIONS}
-    check_shape(None)
-    check_parses(None, None)
+    assert form_fields() == {*FORM_KINDS, *FORM_OPTIONS}
+    check_form_shape(None)
+    check_form_parses(None, None)
 
 
 def test_a_job_with_such_a_form_is_refused_by_its_plan() -> None:

@@ -634,6 +634,14 @@ def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name
         check_against_schema(job, SCHEMA)
 
 
+def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():
+    engine = {"max_num_seqs": 64, "max_num_batched_tokens": 63}
+    with pytest.raises(ConfigError, match=r"engine\.max_num_batched_tokens: a step of 63 tokens"):
+        check_against_schema(make_job(engine=engine), SCHEMA)
+    check_against_schema(make_job(engine={**engine, "max_num_seqs": 63}), SCHEMA)
+    check_against_schema(make_job(engine={**engine, "max_num_seqs": "auto"}), SCHEMA)
+
+
 @pytest.mark.parametrize(
     "output",
     [

@@ -27,6 +27,7 @@ from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
 from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
+from prefect_raybatch.words import error_text
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -518,7 +519,7 @@ class SteppedEngine:
                 Completion(
                     [],
                     prompt_tokens=len(call.prompts[position]),
-                    error=(type(error).__name__, str(error)),
+                    error=(type(error).__name__, error_text(error)),
                 ),
                 finished,
             )

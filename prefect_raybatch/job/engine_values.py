@@ -1,0 +1,176 @@
+"""Values that vLLM's engine arguments take, by its own annotations and without importing it.
+
+vLLM looks at them when an engine starts: after half a minute, once for each of its restarts. What
+the source of the installed vLLM says is asked instead: of each argument its annotation, the bounds
+of the configuration class that it goes to, and the fields of such a class. What cannot be told from
+there (a class of torch, a callable) is not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.faults import explain
+
+ENGINE_ARGS = ("engine/arg_utils.py", "EngineArgs")
+CONFIGS = "config"  # the folder of the configuration classes and the names of their types
+ATOMS = {"int": int, "float": float, "bool": bool, "str": str, "Any": Any}
+HOLDING: dict[str, Any] = {"list": list, "set": set, "dict": dict, "tuple": tuple}
+BOUNDS = {"gt", "ge", "lt", "le"}
+# Arguments that are annotated as any mapping, and the class that vLLM makes of it.
+MAPPINGS = {"speculative_config": "SpeculativeConfig"}
+
+
+class _Unknown(Exception):
+    """Of a type nothing can be told."""
+
+
+def wrong_values(given: Mapping[str, Any]) -> str | None:
+    """What vLLM would refuse of `given` ({engine argument: value}), a line each; None where that is
+    nothing, or vLLM is not installed. null is the default and always right."""
+    fields = {
+        name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()
+    }
+    if not fields:
+        return None
+    loose = ConfigDict(extra="ignore", protected_namespaces=())
+    model: type[BaseModel] = create_model("Arguments", __config__=loose, **fields)  # type: ignore[call-overload]
+    try:
+        model.model_validate(dict(given))
+    except ValidationError as error:
+        return "\n".join(f"engine.{line}" for line in explain(error, model, "").splitlines())
+    return None
+
+
+@cache
+def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
+    """The types of those engine arguments of which one can be told."""
+    found = {}
+    for item in annotated(vllm_fields.class_body(*ENGINE_ARGS)):
+        name = item.target.id
+        if name in names:
+            try:
+                if name in MAPPINGS:
+                    found[name] = _named(MAPPINGS[name])
+                else:
+                    found[name] = _bounded(_type(item.annotation), _default_of(item.value))
+            except _Unknown:
+                continue
+    return found
+
+
+def annotated(body: list[ast.stmt]) -> Iterator[Any]:
+    """The fields among the statements of a class: `name: type = default`."""
+    for item in body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            yield item
+
+
+def _default_of(value: ast.expr | None) -> ast.expr | None:
+    """The default of the class's field that an argument has: `Class.name`, or
+    `get_field(Class, "name")`."""
+    match value:
+        case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            pass
+        case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=owner), ast.Constant(name)]):
+            pass
+        case _:
+            return None
+    found = vllm_fields.definition(CONFIGS, owner)
+    for item in annotated(found.body if isinstance(found, ast.ClassDef) else []):
+        if item.target.id == name:
+            return cast(ast.expr | None, item.value)
+    return None
+
+
+def _bounded(kind: Any, default: ast.expr | None) -> Any:
+    """The type with the bounds that `Field(...)` gives it."""
+    match default:
+        case ast.Call(func=ast.Name(id="Field"), keywords=given):
+            bounds = {one.arg: ast.literal_eval(one.value) for one in given if one.arg in BOUNDS}
+            if bounds and kind in (int, float, int | None, float | None):
+                return Annotated[kind, Field(**bounds)]
+    return kind
+
+
+def _type(node: ast.expr) -> Any:
+    """The type that an annotation names."""
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name):
+            return _named(name)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return reduce(or_, [kind or type(None) for kind in (_type(left), _type(right))])
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=part):
+            parts = part.elts if isinstance(part, ast.Tuple) else [part]
+            return Literal[tuple(value for one in parts for value in _values(one))]
+        case ast.Subscript(value=ast.Name(id=name), slice=part) if name in HOLDING:
+            parts = part.elts if isinstance(part, ast.Tuple) else [part]
+            return HOLDING[name][tuple(_type_or_any(one) for one in parts)]
+    raise _Unknown
+
+
+def _values(node: ast.expr) -> tuple[Any, ...]:
+    return (node.value,) if isinstance(node, ast.Constant) else get_args(_type(node))
+
+
+def _type_or_any(node: ast.expr) -> Any:
+    try:
+        return _type(node)
+    except _Unknown:
+        return Any
+
+
+@cache
+def _named(name: str) -> Any:
+    if name in ATOMS or name in HOLDING:
+        return ATOMS.get(name, HOLDING.get(name))
+    match vllm_fields.definition(CONFIGS, name):
+        case ast.ClassDef() as found if not found.bases and "config" in _decorators(found):
+            return _class(found)
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
+            return _type(value)
+    raise _Unknown
+
+
+def _decorators(node: ast.ClassDef | ast.FunctionDef) -> dict[str, ast.expr]:
+    """The decorators of a class or function by name."""
+    return {re.sub(r"\(.*", "", ast.unparse(one), flags=re.S): one for one in node.decorator_list}
+
+
+def _class(node: ast.ClassDef) -> type[BaseModel]:
+    """A configuration class: its fields and no other. A field that its own code makes fit first is
+    taken as it is."""
+    made_fit = set(_made_fit(node))
+    fields: dict[str, Any] = {}
+    for item in annotated(node.body):
+        name = item.target.id
+        if not name.startswith("_"):
+            kind = Any if {name, "*"} & made_fit else _type_or_any(item.annotation)
+            fields[name] = (Any if kind is Any else _bounded(kind, item.value) | None, None)
+    only = ConfigDict(extra="forbid", protected_namespaces=())
+    made: type[BaseModel] = create_model(node.name, __config__=only, **fields)
+    return made
+
+
+def _made_fit(node: ast.ClassDef) -> Iterator[str]:
+    """The fields (or *) whose values a class changes before they are looked at."""
+    for item in node.body:
+        if not isinstance(item, ast.FunctionDef):
+            continue
+        for name, call in _decorators(item).items():
+            if isinstance(call, ast.Call) and "before" in ast.unparse(call):
+                if name == "model_validator":
+                    raise _Unknown
+                yield from (str(one.value) for one in call.args if isinstance(one, ast.Constant))
