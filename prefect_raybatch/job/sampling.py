@@ -10,6 +10,7 @@ from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown, unknown_too
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.structured_outputs import with_schema_text
 
 # Fields of vLLM that change nothing but what a result does not hold.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
@@ -72,4 +73,5 @@ class Sampling(Group):
             raise ValueError(wrong)
         if self.choice and extra.get("structured_outputs"):
             raise ValueError("choice and structured_outputs exclude each other; keep one")
+        extra.update(with_schema_text(extra))
         return self

@@ -25,6 +25,19 @@ FORM_OPTIONS = {
 FORM = "structured_outputs"
 
 
+def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling fields whose JSON Schema, where it is a mapping, is the text of it: a model writes
+    properties in the order of the schema, and records, keys and Prefect's database keep none."""
+    form = sampling.get(FORM)
+    if not isinstance(form, Mapping) or not isinstance(form.get("json"), Mapping):
+        return dict(sampling)
+    try:
+        text = json.dumps(form["json"], ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):  # no JSON: `check_form_parses` says so
+        return dict(sampling)
+    return {**sampling, FORM: {**form, "json": text}}
+
+
 def check_form_shape(form: Any) -> None:
     """ValueError, with the field and the remedy, for what vLLM would refuse whatever parses it.
 

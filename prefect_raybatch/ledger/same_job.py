@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -43,18 +44,41 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
 def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
     """Whether the run of that plan is one of the job with fingerprint `found`, made of `parts`.
 
-    Fingerprints of earlier versions hold arguments that are free by now: without these they are
-    the job's own, unless something in them is hidden and cannot be compared.
+    Fingerprints of earlier versions hold arguments that are free by now, and a JSON Schema as a
+    mapping: without these they are the job's own, unless something in them is hidden and cannot be
+    compared.
     """
     if plan.fingerprint == found:
         return True
     counted = plan.parts.get("engine")
-    if not isinstance(counted, Mapping) or not FREED & set(counted):
+    if not isinstance(counted, Mapping):
+        return False
+    before = _with_schema_text(plan.parts, parts)
+    if not FREED & set(counted) and before is plan.parts:
         return False
     rest = {name: value for name, value in counted.items() if name not in FREED}
     if any(masked(rest, "engine")):
         return False
-    return not difference({**plan.parts, "engine": rest}, parts)
+    return not difference({**before, "engine": rest}, parts)
+
+
+def _with_schema_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parts `old` with the text of a JSON Schema in `new` where they hold the same one as a
+    mapping, without the order of its properties, as earlier versions did; else `old` itself."""
+    schema, text = _schema(old), _schema(new)
+    if not isinstance(schema, Mapping) or not isinstance(text, str) or json.loads(text) != schema:
+        return old
+    sampling = old["sampling"]
+    form = {**sampling["structured_outputs"], "json": text}
+    return {**old, "sampling": {**sampling, "structured_outputs": form}}
+
+
+def _schema(parts: Mapping[str, Any]) -> Any:
+    """What `sampling.structured_outputs.json` is there."""
+    found: Any = parts
+    for name in ("sampling", "structured_outputs", "json"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def check_same(

@@ -15,19 +15,16 @@ from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import RESERVED, is_web
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.engine_values import wrong_values
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
-from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, unsigned
-from prefect_raybatch.job.structured_outputs import check_form_parses, check_form_shape
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
+from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
 from prefect_raybatch.sizing.shards import bytes_a_shard, choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines, row_tokens
 
@@ -118,30 +115,6 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
     return work if each.max() > UNLIKE * each.min() else None
 
 
-def _check_taken_by_vllm(job: BatchJob) -> None:
-    """`ConfigError` for what would end each engine as it starts, or fail each row in it."""
-    engine = with_precision(job, {}).engine.model_extra or {}
-    if (wrong := wrong_values(engine)) is not None:
-        raise ConfigError(wrong)
-    if not tasks.pools(job.engine.task):
-        _check_step(job.engine)
-    form = (job.sampling.model_extra or {}).get("structured_outputs")
-    try:
-        check_form_shape(form)
-        check_form_parses(form, engine.get("structured_outputs_config"))
-    except ValueError as error:
-        raise ConfigError(f"sampling.{error}") from None
-
-
-def _check_step(engine: Engine) -> None:
-    sequences, step = engine.max_num_seqs, engine.max_num_batched_tokens
-    if step is not None and sequences != "auto" and sequences > step:
-        raise ConfigError(
-            f"engine.max_num_batched_tokens: a step of {step:,} tokens has none for some of "
-            f"{sequences:,} sequences (engine.max_num_seqs); raise it, or lower that"
-        )
-
-
 def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
     """Whether template and output fit the input's columns; `ConfigError` names field and remedy."""
     import difflib
@@ -157,7 +130,7 @@ def check_against_schema(job: BatchJob, schema: pa.Schema) -> None:
             raise ConfigError(
                 f"sampling.{name} is not supported: only the answer's text is written; remove it"
             )
-    _check_taken_by_vllm(job)
+    check_taken_by_vllm(job)
     names = list(schema.names)
     rename = ["output.column", *job.output.parsed_columns, "output.row_number"]
     remedy = f"{', '.join(rename)} or output.schema"

@@ -154,8 +154,9 @@ def engine_spec(
         arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
     arguments = schema_engine_fields(arguments, job.output.answer_form)
     sampling, output = job.asked() if task is None else dict(task.fields), job.output
-    if output.reasoning_parser and (has_form(sampling) or job.prompt.function):
-        # The form is of the answer, and thinking comes before it. A function may ask for one.
+    asks = has_form(sampling) or sampling.get("thinking_token_budget") or job.prompt.function
+    if output.reasoning_parser and asks:
+        # The form is of the answer, and thinking comes before it. A function may ask for either.
         arguments.setdefault("reasoning_parser", output.reasoning_parser)
     if output.parsed_columns:  # the marks that parsers look for may be special tokens
         sampling["skip_special_tokens"] = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.structured_outputs import with_schema_text
 from prefect_raybatch.stages.block import Failure, Messages, copied
 from prefect_raybatch.stages.calls.apart import NoChild
 
@@ -91,6 +92,7 @@ def _sampling(value: Any, check: Callable[[Any], None]) -> dict[str, Any] | None
     made: dict[str, Any] | None = json.loads(json.dumps(value))
     if made:
         check(made)
+        made = with_schema_text(made)
     return made
 
 

@@ -513,6 +513,28 @@ def test_a_run_goes_on_that_counted_an_argument_which_is_free_by_now():
         check_same(plan, *other, "/run")
 
 
+def test_a_run_goes_on_whose_schema_was_kept_without_its_order():
+    """Records sorted the properties of a mapping, and with them those of a retry's answers."""
+    schema = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
+    job = job_with(**{"sampling.structured_outputs": {"json": schema, "whitespace_pattern": " "}})
+    text = job.asked()["structured_outputs"]["json"]
+    assert json.loads(text) == schema and text.index('"z"') < text.index('"a"')
+    now = fingerprint(job, MODEL)
+    made, _ = make_plan(
+        Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, False
+    )
+    form = {**job.asked()["structured_outputs"], "json": json.loads(dump(schema))}
+    parts = {**made.parts, "sampling": {**made.parts["sampling"], "structured_outputs": form}}
+    before = replace(made, parts=parts, fingerprint=digest(dump(parts)))
+    check_same(before, *now, "/run")
+    schema["properties"]["a"]["type"] = "number"
+    other = job_with(**{"sampling.structured_outputs": {"json": schema, "whitespace_pattern": " "}})
+    with pytest.raises(PlanMismatch, match=r"sampling\.structured_outputs\.json"):
+        check_same(before, *fingerprint(other, MODEL), "/run")
+    with pytest.raises(PlanMismatch, match=r"sampling\.structured_outputs\.json"):
+        check_same(made, *fingerprint(other, MODEL), "/run")
+
+
 def test_what_is_hidden_in_a_fingerprint_is_not_taken_for_equal():
     secret = {"model_loader_extra_config": {"api_key": "k"}}
     plan = of_an_earlier_version(performance_mode="throughput", **secret)
@@ -632,6 +654,18 @@ def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name
     job = make_job(sampling={name: [5]})  # a run that began with it is read and continued
     with pytest.raises(ConfigError, match=rf"sampling\.{name} is not supported"):
         check_against_schema(job, SCHEMA)
+
+
+def test_a_budget_of_thinking_needs_to_know_how_a_model_thinks():
+    sampling = {"thinking_token_budget": 64}
+    with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: .*reasoning_parser"):
+        check_against_schema(make_job(sampling=sampling), SCHEMA)
+    for engine in (
+        {"reasoning_parser": "qwen3"},
+        {"reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}},
+        {"structured_outputs_config": {"reasoning_parser": "qwen3"}},
+    ):
+        check_against_schema(make_job(sampling=sampling, engine=engine), SCHEMA)
 
 
 def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():

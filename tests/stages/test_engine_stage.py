@@ -487,12 +487,19 @@ def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
             },
             "qwen3",
         ),
+        (
+            {
+                "output": {"uri": "o", "reasoning_parser": "qwen3"},
+                "sampling": {"thinking_token_budget": 8},
+            },
+            "qwen3",
+        ),
         ({"engine": {"reasoning_parser": "olmo3"}, "sampling": {"choice": ["yes"]}}, "olmo3"),
         ({"sampling": {"choice": ["yes", "no"]}}, None),
     ],
 )
 def test_an_engine_knows_of_thinking_where_the_answer_has_a_form(groups, given):
-    """Else the form would be forced upon the thinking."""
+    """Else the form would be forced upon the thinking, or a budget of it refused."""
     spec = spec_of(make_job(**groups))
     assert spec.arguments.get("reasoning_parser") == given
     parsed = "reasoning_parser" in groups.get("output", {})

@@ -269,6 +269,13 @@ def test_answers_that_must_have_a_form_are_known():
     assert formed({"template": "{A}"}, {"A": ["x"]}) is None
 
 
+def test_the_order_of_a_rows_schema_travels_with_it():
+    one, other = ({"properties": {name: {} for name in names}} for names in ("za", "az"))
+    rows = [own({"structured_outputs": {"json": schema}}) for schema in (one, other)]
+    texts = [json.loads(row[PARAMS])["structured_outputs"]["json"] for row in rows]
+    assert texts == ['{"properties":{"z":{},"a":{}}}', '{"properties":{"a":{},"z":{}}}']
+
+
 def test_a_rows_structured_outputs_need_the_jobs_choice_taken_back():
     row = own({"structured_outputs": {"regex": "a"}}, choice=["a"])
     failed(row, "ValueError", "choice: null")

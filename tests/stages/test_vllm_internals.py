@@ -26,7 +26,8 @@ CONTRACT = {
             "logger_manager",
         ],
     },
-    "config/__init__.py": {"": ["StructuredOutputsConfig"]},
+    "config/__init__.py": {"": ["ReasoningConfig", "StructuredOutputsConfig"]},
+    "config/reasoning.py": {"ReasoningConfig": ["reasoning_parser", "reasoning_start_str"]},
     "config/structured_outputs.py": {
         "StructuredOutputsConfig": [
             "backend",

@@ -87,12 +87,18 @@ def start(arguments: Mapping[str, Any]) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
 
     fields = dict(arguments)
-    if isinstance(config := fields.get("structured_outputs_config"), dict):
-        from vllm.config import StructuredOutputsConfig  # EngineArgs leaves a dict as it is
-
-        fields["structured_outputs_config"] = StructuredOutputsConfig(**config)
+    for name in ("structured_outputs_config", "reasoning_config"):
+        if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
+            fields[name] = _class_of(name)(**given)
     with _core_made_by(forking.context_of_core()):
         return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
+
+
+def _class_of(name: str) -> Callable[..., Any]:
+    from vllm.config import ReasoningConfig, StructuredOutputsConfig
+
+    structured = name == "structured_outputs_config"
+    return StructuredOutputsConfig if structured else ReasoningConfig
 
 
 @contextlib.contextmanager
