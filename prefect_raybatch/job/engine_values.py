@@ -9,6 +9,7 @@ there (a class of torch, a callable) is not looked at.
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache, reduce
@@ -19,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.faults import explain
+
+log = logging.getLogger(__name__)
 
 ENGINE_ARGS = ("engine/arg_utils.py", "EngineArgs")
 CONFIGS = "config"  # the folder of the configuration classes and the names of their types
@@ -64,6 +67,8 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
                     found[name] = _bounded(_type(item.annotation), _default_of(item.value))
             except _Unknown:
                 continue
+            except Exception as error:  # another vLLM may write its types in another way
+                log.warning("engine.%s: vLLM's type of it cannot be read (%s)", name, error)
     return found
 
 

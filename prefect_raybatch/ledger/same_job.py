@@ -66,7 +66,12 @@ def _with_schema_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping
     """The parts `old` with the text of a JSON Schema in `new` where they hold the same one as a
     mapping, without the order of its properties, as earlier versions did; else `old` itself."""
     schema, text = _schema(old), _schema(new)
-    if not isinstance(schema, Mapping) or not isinstance(text, str) or json.loads(text) != schema:
+    if not isinstance(schema, Mapping) or not isinstance(text, str):
+        return old
+    try:
+        if json.loads(text) != schema:
+            return old
+    except (ValueError, RecursionError):
         return old
     sampling = old["sampling"]
     form = {**sampling["structured_outputs"], "json": text}

@@ -149,6 +149,20 @@ def test_without_vllm_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_values.types_of_arguments.cache_clear()
 
 
+def test_a_type_that_is_written_in_another_way_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = ast.parse("dtype: Literal[MODES[0], 5] = 1\nseed: 'int |' = 2\nn: int = 3").body
+    monkeypatch.setattr(vllm_fields, "class_body", lambda file, name: body)
+    engine_values.types_of_arguments.cache_clear()
+    try:
+        said = wrong_values({"dtype": "foo", "seed": "x", "n": "x"}) or ""
+        assert said.startswith("engine.n: ") and "\n" not in said
+        assert "engine.seed: vLLM's type of it cannot be read" in caplog.text
+    finally:
+        engine_values.types_of_arguments.cache_clear()
+
+
 def test_what_is_yet_to_be_decided_is_no_wrong_value() -> None:
     engine = {"kv_cache_dtype": "try-fp8", "quantization": "try-fp8", "dtype": "half"}
     schema = pa.schema([("Company", pa.string())])

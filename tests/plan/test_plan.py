@@ -531,6 +531,9 @@ def test_a_run_goes_on_whose_schema_was_kept_without_its_order():
     other = job_with(**{"sampling.structured_outputs": {"json": schema, "whitespace_pattern": " "}})
     with pytest.raises(PlanMismatch, match=r"sampling\.structured_outputs\.json"):
         check_same(before, *fingerprint(other, MODEL), "/run")
+    no_json = job_with(**{"sampling.structured_outputs": {"json": "{", "whitespace_pattern": " "}})
+    with pytest.raises(PlanMismatch, match=r"sampling\.structured_outputs\.json"):
+        check_same(before, *fingerprint(no_json, MODEL), "/run")
     with pytest.raises(PlanMismatch, match=r"sampling\.structured_outputs\.json"):
         check_same(made, *fingerprint(other, MODEL), "/run")
 
