@@ -15,6 +15,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
+from prefect_raybatch.job.structured_outputs import guidance_says
 from prefect_raybatch.job.trust import check_module
 
 FIELD = "output.schema_model"
@@ -133,22 +134,9 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """ValueError with what the grammar's library, where it is installed, says of a schema.
-
-    The same steps as vLLM's own check for its backend, which would refuse each row.
-    """
-    try:
-        from llguidance import LLMatcher
-    except ImportError:
-        return
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(
-            json.dumps(closed(schema)), defaults={"whitespace_flexible": False}
-        )
-        said = LLMatcher.validate_grammar(grammar, None)
-    except (ValueError, KeyError, TypeError) as error:
-        said = str(error)
-    if said:
+    """ValueError with what the grammar's library, where it is installed, says of a schema: vLLM
+    would refuse each row."""
+    if said := guidance_says("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
             f"vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}; remove that, and "
             "check it in output.postprocess where it matters"

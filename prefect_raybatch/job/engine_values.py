@@ -57,7 +57,7 @@ def wrong_values(given: Mapping[str, Any]) -> str | None:
 def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
     """The types of those engine arguments of which one can be told."""
     found = {}
-    for item in annotated(vllm_fields.class_body(*ENGINE_ARGS)):
+    for item in vllm_fields.annotated(vllm_fields.class_body(*ENGINE_ARGS)):
         name = item.target.id
         if name in names:
             try:
@@ -72,13 +72,6 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def annotated(body: list[ast.stmt]) -> Iterator[Any]:
-    """The fields among the statements of a class: `name: type = default`."""
-    for item in body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            yield item
-
-
 def _default_of(value: ast.expr | None) -> ast.expr | None:
     """The default of the class's field that an argument has: `Class.name`, or
     `get_field(Class, "name")`."""
@@ -90,7 +83,7 @@ def _default_of(value: ast.expr | None) -> ast.expr | None:
         case _:
             return None
     found = vllm_fields.definition(CONFIGS, owner)
-    for item in annotated(found.body if isinstance(found, ast.ClassDef) else []):
+    for item in vllm_fields.annotated(found.body if isinstance(found, ast.ClassDef) else []):
         if item.target.id == name:
             return cast(ast.expr | None, item.value)
     return None
@@ -159,7 +152,7 @@ def _class(node: ast.ClassDef) -> type[BaseModel]:
     taken as it is."""
     made_fit = set(_made_fit(node))
     fields: dict[str, Any] = {}
-    for item in annotated(node.body):
+    for item in vllm_fields.annotated(node.body):
         name = item.target.id
         if not name.startswith("_"):
             kind = Any if {name, "*"} & made_fit else _type_or_any(item.annotation)

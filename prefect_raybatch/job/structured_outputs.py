@@ -14,6 +14,7 @@ from typing import Any
 
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
+from prefect_raybatch.job.sampling_ranges import QUOTED
 
 # One of them, beside any of the FORM_OPTIONS.
 FORM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -70,8 +71,8 @@ def _check_value(kind: str, value: Any) -> None:
     elif kind == "choice":
         if not (isinstance(value, (list, tuple)) and value and all(map(_text, value))):
             raise ValueError(
-                f"{where} must be a list of labels, each a text (quote what YAML takes for "
-                f"something else: 'no', '1', 'null'), and is {str(value)[:80]!r}"
+                f"{where} must be a list of labels, each a text ({QUOTED}), and is "
+                f"{str(value)[:80]!r}"
             )
     elif kind == "json" and isinstance(value, Mapping):
         return
@@ -112,7 +113,7 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
     backend = config.get("backend", "auto") if isinstance(config, Mapping) else "auto"
     said = None
     if backend in ("auto", "guidance"):
-        said = _guidance_says(kind, given[kind])
+        said = guidance_says(kind, given[kind])
     if backend == "xgrammar" or (said and backend == "auto"):
         said = _xgrammar_says(kind, given[kind])
     if said:
@@ -121,16 +122,19 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
         )
 
 
-def _guidance_says(kind: str, value: Any) -> str | None:
-    """What llguidance has against it; None where it takes it or is not installed. In a hundredth of
-    a second, without torch."""
+def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
+    """What llguidance has against it, by the steps of vLLM's own check; None where it takes it or
+    is not installed. In a hundredth of a second, without torch. `blanks`: JSON may hold some
+    between its parts."""
     try:
         from llguidance import LLMatcher, grammar_from
     except ImportError:
         return None
     try:
         if kind == "json":
-            grammar = LLMatcher.grammar_from_json_schema(value)
+            grammar = LLMatcher.grammar_from_json_schema(
+                value, defaults={"whitespace_flexible": blanks}
+            )
         else:
             grammar = grammar_from("regex" if kind == "regex" else "grammar", value)
         return LLMatcher.validate_grammar(grammar, None) or None

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 PARSES = 5  # tries to parse a source
 LIMITS = "get_supported_mm_limits"
@@ -174,6 +175,13 @@ def class_body(file: str, name: str) -> list[ast.stmt]:
     return []
 
 
+def annotated(body: list[ast.stmt]) -> Iterator[Any]:
+    """The fields among the statements of a class: `name: type = default`."""
+    for item in body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            yield item
+
+
 def _root() -> Path | None:
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
@@ -200,13 +208,5 @@ def parsed(source: str) -> ast.Module:
 
 
 def _class_fields(file: str, name: str) -> frozenset[str] | None:
-    return (
-        frozenset(
-            item.target.id
-            for item in class_body(file, name)
-            if isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and not item.target.id.startswith("_")
-        )
-        or None
-    )
+    names = (item.target.id for item in annotated(class_body(file, name)))
+    return frozenset(name for name in names if not name.startswith("_")) or None

@@ -165,9 +165,9 @@ def engine_spec(
     arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
     if cpu and task is None:
         given = {TOKENS_A_STEP: job.engine.max_num_batched_tokens, **(job.engine.model_extra or {})}
+        rows_may = job.prompt.function is not None
         arguments = with_whole_prompts(
-            *(arguments, given, sampling, job.prompt.function is not None),
-            lambda: size.length or models.own_length(model),
+            arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)
         )
     if size.pool.gpus_a_replica > 1 and job.engine.stage == "vllm":
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's

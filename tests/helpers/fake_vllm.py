@@ -29,8 +29,6 @@ STOPS, SLOW = 666, 5000
 DIES, WORKER_DIES, FAILS, UNFORMED = 667, 668, 669, 670
 SLOW_S = 0.4
 ANSWER = [5]
-
-
 MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params")
 
 

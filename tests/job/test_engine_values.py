@@ -90,7 +90,7 @@ def bounds_of(name: str) -> list[Any]:
     """What vLLM's configuration class says beside the type of an argument."""
     default = next(
         item.value
-        for item in engine_values.annotated(vllm_fields.class_body(*engine_values.ENGINE_ARGS))
+        for item in vllm_fields.annotated(vllm_fields.class_body(*engine_values.ENGINE_ARGS))
         if item.target.id == name
     )
     match default:
