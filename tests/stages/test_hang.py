@@ -105,6 +105,10 @@ def gone(pid: int) -> bool:
         return True
 
 
+def stopped(pid: int) -> bool:
+    return not gone(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
 def wait_until(true: Callable[[], bool], seconds: float = 60) -> bool:
     until = time.monotonic() + seconds
     while not true() and time.monotonic() < until:
@@ -133,13 +137,16 @@ def test_a_core_that_stops_for_ever_is_killed_and_every_caller_woken(
 
     callers = [threading.Thread(target=call, args=([t],)) for t in (STOPS, 1, 2)]
     began = time.monotonic()
-    for caller in callers:
+    callers[0].start()
+    # The others come while it is stopped: before, they would be answered.
+    assert wait_until(lambda: stopped(core.process.pid))
+    for caller in callers[1:]:
         caller.start()
     for caller in callers:
         caller.join(120)
     # Until the first answer twice the time is allowed.
     allowed = LIMIT if answers else 2 * LIMIT
-    assert deaths and set(deaths) == {f"hung: no step returned for {allowed:g} s"}
+    assert len(deaths) == 3 and set(deaths) == {f"hung: no step returned for {allowed:g} s"}
     assert not any(caller.is_alive() for caller in callers)
     assert time.monotonic() - began >= allowed
     assert left == []  # the memory is free before anybody is told
@@ -223,7 +230,7 @@ def test_without_a_limit_a_stopped_core_is_waited_for(
     caller = threading.Thread(target=lambda: answers.extend(engine.run(requests)))
     caller.start()
     core = psutil.Process(engine._engine.engine_core.process.pid)
-    assert wait_until(lambda: core.status() == psutil.STATUS_STOPPED)
+    assert wait_until(lambda: stopped(core.pid))
     caller.join(3 * HANG_LOOK)
     assert caller.is_alive() and engine.stats()["died"] is None
     core.resume()
