@@ -40,7 +40,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "install this package again"),
     "packages": (check_packages, 30, "install this package again"),
     "Prefect API": (check_prefect, 20, "correct PREFECT_API_URL (prefect config view)"),
-    "cluster": (check_cluster, 30, "a larger cluster, or smaller numbers in engine and cluster"),
+    "cluster": (check_cluster, 75, "a larger cluster, or smaller numbers in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
     "engine": (check_engine, 120, "install this package and its extra for CPUs again"),
     "output": (check_output, 30, "correct output.uri, output.options or output.credentials_block"),

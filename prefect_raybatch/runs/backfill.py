@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -143,19 +144,26 @@ def backfill(
         return list(nights)
     context = copy_context()  # of before the cluster is held: runs within a run are refused
     filled = begun(job, None, None, todo[0].date)[0]
+    failed = threading.Event()
+
+    def one(night: NightRun) -> NightRun | None:
+        # Looked at and set here: whoever waits for the answers hears of them after the next began.
+        if failed.is_set():
+            return None
+        ended = _one(run_night, night)
+        if stop_on_failure and not ended.complete:
+            failed.set()
+        return ended
+
     with _held(filled) as stop_others, ThreadPoolExecutor(at_most) as pool:
-        work = [pool.submit(context.copy().run, _one, run_night, night) for night in todo]
+        work = [pool.submit(context.copy().run, one, night) for night in todo]
         try:
             for future in as_completed(work):
-                if future.cancelled():
-                    continue
-                ended = future.result()
-                found[ended.date] = ended
-                told(ended)
-                if stop_on_failure and not ended.complete:
-                    _cancel(work)
+                if (ended := future.result()) is not None:
+                    found[ended.date] = ended
+                    told(ended)
         except BaseException:
-            _cancel(work)
+            pool.shutdown(wait=False, cancel_futures=True)
             stop_others()
             raise
     return [found[night.date] for night in nights]
@@ -168,11 +176,6 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
     except Exception as error:
         log.info("the night of %s is not complete: %s", night.date, error)
         return _failed(night, error, round(time.monotonic() - began, 1))
-
-
-def _cancel(work: Sequence[Future[NightRun]]) -> None:
-    for future in work:
-        future.cancel()
 
 
 @contextmanager

@@ -344,10 +344,10 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     at = {"address": ray_head.address}
     got = one(services.check_cluster, make_job(cluster=at))
-    assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found
+    assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found, got
     large = make_job(cluster=at, engine={"model": "demo", "replicas": 9})
     (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
-    assert verdict.mark == "fail" and "too small" in verdict.found
+    assert verdict.mark == "fail" and "too small" in verdict.found, verdict
 
 
 @pytest.mark.parametrize(
