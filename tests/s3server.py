@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import http.client
+import json
 import os
 import secrets
 import shutil
@@ -175,9 +176,31 @@ def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:
         else:
             with contextlib.suppress(OSError):
                 socket.create_connection((str(address.hostname), address.port or 80)).close()
+                _lock(server)
                 return True
         time.sleep(0.05)
     return False
+
+
+def _lock(server: S3Server) -> None:
+    """Makes moto look at keys, which it does not as it starts: it makes up a user's itself."""
+    import boto3
+    import requests
+
+    iam = boto3.client(
+        "iam",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.key,
+        aws_secret_access_key=server.secret,
+    )
+    iam.create_user(UserName="test")
+    every = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [every]})
+    iam.put_user_policy(UserName="test", PolicyName="all", PolicyDocument=policy)
+    made = iam.create_access_key(UserName="test")["AccessKey"]
+    server.key, server.secret = made["AccessKeyId"], made["SecretAccessKey"]
+    requests.post(f"{server.endpoint}/moto-api/reset-auth", data=b"0", timeout=10)
 
 
 # --- a proxy that spoils answers --------------------------------------------------------------

@@ -30,7 +30,7 @@ from prefect_raybatch.words import counted
 
 REQUEST_SECONDS = 5.0  # seconds for one request
 API = 4.0  # the same for Prefect's API, the client's own tries included
-JOIN_SECONDS = 60.0  # a process is started for it, and a busy machine takes half a minute for that
+CLUSTER_SECONDS = 60.0  # for a process that joins: a busy machine takes half a minute to start it
 START_PREFECT = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
 # In a process of its own: joining a cluster can hang, and ends the process when versions differ.
@@ -187,11 +187,11 @@ def _join(job: BatchJob) -> dict[str, Any]:
             env={**os.environ, **env},
             capture_output=True,
             text=True,
-            timeout=JOIN_SECONDS,
+            timeout=CLUSTER_SECONDS,
         )
     except subprocess.TimeoutExpired:
         address = cluster.address_of(job.cluster)
-        return {"error": f"{address} listens but could not be joined within {JOIN_SECONDS:g} s"}
+        return {"error": f"{address} listens but could not be joined within {CLUSTER_SECONDS:g} s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}
