@@ -18,6 +18,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.early_stop import choice_of
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.agreement import confidence_of_each, sample_size
@@ -57,9 +58,28 @@ def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, A
             found.append({"engine.speculative_config": SUFFIX})
     if on_gpu and experts:
         most = int(max(have.gpus_by_node, default=have.gpus))
-        sizes = (2 * engine.tensor_parallel_size, 4 * engine.tensor_parallel_size)
-        found += [{"engine.tensor_parallel_size": size} for size in sizes if size <= most]
+        sizes = [(times, times * engine.tensor_parallel_size) for times in (2, 4)]
+        found += [
+            _wider(engine, times)
+            for times, size in sizes
+            if size <= most and size * engine.pipeline_parallel_size <= have.gpus
+        ]
     return found
+
+
+def _wider(engine: Engine, times: int) -> dict[str, Any]:
+    """Engines over `times` as many GPUs, on the GPUs that the job has: fewer copies where it says
+    how many, and one on a GPU, since the best so far may be several."""
+    few = engine.replicas
+    changes: dict[str, Any] = {
+        "engine.tensor_parallel_size": times * engine.tensor_parallel_size,
+        "engine.engines_per_gpu": 1,
+    }
+    if isinstance(few, list):
+        changes["engine.replicas"] = [max(1, number // times) for number in few]
+    elif few != "auto":
+        changes["engine.replicas"] = max(1, few // times)
+    return changes
 
 
 def sampled_rows(job: BatchJob, rows: int, tries: int) -> int:

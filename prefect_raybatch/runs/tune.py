@@ -475,8 +475,12 @@ def _remove(output: Store, top: str) -> None:
 
 
 def told(changes: Mapping[str, Any]) -> str:
-    """Settings in words."""
-    return ", ".join(f"{name}: {value}" for name, value in changes.items()) or "as the job is"
+    """Settings in words, speculation by its method alone."""
+    named = (
+        (name, value.get("method", value) if isinstance(value, Mapping) else value)
+        for name, value in changes.items()
+    )
+    return ", ".join(f"{name}: {value}" for name, value in named) or "as the job is"
 
 
 def line(trial: Trial) -> str:
@@ -496,7 +500,7 @@ def table(tuned: Tuned) -> list[dict[str, str]]:
             "rows": f"{trial.rows:,}",
             "start s": f"{trial.start_s:,.0f}" if trial.rows_per_s else "-",
             **({"same answers": _agreed(trial)} if compared else {}),
-            "": "best" if trial is tuned.best else trial.error[:200],
+            "": "best" if trial is tuned.best else "did not work" if trial.error else "",
         }
         for trial in tuned.trials
     ]
@@ -520,7 +524,12 @@ def conclusion(tuned: Tuned) -> list[str]:
             said.append(f"{meets} needs engine.replicas: {tuned.needs}, with 10 % to spare")
         elif tuned.seconds <= tuned.deadline:
             said.append(f"{meets} is met")
-    return [*said, *tuned.notes]
+    wrong = (trial for trial in tuned.trials if trial.error and not trial.may_alter)
+    return [
+        *said,
+        *(f"{told(one.changes)} did not work: {one.error}" for one in wrong),
+        *tuned.notes,
+    ]
 
 
 def settings(tuned: Tuned) -> dict[str, Any]:
@@ -534,6 +543,7 @@ def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
     import yaml
 
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
-    said = "".join(f"# {text}\n" for text in [*rows, *conclusion(tuned)])
+    lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
+    said = "".join(f"# {text}\n" for text in lines)
     made = with_fields(value, settings(tuned))
     return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)

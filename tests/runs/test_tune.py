@@ -222,6 +222,15 @@ def test_each_change_says_what_it_brought_and_what_it_changes():
         "95.0%, at least 92.8%",
         "100.0%, at least 99.3%",
     ]
+    died = Trial(OPTIONS[0], error="EngineStartError: no fp8\non this card", may_alter=True)
+    more = Trial({"engine.max_num_seqs": 9}, error="InsufficientResources: no room")
+    notes = tuple(tune.said_of_altered([plain, died], OPTIONS[:1], 0.99))
+    failed = Tuned((plain, more, died), plain, 100, 10.0, notes=notes)
+    assert [row[""] for row in tune.table(failed)] == ["best", "did not work", "did not work"]
+    assert "engine.max_num_seqs: 9 did not work: InsufficientResources: no room" in (
+        tune.conclusion(failed)
+    )
+    assert yaml.safe_load(job_file({"name": "as it was"}, failed)) == {"name": "as it was"}
     made = yaml.safe_load(job_file({"engine": {"model": "demo"}}, found))
     assert made["engine"]["speculative_config"] == {"method": "ngram"}
 
@@ -247,8 +256,19 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     assert names(cpus, **long) == [ngram, ("engine.speculative_config", alterations.SUFFIX)]
     engine = {"quantization": "awq", "speculative_config": {"method": "eagle"}}
     tensor = "engine.tensor_parallel_size"
-    assert names(gpus, 8, engine=engine, **long) == [(tensor, 2), (tensor, 4)]
+    alone = ("engine.engines_per_gpu", 1)  # the best so far may be several on a GPU
+    assert names(gpus, 8, engine=engine, **long) == [(tensor, 2), alone, (tensor, 4), alone]
+    for given, two, four in ((4, 2, 1), (1, 1, 1), ([2, 6], [1, 3], [1, 1])):
+        many = names(gpus, 8, engine={**engine, "replicas": given}, **long)
+        assert many[2::3] == [("engine.replicas", two), ("engine.replicas", four)]
+    piped = {**engine, "pipeline_parallel_size": 2}
+    assert names(gpus, 8, engine=piped, **long) == [(tensor, 2), alone]
     assert names(gpus, 8, engine={"task": "embed"}) == []
+    # On top of a best that packs engines each is still a job.
+    packed = {"engine.engines_per_gpu": 2, "engine.max_num_seqs": 512}
+    for option in alterations.alterations(make_job(**long), gpus, 8):
+        engine_of = tune.changed(make_job(**long), {**packed, **option}).engine
+        assert engine_of.engines_per_gpu == (1 if tensor in option else 2)
     assert experts_of({"text_config": {"num_local_experts": 8}}) == 8 and experts_of({}) == 0
 
 
