@@ -133,6 +133,8 @@ def start_s3(tmpdir: str | os.PathLike[str], objects: str = "memstore") -> S3Ser
         place = folder / f"{kind}-{attempt}"
         server = _start(kind, place, objects)
         if _wait_until_ready(server, place / "server.out"):
+            if kind == "moto":
+                _lock(server)
             atexit.register(server.stop)
             return server
         server.stop()
@@ -176,7 +178,6 @@ def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:
         else:
             with contextlib.suppress(OSError):
                 socket.create_connection((str(address.hostname), address.port or 80)).close()
-                _lock(server)
                 return True
         time.sleep(0.05)
     return False
@@ -200,7 +201,8 @@ def _lock(server: S3Server) -> None:
     iam.put_user_policy(UserName="test", PolicyName="all", PolicyDocument=policy)
     made = iam.create_access_key(UserName="test")["AccessKey"]
     server.key, server.secret = made["AccessKeyId"], made["SecretAccessKey"]
-    requests.post(f"{server.endpoint}/moto-api/reset-auth", data=b"0", timeout=10)
+    asked = requests.post(f"{server.endpoint}/moto-api/reset-auth", data=b"0", timeout=10)
+    asked.raise_for_status()
 
 
 # --- a proxy that spoils answers --------------------------------------------------------------

@@ -58,27 +58,25 @@ def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, A
             found.append({"engine.speculative_config": SUFFIX})
     if on_gpu and experts:
         most = int(max(have.gpus_by_node, default=have.gpus))
-        sizes = [(times, times * engine.tensor_parallel_size) for times in (2, 4)]
-        found += [
-            _wider(engine, times)
-            for times, size in sizes
-            if size <= most and size * engine.pipeline_parallel_size <= have.gpus
-        ]
+        for times in (2, 4):
+            size = times * engine.tensor_parallel_size
+            if size <= most and size * engine.pipeline_parallel_size <= have.gpus:
+                found.append(_wider(engine, times))
     return found
 
 
 def _wider(engine: Engine, times: int) -> dict[str, Any]:
-    """Engines over `times` as many GPUs, on the GPUs that the job has: fewer copies where it says
-    how many, and one on a GPU, since the best so far may be several."""
-    few = engine.replicas
+    """Engines over `times` as many GPUs: so many fewer copies where the job says how many, at least
+    one, and one on a GPU, since the best so far may be several."""
+    copies = engine.replicas
     changes: dict[str, Any] = {
         "engine.tensor_parallel_size": times * engine.tensor_parallel_size,
         "engine.engines_per_gpu": 1,
     }
-    if isinstance(few, list):
-        changes["engine.replicas"] = [max(1, number // times) for number in few]
-    elif few != "auto":
-        changes["engine.replicas"] = max(1, few // times)
+    if isinstance(copies, list):
+        changes["engine.replicas"] = [max(1, number // times) for number in copies]
+    elif copies != "auto":
+        changes["engine.replicas"] = max(1, copies // times)
     return changes
 
 
