@@ -11,10 +11,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Most tests use one core. Two processes fill two, and each has servers of its own to share.
 PROCESSES ?= 2
+# Programs to do without, by the names in tests/programs.py: their tests are skipped.
+WITHOUT ?=
+export RAYBATCH_TEST_WITHOUT := $(WITHOUT)
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo test all-tests lint types room unit e2e coverage chaos failures bench tour docs lock clean
+.PHONY: help demo test programs all-tests lint types room unit e2e coverage chaos failures bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -30,10 +33,14 @@ help: ## Show this list
 demo: .venv/.ready ## Run the main job: company -> industry with real vLLM on the CPU
 	@$(BIN)/raybatch demo $(ARGS)
 
-test: lint ## Everything that must pass: unit and e2e side by side, with shared servers
+test: programs lint ## Everything that must pass: unit and e2e side by side, with shared servers
 	@$(MAKE) --no-print-directory -j 2 types all-tests
+	@$(if $(WITHOUT),echo "Left out: the tests that need $(WITHOUT)")
 
-all-tests: .venv/.ready
+programs: ## Install Chromium and Ceph for the tests where they are missing
+	@$(PYTHON) tests/programs.py --without "$(WITHOUT)"
+
+all-tests: programs .venv/.ready
 	$(PYTEST) $(ARGS)
 
 lint: .venv/.ready ## Ruff
@@ -49,10 +56,10 @@ room: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m "not e2e" tests/$(ROOM) $(ARGS)
 
-unit: .venv/.ready ## Tests without the real engine
+unit: programs .venv/.ready ## Tests without the real engine
 	$(PYTEST) -m "not e2e" $(ARGS)
 
-e2e: .venv/.ready ## Real vLLM, real Ray, a real Prefect server
+e2e: programs .venv/.ready ## Real vLLM, real Ray, a real Prefect server
 	$(PYTEST) -m e2e $(ARGS)
 
 coverage: .venv/.ready ## Which lines the unit tests reach, in the processes that they start too
@@ -64,19 +71,19 @@ coverage: .venv/.ready ## Which lines the unit tests reach, in the processes tha
 # Of the simulation, which comes first; its seed is a new one each time.
 SCHEDULES ?= 10000
 
-chaos: .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
+chaos: programs .venv/.ready ## Faults injected at random, then every row checked: ARGS="--seed N --trials N"
 	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos
 	PYTHONPATH=tests $(BIN)/python -m model
 	PYTHONPATH=tests $(BIN)/python -m simulation --schedules $(SCHEDULES) --mutants all --processes $(PROCESSES)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
-failures: .venv/.ready ## Nights that fail, each seen in the page: pictures into docs/images
+failures: programs .venv/.ready ## Nights that fail, each seen in the page: pictures into docs/images
 	PYTHONPATH=tests $(BIN)/python -m failures $(ARGS)
 
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
-tour: .venv/.ready ## Run docs/tour.md for real; its outputs and pictures are written anew
+tour: programs .venv/.ready ## Run docs/tour.md for real; its outputs and pictures are written anew
 	PYTHONPATH=tests $(BIN)/python -m tour $(ARGS)
 
 docs: .venv/.ready ## The documentation as a site, in site/; a link that leads nowhere fails it
@@ -85,7 +92,7 @@ docs: .venv/.ready ## The documentation as a site, in site/; a link that leads n
 lock: ## Resolve requirements.lock anew (needs uv)
 	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
 	  --extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match --no-header --no-annotate \
-	  --extra cpu --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
+	  --extra cpu --extra kubernetes --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
 
 clean: ## Remove what was made here
 	rm -rf .venv raybatch-demo dist build site

@@ -103,7 +103,6 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with start_s3(tmp_path_factory.mktemp("s3")) as server:
-        print(f"\nS3 tests run on {server.kind}")
         yield server
 
 
@@ -146,9 +145,7 @@ def prefect_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefec
     """A Prefect server, and the worker that a test starts for it. On SQLite it loses an event or
     an artifact now and then while many write, as docs/operations.md says."""
     with ExitStack() as stack:
-        database = (
-            stack.enter_context(postgresql.for_prefect()) if postgresql.is_installed() else {}
-        )
+        database = stack.enter_context(postgresql.for_prefect())
         home = tmp_path_factory.mktemp("prefect")
         yield stack.enter_context(prefect_server(home, **database))
 

@@ -1,7 +1,7 @@
 """An S3 server for the tests, and a proxy that spoils chosen answers.
 
-`start_s3` starts Ceph radosgw where it is installed, a real server whose put-if-absent is atomic,
-and moto's stand-in elsewhere; `S3Server.kind` says which. Atomicity is only proved on radosgw.
+`start_s3` starts Ceph's radosgw, a real server whose put-if-absent is atomic. `make test` installs
+it where it is missing (tests/programs.py).
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import http.client
-import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,23 +24,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from helpers import environ
 from helpers.ports import free_ports
+from programs import require
 
 SCRIPT = Path(__file__).with_name("radosgw.sh")
-RADOSGW = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "setpriv")
 
 
 @dataclass
 class S3Server:
     """A running server. Use as a context manager, or call `stop`; it also dies with this process.
 
-    `kind` is "radosgw" or "moto"; `key` and `secret` are made up for each start.
+    `key` and `secret` are made up for each start.
     """
 
     endpoint: str
     key: str
     secret: str = field(repr=False)
-    kind: str
     process: subprocess.Popen[str] = field(repr=False)
     folder: Path = Path()
     objects: str = "memstore"
@@ -94,10 +91,10 @@ class S3Server:
         log.unlink()
         self.process = _launch(self)
         if not _wait_until_ready(self, log):
-            raise RuntimeError(f"{self.kind} did not come back:\n{log.read_text()[-1000:]}")
+            raise RuntimeError(f"radosgw did not come back:\n{log.read_text()[-1000:]}")
 
     def add_key(self) -> tuple[str, str]:
-        """Another key pair for the same user (radosgw only)."""
+        """Another key pair for the same user."""
         key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
         command = ["radosgw-admin", "key", "create", "--uid=test", "--key-type=s3"]
         command += [f"--access-key={key}", f"--secret-key={secret}"]
@@ -122,44 +119,39 @@ class S3Server:
 
 
 def start_s3(tmpdir: str | os.PathLike[str], objects: str = "memstore") -> S3Server:
-    """Start a server that keeps its files in `tmpdir`. RuntimeError, with its log, if it fails.
+    """Start a server that keeps its files in `tmpdir`. RuntimeError, with its log, if it fails;
+    the calling test is skipped where Ceph is left out.
 
     `objects` is where radosgw keeps them: "memstore", or "bluestore" for one to be killed.
     """
+    require("ceph")
     folder = Path(tmpdir)
     folder.mkdir(parents=True, exist_ok=True)
-    kind = "radosgw" if all(map(shutil.which, RADOSGW)) else "moto"
     for attempt in range(3):  # another process can take a port between the look and the use
-        place = folder / f"{kind}-{attempt}"
-        server = _start(kind, place, objects)
+        place = folder / f"radosgw-{attempt}"
+        server = _start(place, objects)
         if _wait_until_ready(server, place / "server.out"):
-            if kind == "moto":
-                _lock(server)
             atexit.register(server.stop)
             return server
         server.stop()
     logs = [path.read_text(errors="replace")[-1000:] for path in folder.rglob("*.out")]
-    raise RuntimeError(f"{kind} did not start:\n" + "\n".join(logs))
+    raise RuntimeError("radosgw did not start:\n" + "\n".join(logs))
 
 
-def _start(kind: str, folder: Path, objects: str) -> S3Server:
+def _start(folder: Path, objects: str) -> S3Server:
     folder.mkdir()
     endpoint = f"http://127.0.0.1:{free_ports(2)[0]}"  # and one for what is behind it
     key, secret = "TEST" + secrets.token_hex(8).upper(), secrets.token_hex(20)
-    server = S3Server(endpoint, key, secret, kind, None, folder, objects)  # type: ignore[arg-type]
+    server = S3Server(endpoint, key, secret, None, folder, objects)  # type: ignore[arg-type]
     server.process = _launch(server)
     return server
 
 
 def _launch(server: S3Server) -> subprocess.Popen[str]:
     port = str(urlsplit(server.endpoint).port)
-    if server.kind == "radosgw":
-        command = ["bash", str(SCRIPT), str(server.folder), port]
-        command += [server.key, server.secret, server.objects]
-    else:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
-    if shutil.which("setpriv"):
-        command = ["setpriv", "--pdeathsig", "TERM", *command]
+    command = ["bash", str(SCRIPT), str(server.folder), port]
+    command += [server.key, server.secret, server.objects]
+    command = environ.dying_with_us(*command)
     with open(server.folder / "server.out", "w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
@@ -170,39 +162,11 @@ def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:
     radosgw answers before its user exists, so its script says when both are there.
     """
     end = time.monotonic() + seconds
-    address = urlsplit(server.endpoint)
     while time.monotonic() < end and server.process.poll() is None:
-        if server.kind == "radosgw":
-            if "ready" in log.read_text().split():
-                return True
-        else:
-            with contextlib.suppress(OSError):
-                socket.create_connection((str(address.hostname), address.port or 80)).close()
-                return True
+        if "ready" in log.read_text().split():
+            return True
         time.sleep(0.05)
     return False
-
-
-def _lock(server: S3Server) -> None:
-    """Makes moto look at keys, which it does not as it starts: it makes up a user's itself."""
-    import boto3
-    import requests
-
-    iam = boto3.client(
-        "iam",
-        endpoint_url=server.endpoint,
-        region_name="us-east-1",
-        aws_access_key_id=server.key,
-        aws_secret_access_key=server.secret,
-    )
-    iam.create_user(UserName="test")
-    every = {"Effect": "Allow", "Action": "*", "Resource": "*"}
-    policy = json.dumps({"Version": "2012-10-17", "Statement": [every]})
-    iam.put_user_policy(UserName="test", PolicyName="all", PolicyDocument=policy)
-    made = iam.create_access_key(UserName="test")["AccessKey"]
-    server.key, server.secret = made["AccessKeyId"], made["SecretAccessKey"]
-    asked = requests.post(f"{server.endpoint}/moto-api/reset-auth", data=b"0", timeout=10)
-    asked.raise_for_status()
 
 
 # --- a proxy that spoils answers --------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -118,10 +119,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {name_of(path): path for path in FILES}
 
 
-def imports(path: Path, lazy: bool, types: bool = True) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which each is parsed once for. Not to be changed."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path, lazy: bool, types: bool = True) -> tuple[str, ...]:
     """Dotted names of what a file imports; without `lazy` only what importing it runs, without
     `types` not what type checkers alone see."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
 
     def visit(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -141,7 +148,7 @@ def imports(path: Path, lazy: bool, types: bool = True) -> Iterator[str]:
             for inner in ast.iter_child_nodes(node):
                 yield from visit(inner)
 
-    yield from visit(tree)
+    return tuple(visit(parsed(path)))
 
 
 def _module(path: Path, node: ast.ImportFrom) -> str:
@@ -248,7 +255,7 @@ def test_flows_and_deployments_use_only_the_public_names():
 def test_no_assert_guards_anything():
     """`python -O` would drop it."""
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
 
 
@@ -289,7 +296,7 @@ def test_no_public_name_is_defined_in_two_modules():
     """What means the same is imported from one home; what does not is called differently."""
     homes: dict[str, set[str]] = {}
     for module, path in MODULES.items():
-        for name in defined(ast.parse(path.read_text(encoding="utf-8")).body):
+        for name in defined(parsed(path).body):
             if not name.startswith("_"):
                 homes.setdefault(name, set()).add(module)
     twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
@@ -313,7 +320,7 @@ def private_names() -> set[str]:
     """All that a module or class of ours keeps for itself."""
     found: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -353,7 +360,7 @@ def test_tests_go_through_what_is_public():
     """So that what is inside can change, and a test says what users and other rooms can rely on."""
     private, used = private_names(), set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         file = str(path.relative_to(ROOT / "tests"))
         used |= {(file, name) for name in used_privately(tree, private)} - OTHERS
     assert used - set(PRIVATE) == set()
@@ -490,7 +497,7 @@ def test_pyarrow_reads_python_files_in_the_calling_thread(path):
     `read_table` reads ahead in threads of its own unless told, from bytes in memory too: 3 of 40
     scripts that read such were aborted, and none of 40 with `pre_buffer=False`.
     """
-    for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+    for call in (n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call)):
         name = getattr(call.func, "attr", "")
         native = bool(call.args) and "BufferReader" in ast.unparse(call.args[0])
         options = {word.arg: ast.unparse(word.value) for word in call.keywords}

@@ -20,6 +20,7 @@ from chaos.engine import Fast
 from chaos.kinds import load
 from chaos.places import Folder
 from helpers.processes import until
+from programs import require
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
@@ -179,6 +180,7 @@ def test_engines_hold_a_run_that_is_to_be_killed(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_short_campaign(tmp_path: Path) -> None:
     """The same program as `make chaos`, with a fixed seed and a trial of a few kinds."""
+    require("ceph")
     out = tmp_path / "chaos.jsonl"
     kinds = ",".join(kind for kind, _ in SHORT)
     given = ("--seed", str(SEED), "--trials", str(len(SHORT)), "--kinds", kinds)

@@ -48,7 +48,7 @@ class World:
     def s3(self) -> S3Server:
         if self._s3 is None:
             self._s3 = start_s3(self.folder / f"s3-{os.getpid()}", "bluestore")
-            self.second_key = self._s3.add_key() if self._s3.kind == "radosgw" else None
+            self.second_key = self._s3.add_key()
             self._s3.create_bucket(BUCKET)
         return self._s3
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shutil
-import subprocess
 import tempfile
 import time
 import traceback
@@ -14,9 +11,8 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+import programs
 import pytest
-from helpers import postgresql
-from helpers.browser import NAMES as BROWSERS
 from helpers.browser import SIZE, browser_page, expect, picture
 from helpers.ray_head import ROOT
 from playwright.sync_api import Page
@@ -98,19 +94,6 @@ def row(case: Case, seen: Seen) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def install_missing() -> None:
-    """Debian's Chromium and PostgreSQL where they are not there and this is root; elsewhere the
-    nights that need them say so."""
-    there = {
-        "chromium": any(map(shutil.which, BROWSERS)),
-        "postgresql": postgresql.is_installed(),
-    }
-    missing = [package for package, found in there.items() if not found]
-    if missing and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "update", "-q"])
-        subprocess.run(["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing])
-
-
 def main() -> int:
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="failures", description=__doc__)
@@ -119,7 +102,7 @@ def main() -> int:
     only = args.only.split(",") if args.only else names
     if unknown := [name for name in only if name not in names]:
         parser.error(f"--only: {', '.join(unknown)} not known; {', '.join(names)} are")
-    install_missing()
+    programs.install()
     found, failed = dict[str, str](), 0
     for case in CASES:
         if case.name not in only:

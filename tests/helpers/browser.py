@@ -1,7 +1,7 @@
 """A real browser over Prefect's pages: Debian's Chromium, driven by Playwright.
 
-Playwright's own browsers are downloads of their own and are not used. A machine without Chromium
-fails the tests that need it: .ci/run installs it.
+Playwright's own browsers are downloads of their own and are not used. `make test` installs
+Chromium where it is missing (tests/programs.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
-import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page, expect, sync_playwright
+from programs import PROGRAMS, require
 
 __all__ = ["browser_page", "expect", "form_field", "picture"]
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 SIZE = {"width": 1400, "height": 900}
 WAIT = 60.0  # seconds for anything to appear: a page of a busy machine is slow, not wrong
 expect.set_options(timeout=WAIT * 1000)
@@ -29,11 +28,8 @@ SHOTS = "RAYBATCH_SCREENSHOTS"  # a folder for the pictures, such as docs/images
 @contextmanager
 def browser_page() -> Iterator[Page]:
     """An empty page of a headless Chromium; fails the test where there is none."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.fail(
-            f"no browser on PATH ({', '.join(NAMES)}); install it: apt-get install chromium"
-        )
+    require("browser")
+    program = next(filter(None, map(shutil.which, PROGRAMS["browser"].names)))
     with sync_playwright() as playwright:
         # Chromium's sandbox does not work for root, and neither server nor pages are foreign here.
         flags = ["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else []

@@ -262,8 +262,7 @@ def test_on_s3_uploads_that_were_cut_off_go_too(tmp_path, s3):
     )
     for key in ("run/data/part-00000.parquet", "other/data/part-00000.parquet"):
         fs.call_s3("create_multipart_upload", Bucket="reap", Key=key)
-    if s3.kind != "moto":  # which says of every upload that it was begun in 2010
-        assert reap(store, 3600).files == {}
+    assert reap(store, 3600).files == {}
     found: Reaped = reap(store, NOW)
     assert found.files == {"pieces": 1, "unfinished": 1}
     assert reap(store, NOW).files == {}

@@ -187,10 +187,7 @@ def test_put_if_absent_is_won_once(store: Store) -> None:
     assert store.read("commits/1") == b"mine"
 
 
-def test_twenty_races_of_sixteen_writers(store: Store, request: pytest.FixtureRequest) -> None:
-    if isinstance(store, storage.S3Store) and request.getfixturevalue("s3").kind == "moto":
-        print("moto is not atomic: races are proved on radosgw only")
-        return
+def test_twenty_races_of_sixteen_writers(store: Store) -> None:
     for number in range(20):
         winners, stored = race(store, f"commits/{number}", 16)
         assert winners == [stored]
@@ -595,9 +592,6 @@ def test_lost_answer_is_still_our_win(s3: S3Server, lost: int) -> None:
 
 
 def test_races_over_a_bad_network_have_one_winner(s3: S3Server) -> None:
-    if s3.kind == "moto":
-        print("moto is not atomic: races are proved on radosgw only")
-        return
     chance = random.Random(7)
 
     def shaky(method: str, path: str, headers: Mapping[str, str]) -> str:
@@ -688,9 +682,6 @@ def test_an_object_that_changes_while_read_is_noticed(s3_store: Store) -> None:
 def test_no_bucket_and_no_permission_name_the_place(s3: S3Server) -> None:
     with pytest.raises(StoreError, match=r"bucket 'no-such-bucket' .* does not exist"):
         open_store("s3://no-such-bucket/p", s3.options).probe()
-    if s3.kind == "moto":
-        print("moto checks no keys: refusals are proved on radosgw only")
-        return
     wrong = {**s3.options, "secret": "not-the-secret"}
     store = open_store(f"s3://{BUCKET}/p", wrong)
     with pytest.raises(
@@ -710,11 +701,10 @@ def test_environment_gives_the_credentials(s3: S3Server, monkeypatch: pytest.Mon
     store = open_store(f"s3://{BUCKET}/env")
     store.put("x", b"1")
     assert s3.secret.encode() not in pickle.dumps(store)
-    if s3.kind == "radosgw":
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-        with pytest.raises(StoreError, match="environment variable AWS_ACCESS_KEY_ID") as caught:
-            open_store(f"s3://{BUCKET}/env").read("x")
-        assert "not-the-secret" not in str(caught.value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    with pytest.raises(StoreError, match="environment variable AWS_ACCESS_KEY_ID") as caught:
+        open_store(f"s3://{BUCKET}/env").read("x")
+    assert "not-the-secret" not in str(caught.value)
 
 
 def test_unknown_options_are_refused_without_their_values() -> None:

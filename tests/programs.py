@@ -1,0 +1,131 @@
+"""Install the system programs that the tests need, or say which command does.
+
+    python tests/programs.py [--without browser,ceph]
+
+`make test` runs this before anything else, with the Python of the machine: it imports nothing from
+outside the standard library. Installing needs apt-get and root, or sudo without a password. Where
+that is not possible it exits with 1 and prints the command for somebody who may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+WITHOUT = "RAYBATCH_TEST_WITHOUT"  # names of PROGRAMS, with commas: their tests are skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One thing the tests need: `names` are looked up on PATH, `packages` are Debian's.
+
+    `any_name` says that one of the names is enough.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    packages: tuple[str, ...]
+    any_name: bool = False
+
+    def is_installed(self) -> bool:
+        paths = [shutil.which(name) for name in self.names]
+        return any(paths) if self.any_name else all(paths)
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "browser": Program(
+        title="Chromium, for the tests of pages",
+        names=("chromium", "chromium-browser", "google-chrome"),
+        packages=("chromium",),
+        any_name=True,
+    ),
+    "ceph": Program(
+        title="Ceph's radosgw, the S3 server of the tests",
+        names=("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "setpriv"),
+        packages=("radosgw", "ceph-mon", "ceph-osd", "util-linux"),
+    ),
+}
+
+
+def left_out() -> list[str]:
+    """Return the programs whose tests are to be skipped, by the environment. SystemExit if one of
+    them is unknown."""
+    return _parse(os.environ.get(WITHOUT, ""))
+
+
+def require(name: str) -> None:
+    """Skip the calling test if `name` is left out, and fail it if `name` is not installed."""
+    import pytest
+
+    if name in left_out():
+        pytest.skip(f"left out by WITHOUT={name}")
+    if not PROGRAMS[name].is_installed():
+        pytest.fail(f"{PROGRAMS[name].title}: not installed. Run: python tests/programs.py")
+
+
+def install(without: Iterable[str] = ()) -> int:
+    """Install what is missing and return the exit code: 0 if all is there, 1 if not."""
+    wanted = [name for name in PROGRAMS if name not in without]
+    missing = [name for name in wanted if not PROGRAMS[name].is_installed()]
+    if not missing:
+        return 0
+    titles = "; ".join(PROGRAMS[name].title for name in missing)
+    packages = [package for name in missing for package in PROGRAMS[name].packages]
+    apt = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
+    prefix = _privilege()
+    if prefix is None or not shutil.which("apt-get"):
+        print(f"Missing: {titles}.")
+        if shutil.which("apt-get"):
+            print(f"Run: sudo apt-get update && sudo {' '.join(apt)}")
+        else:
+            commands = ", ".join(name for key in missing for name in PROGRAMS[key].names)
+            print(f"Install the packages of your system that have these programs: {commands}")
+        print(f"Or leave these tests out: make test WITHOUT={','.join(missing)}")
+        return 1
+    print(f"Installing {titles} (Debian: {' '.join(packages)})", flush=True)
+    for command in (["apt-get", "update", "-q"], apt):
+        ended = subprocess.run([*prefix, *command], stdout=subprocess.PIPE, text=True)
+        if ended.returncode and command is apt:
+            print(f"{ended.stdout[-2000:]}\n{' '.join(command)} failed, see above.")
+            return 1
+    if missing := [name for name in wanted if not PROGRAMS[name].is_installed()]:
+        print(f"Still missing after the installation: {', '.join(missing)}")
+        return 1
+    return 0
+
+
+def _privilege() -> list[str] | None:
+    """Return what to put before a command that needs root, or None if root is not to be had."""
+    if os.geteuid() == 0:
+        return []
+    if not shutil.which("sudo"):
+        return None
+    asked = subprocess.run(["sudo", "-n", "true"], capture_output=True)
+    return ["sudo", "-n"] if asked.returncode == 0 else None
+
+
+def _parse(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in PROGRAMS]:
+        known = ", ".join(PROGRAMS)
+        raise SystemExit(f"WITHOUT: {', '.join(unknown)} is not known. Choose from: {known}")
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--without", default="", metavar="NAMES", help=", ".join(PROGRAMS))
+    without = _parse(parser.parse_args().without)
+    if without and os.environ.get("CI", "").lower() in ("1", "true"):
+        print("CI=true: no tests can be left out. Remove WITHOUT.")
+        return 1
+    return install(without)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
