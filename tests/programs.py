@@ -89,7 +89,13 @@ def install(without: Iterable[str] = ()) -> int:
         return 1
     print(f"Installing {titles} (Debian: {' '.join(packages)})", flush=True)
     for command in (["apt-get", "update", "-q"], apt):
-        ended = subprocess.run([*prefix, *command], stdout=subprocess.PIPE, text=True)
+        ended = subprocess.run(
+            [*prefix, "/usr/bin/env", "DEBIAN_FRONTEND=noninteractive", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         if ended.returncode and command is apt:
             print(f"{ended.stdout[-2000:]}\n{' '.join(command)} failed, see above.")
             return 1

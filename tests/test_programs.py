@@ -56,7 +56,7 @@ def test_sudo_without_a_password_installs(path: Path, monkeypatch: pytest.Monkey
     apt(path, ALL)
     program(path, "sudo", f'echo "sudo $*" >> {path}/log; shift; [ "$1" = true ] || exec "$@"')
     assert programs.install(["ceph"]) == 0
-    assert (path / "log").read_text().count("sudo -n apt-get") == 2
+    assert (path / "log").read_text().count("sudo -n /usr/bin/env DEBIAN_FRONTEND=noninteractive apt-get") == 2
 
 
 @pytest.mark.parametrize("sudo", ["no sudo", "sudo asks for a password"])
