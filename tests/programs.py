@@ -10,6 +10,7 @@ that is not possible it exits with 1 and prints the command for somebody who may
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import subprocess
@@ -24,25 +25,29 @@ WITHOUT = "RAYBATCH_TEST_WITHOUT"  # names of PROGRAMS, with commas: their tests
 class Program:
     """One thing the tests need: `names` are looked up on PATH, `packages` are Debian's.
 
-    `any_name` says that one of the names is enough.
+    `any_name` says that one of the names is enough. `libraries` are shared libraries that it needs
+    and that a minimal system lacks.
     """
 
     title: str
     names: tuple[str, ...]
     packages: tuple[str, ...]
     any_name: bool = False
+    libraries: tuple[str, ...] = ()
 
     def is_installed(self) -> bool:
         paths = [shutil.which(name) for name in self.names]
-        return any(paths) if self.any_name else all(paths)
+        found = any(paths) if self.any_name else all(paths)
+        return found and all(map(_can_load, self.libraries))
 
 
 PROGRAMS: Mapping[str, Program] = {
     "browser": Program(
         title="Chromium, for the tests of pages",
         names=("chromium", "chromium-browser", "google-chrome"),
-        packages=("chromium",),
+        packages=("chromium", "libatomic1"),
         any_name=True,
+        libraries=("libatomic.so.1",),  # of the Node.js that comes with Playwright
     ),
     "ceph": Program(
         title="Ceph's radosgw, the S3 server of the tests",
@@ -113,6 +118,14 @@ def _privilege() -> list[str] | None:
         return None
     asked = subprocess.run(["sudo", "-n", "true"], capture_output=True)
     return ["sudo", "-n"] if asked.returncode == 0 else None
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _parse(text: str) -> list[str]:

@@ -51,12 +51,24 @@ def test_root_installs_what_is_missing(path: Path, capsys: pytest.CaptureFixture
     assert len(said) == 1 and "radosgw" in said[0] and "Chromium" not in said[0]
 
 
+def test_a_missing_library_is_a_reason_to_install(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALL:
+        program(path, name)
+    apt(path, set())
+    monkeypatch.setattr(programs.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert programs.install() == 1  # the library is still missing afterwards
+    assert "install -y -q --no-install-recommends chromium libatomic1" in (path / "log").read_text()
+
+
 def test_sudo_without_a_password_installs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     apt(path, ALL)
     program(path, "sudo", f'echo "sudo $*" >> {path}/log; shift; [ "$1" = true ] || exec "$@"')
     assert programs.install(["ceph"]) == 0
-    assert (path / "log").read_text().count("sudo -n /usr/bin/env DEBIAN_FRONTEND=noninteractive apt-get") == 2
+    log = (path / "log").read_text()
+    assert log.count("sudo -n /usr/bin/env DEBIAN_FRONTEND=noninteractive apt-get") == 2
 
 
 @pytest.mark.parametrize("sudo", ["no sudo", "sudo asks for a password"])
@@ -70,7 +82,7 @@ def test_without_the_right_the_command_is_told(
     assert programs.install() == 1
     assert not (path / "log").exists()
     said = capsys.readouterr().out
-    assert "sudo apt-get install -y -q --no-install-recommends chromium radosgw" in said
+    assert "sudo apt-get install -y -q --no-install-recommends chromium libatomic1 radosgw" in said
     assert "make test WITHOUT=browser,ceph" in said
 
 
