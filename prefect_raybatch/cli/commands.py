@@ -41,6 +41,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
+from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
@@ -482,6 +483,7 @@ app.add_typer(mending)
 def main(argv: list[str] | None = None) -> None:
     """Entry point: our errors become one clear message and an exit status, never a stack trace."""
     show_store_warnings()
+    bypass_for_local_addresses()
     try:
         app(args=argv, standalone_mode=True)
     except RayBatchError as error:

@@ -22,7 +22,7 @@ from typing import Any
 
 from prefect_raybatch import nvml
 from prefect_raybatch.bounded import Question
-from prefect_raybatch.cluster.reach import check_reachable
+from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
 from prefect_raybatch.cluster.sharing import END_SECONDS, Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
@@ -81,6 +81,8 @@ class _Ray:
         access = self.access if self.access.address == address else ClusterAccess(address)
         if address:
             check_reachable(address, access)
+        else:
+            check_temp_folder()
         import ray
 
         # Ray Data sets the levels of its loggers when it is imported: ours must come after it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -32,6 +33,29 @@ QUESTION = (
 # The health service answers everybody; this one only those whose token is right.
 ALIVE = b"/ray.rpc.NodeInfoGcsService/CheckAlive"
 UNAUTHENTICATED = b"\x0bgrpc-status\x0216"  # gRPC's code for it, in an answer's header
+SOCKET_PATH_BYTES = 107  # Linux's limit for the path of a Unix socket
+# The longest paths below the folder for temporary files: those of Ray's object store and, with its
+# name of 36 characters, of the sockets between vLLM and its core.
+RAY_SOCKET = "/ray/session_2026-11-25_18-59-00_123456_1234567/sockets/plasma_store"
+VLLM_SOCKET = "/01234567-89ab-cdef-0123-456789abcdef"
+
+
+def check_temp_folder() -> None:
+    """Raise `ConfigError` if the folder for temporary files has too long a path for the sockets of
+    a Ray cluster that is started here, or of its engines."""
+    of_ray = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    _check_sockets("Ray", "RAY_TMPDIR", of_ray, os.environ.get(of_ray) or "/tmp", RAY_SOCKET)
+    _check_sockets("vLLM", "TMPDIR", "TMPDIR", tempfile.gettempdir(), VLLM_SOCKET)
+
+
+def _check_sockets(owner: str, remedy: str, variable: str, folder: str, socket_name: str) -> None:
+    longest = SOCKET_PATH_BYTES - len(socket_name)
+    if len(os.fsencode(folder)) > longest:
+        raise ConfigError(
+            f"{variable}={folder} is too long: the sockets of {owner} lie below it, and Linux "
+            f"allows their paths {SOCKET_PATH_BYTES} bytes. Set {remedy} to a folder of at most "
+            f"{longest} bytes, such as /tmp"
+        )
 
 
 def check_reachable(address: str, access: ClusterAccess | None = None) -> None:

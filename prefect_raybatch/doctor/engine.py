@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from prefect_raybatch import demo, nvml
-from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed
+from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.model import pinned as models
 
@@ -35,6 +35,18 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
     if engine and (dtype := models.cpu_dtype(engine)) is not None:
         arguments["dtype"] = dtype
     yield _answer(arguments, engine.env if engine else {})
+
+
+def _late(command: str) -> Finding:
+    """Report an engine that has not answered in time: a warning where the machine is busy."""
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    text = (
+        f"the bundled model had not answered after {ENGINE_SECONDS:g} s (load {load:.0f} on "
+        f"{cpus} cores)"
+    )
+    if load > cpus:
+        return warned("engine", f"{text}; it may only be slow", f"try again alone: {command}")
+    return failed("engine", text, f"look for a file system that hangs; try it alone: {command}")
 
 
 def _on_cpu(device: str) -> bool:
@@ -61,12 +73,7 @@ def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
             timeout=ENGINE_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return failed(
-            "engine",
-            f"the bundled model gave no answer within {ENGINE_SECONDS:g} s",
-            "look for what keeps the machine busy, or a file system that hangs; try it alone: "
-            f"{' '.join(FORWARD)} '{json.dumps(arguments)}'",
-        )
+        return _late(f"{' '.join(FORWARD)} '{json.dumps(arguments)}'")
     took = time.monotonic() - began
     if done.returncode == 0:
         return passed("engine", f"the bundled model answers, {took:.0f} s after its start")

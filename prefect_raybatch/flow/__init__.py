@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.proxies import bypass_for_local_addresses
+
 if TYPE_CHECKING:
     from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_failed, tune_job
 
 __all__ = ["backfill_job", "batch_inference", "retry_failed", "tune_job"]
+
+# Here, since calling a flow reaches for Prefect's server before any code of ours runs.
+bypass_for_local_addresses()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
+from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
@@ -31,6 +32,7 @@ from prefect_raybatch.flow.tasks import (
     tune_engine,
     with_blocks,
 )
+from prefect_raybatch.flow.temporary_server import start_temporary_server
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
@@ -205,6 +207,8 @@ def _ended_drained(drained: RunDrained) -> Any:
 
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What a flow returns; `RunDrained` where it has ended drained."""
+    end_by_sigterm()
+    start_temporary_server()
     try:
         return made(*arguments, **more)
     except CancelledRun as error:

@@ -28,6 +28,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.temporary_server import end_temporary_server_with_us
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -95,6 +96,7 @@ def plan_shards(
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
+    end_temporary_server_with_us()
     with logs_in_page(), explained("plan_shards", job, run_key, RETRY["retries"]):
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset, accept)
@@ -147,6 +149,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     With `cluster.job_server` the work is a Ray job that outlives this process, with
     `cluster.kubernetes` on a cluster that is made for it: see `remote`.
     """
+    end_temporary_server_with_us()
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
@@ -213,6 +216,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
     no setting worked.
     """
+    end_temporary_server_with_us()
     with logs_in_page(), explained("tune_engine", job, job.name):
         log = get_run_logger()
 

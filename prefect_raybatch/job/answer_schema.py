@@ -15,6 +15,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
+from prefect_raybatch.job.functions import import_failure
 from prefect_raybatch.job.structured_outputs import guidance_says
 from prefect_raybatch.job.trust import check_module
 
@@ -94,6 +95,8 @@ def _of_class(name: str) -> dict[str, Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(f"module {module_name!r} cannot be imported ({error})") from None
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        raise ValueError(import_failure(module_name, error)) from None
     found = getattr(module, attribute, None)
     if not isinstance(found, type) or not issubclass(found, BaseModel):
         raise ValueError(f"{module_name} has no pydantic class {attribute!r}")

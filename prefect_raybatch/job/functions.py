@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,26 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
             f"{field}: module {module_name!r} cannot be imported ({error}); install it where the "
             "driver and the workers run"
         ) from None
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        raise ConfigError(f"{field}: {import_failure(module_name, error)}") from None
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {attribute!r}")
     return function
+
+
+def import_failure(module: str, error: BaseException) -> str:
+    """Say in a line what a module's own code raised on import, and where."""
+    if isinstance(error, SyntaxError):
+        reason, place = error.msg, f"{error.filename}, line {error.lineno}"
+    else:
+        reason = (str(error).splitlines() or [""])[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}"
+    return (
+        f"importing module {module!r} fails with {type(error).__name__}: {reason} ({place}); "
+        "correct the module"
+    )
 
 
 def source_digest(name: str, field: str) -> str:

@@ -99,7 +99,8 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     """
     from prefect_raybatch import source
     from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.reach import check_reachable
+    from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
+    from prefect_raybatch.installed import check_engine_packages
 
     resolved = resolve(job)
     job = resolved.job
@@ -107,8 +108,12 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     check_schema_names(job.output)
     access = job.cluster.access
     check_made_cluster(job)
-    if not access.remote and (address := cluster.address_of(job.cluster)):
-        check_reachable(address, access)
+    if not access.remote:
+        if address := cluster.address_of(job.cluster):
+            check_reachable(address, access)
+        else:
+            check_temp_folder()
+            check_engine_packages()
     plan = Ledger(store).load_plan()
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)

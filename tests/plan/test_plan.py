@@ -461,6 +461,29 @@ def test_a_function_that_cannot_be_had_is_a_config_error(function, said):
     assert "prompt.function" in str(caught.value) and said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("code", "reason", "line"),
+    [
+        ("def ask(row:\n    return 1\n", "SyntaxError", 1),
+        ("LABELS = {}\nask = LABELS['missing']\n", "KeyError: 'missing'", 2),
+        ("import sys\nsys.exit('not here\\nbut there')\n", "SystemExit: not here", 2),
+    ],
+)
+def test_a_module_that_fails_on_import_is_told_in_a_line(code, reason, line, tmp_path, monkeypatch):
+    name = f"fails_on_import_{reason[:3].lower()}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for job in (
+        {"prompt": {"function": f"{name}:ask"}},
+        {"output": {"uri": "out", "schema_model": f"{name}:Model"}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            fingerprint(make_job(**job))
+        message = str(caught.value)
+        assert f"fails with {reason}" in message and f"{name}.py, line {line})" in message
+        assert "\n" not in message or "schema_model" in message
+
+
 # --- another job --------------------------------------------------------------------------------
 
 
