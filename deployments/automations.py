@@ -10,8 +10,10 @@ run must have ended its limits.deadline. Prefect keeps no secret of ours: the ev
 counts and the text of the warning.
 
 A flow run whose process or host is gone says nothing more. The automation "a flow run is gone"
-marks it Crashed when no heartbeat came for `--gone-after` seconds, which must be three times what
-PREFECT_FLOWS_HEARTBEAT_FREQUENCY says in the deployment.
+marks it Crashed when no heartbeat came for `--gone-after` seconds. It looks at runs with the tag
+raybatch-heartbeat alone: give that tag to a deployment that sets PREFECT_FLOWS_HEARTBEAT_FREQUENCY
+to a third of these seconds, as deployments/prefect.yaml does. Prefect's own default is 180 seconds,
+so without the tag a healthy run would be marked.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ GONE_AFTER = 90.0  # seconds: three heartbeats of deployments/prefect.yaml
 LIMIT_REACHED = "Deployment concurrency limit reached."  # the state's message, by Prefect
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
 HEARTBEAT = "prefect.flow-run.heartbeat"
+HEARTBEAT_TAG = "raybatch-heartbeat"  # of the deployments that set the frequency
 
 FIGURES = """{{ event.payload.committed }} of {{ event.payload.shards }} shards are committed,
 {{ event.payload.failed }} of {{ event.payload.rows }} rows have failed.
@@ -95,7 +98,10 @@ def _gone(after: float) -> Automation:
             after={HEARTBEAT},
             expect={HEARTBEAT, *ENDED},
             match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related=_our_flows(),
+            match_related={
+                "prefect.resource.role": "tag",
+                "prefect.resource.id": f"prefect.tag.{HEARTBEAT_TAG}",
+            },
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from urllib.request import getproxies_environment
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 
 
 def bypass_for_local_addresses() -> None:
@@ -16,7 +16,7 @@ def bypass_for_local_addresses() -> None:
     """
     proxies = getproxies_environment()
     bypassed = [name.strip() for name in proxies.pop("no", "").split(",") if name.strip()]
-    missing = [name for name in LOCAL if name not in bypassed]
+    missing = [name for name in LOCAL_ADDRESSES if name not in bypassed]
     if proxies and missing and "*" not in bypassed:
         # Of the two spellings some libraries read only one.
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join([*bypassed, *missing])

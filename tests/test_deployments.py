@@ -267,6 +267,7 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         # Three heartbeats may be missing before a run is taken for gone.
         beat = item["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
         assert 3 * float(beat) == automations_script().GONE_AFTER
+        assert automations_script().HEARTBEAT_TAG in item["tags"]
     (schedule,) = found["nightly"]["schedules"]
     assert schedule["slug"] == "nightly" and schedule["active"]
     # Nothing of the machine that deploys goes with the deployment that other machines run.

@@ -1,12 +1,20 @@
-"""Prometheus metrics of a driver, at an HTTP endpoint where the environment asks for one."""
+"""Prometheus metrics of a driver, at an HTTP endpoint where the environment asks for one.
+
+The endpoint belongs to the process and serves all its runs, each under its labels. It stays until
+the process ends, so that the last scrape of a run shows its end: after a complete run, the process
+waits for that scrape.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver.heartbeat import Beat, alive
 from prefect_raybatch.errors import ConfigError
@@ -18,6 +26,7 @@ log = logging.getLogger(__name__)
 
 METRICS_PORT, METRICS_HOST = "RAYBATCH_METRICS_PORT", "RAYBATCH_METRICS_HOST"
 METRIC_LABELS = ("job_name", "run_key")  # Prometheus itself calls the scrape job "job"
+LAST_SCRAPE_SECONDS = 75.0  # wait for the scrape after a run's end; Prometheus's default is 60
 NONE = float("nan")  # Prometheus' word for a value that is not known
 
 # name -> (help, value); those that only grow are counters, whose samples end in _total.
@@ -56,21 +65,97 @@ GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
 }
 
 
-class Exporter:
-    """A Prometheus collector that asks for the state when it is scraped."""
+COMPLETED = "raybatch_completed"
 
-    def __init__(self, job: str, run_key: str, state: Callable[[], Beat]):
-        self.values, self.state = [job, run_key], state
+
+@dataclass
+class Served:
+    """A run at the endpoint. `state` is asked at each scrape."""
+
+    state: Callable[[], Beat]
+    is_completed: bool = False  # it has _SUCCESS
+    is_end_scraped: bool = False
+
+
+class Endpoint:
+    """The HTTP server of a process, and the Prometheus collector behind it."""
+
+    def __init__(self, host: str, port: int):
+        from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+
+        self._runs: dict[tuple[str, str], Served] = {}  # by the values of METRIC_LABELS
+        self._scraped = threading.Condition()
+        self._is_scraped = False
+        registry = CollectorRegistry()
+        registry.register(self)
+        server, _ = start_http_server(port, host, registry)
+        server.set_app(self._noting_answers(make_wsgi_app(registry)))
+        atexit.register(self.wait_for_last_scrape)
+
+    def begin(self, job: str, run_key: str, state: Callable[[], Beat]) -> None:
+        with self._scraped:
+            self._runs[job, run_key] = Served(state)
+
+    def freeze(self, job: str, run_key: str) -> None:
+        """Keep the run's last values: what it would be asked of is about to end."""
+        with self._scraped:
+            served = self._runs[job, run_key]
+            beat = served.state()
+            served.state = lambda: beat
+
+    def complete(self, job: str, run_key: str) -> None:
+        with self._scraped:
+            if served := self._runs.get((job, run_key)):
+                served.is_completed = True
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        beat = self.state()
+        with self._scraped:
+            seen = [(labels, run.state(), run.is_completed) for labels, run in self._runs.items()]
         for table, family in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
             for name, (text, value) in table.items():
                 metric = family(name, text, labels=METRIC_LABELS)
-                metric.add_metric(self.values, value(beat))
+                for labels, beat, _ in seen:
+                    metric.add_metric(labels, value(beat))
                 yield metric
+        completed = GaugeMetricFamily(
+            COMPLETED, "1 once the result is proved complete.", labels=METRIC_LABELS
+        )
+        for labels, _, is_completed in seen:
+            completed.add_metric(labels, float(is_completed))
+        yield completed
+
+    def _noting_answers(self, app: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the WSGI application to note which completed runs an answer has shown.
+
+        An answer counts once it is sent: the process may end right after.
+        """
+
+        def wrapped(environ: Any, start_response: Any) -> Iterator[bytes]:
+            with self._scraped:
+                completed = [run for run in self._runs.values() if run.is_completed]
+            yield from app(environ, start_response)
+            with self._scraped:
+                self._is_scraped = True
+                for run in completed:
+                    run.is_end_scraped = True
+                self._scraped.notify_all()
+
+        return wrapped
+
+    def wait_for_last_scrape(self) -> None:
+        """Wait until a scrape has shown each completed run, if anybody scrapes at all."""
+
+        def all_seen() -> bool:
+            return all(run.is_end_scraped for run in self._runs.values() if run.is_completed)
+
+        with self._scraped:
+            if self._is_scraped:
+                self._scraped.wait_for(all_seen, LAST_SCRAPE_SECONDS)
+
+
+_endpoints: dict[tuple[str, int], Endpoint] = {}
 
 
 def port() -> int | None:
@@ -86,26 +171,31 @@ def port() -> int | None:
 
 @contextmanager
 def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]:
-    """Serves http://HOST:PORT/metrics for the block if a port is set. A port that is taken, by
-    another run for example, is a warning: metrics are not worth a run."""
+    """Serve the run's metrics at http://HOST:PORT/metrics if a port is set.
+
+    `state` is asked during the block; the last values stay at the endpoint until the process ends.
+    A port that another process has taken is a warning: metrics are not worth a run.
+    """
     number = port()
     if number is None:
         yield
         return
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    registry = CollectorRegistry()
-    registry.register(Exporter(job, run_key, state))
     host = os.environ.get(METRICS_HOST, "0.0.0.0")
     try:
-        server, thread = start_http_server(number, host, registry)
+        endpoint = _endpoints.get((host, number)) or Endpoint(host, number)
     except OSError as error:
         log.warning("%s: no metrics at %s:%d: %s", METRICS_PORT, host, number, error)
         yield
         return
+    _endpoints[host, number] = endpoint
+    endpoint.begin(job, run_key, state)
     try:
         yield
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+        endpoint.freeze(job, run_key)
+
+
+def completed(job: str, run_key: str) -> None:
+    """Show a run as completed at the endpoint of this process, if it was served there."""
+    for endpoint in _endpoints.values():
+        endpoint.complete(job, run_key)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.driver import metrics
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
@@ -63,6 +64,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
     """
+    report = _finalized(job, run, progress)
+    metrics.completed(report.job, run.run_key)
+    return report
+
+
+def _finalized(job: BatchJob, run: Run, progress: Progress | None) -> RunReport:
     from prefect_raybatch.result.finalize import finalize
 
     store = open_store(run.uri, job.output.options or None)

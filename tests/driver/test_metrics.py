@@ -6,6 +6,8 @@ import json
 import math
 import re
 import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.limits import Limits
 
 ROOT = Path(__file__).parents[2]
-EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {metrics.COMPLETED}
 
 
 @pytest.fixture
@@ -36,9 +38,13 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return number
 
 
-def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
+def scraped_text(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-        text = answer.read().decode()
+        return answer.read().decode()
+
+
+def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
+    text = scraped_text(port)
     return {
         sample.name: (sample.value, sample.labels)
         for family in text_string_to_metric_families(text)
@@ -66,8 +72,46 @@ def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
     assert values["raybatch_last_commit_timestamp_seconds"] == 100.0
     assert values["raybatch_stalled"] == 0
     assert values["raybatch_gpu_seconds_total"] == 0 and math.isnan(values["raybatch_cost"])
-    with pytest.raises(OSError):  # the port is free again
-        scrape(port)
+    assert values[metrics.COMPLETED] == 0
+    assert scrape(port)["raybatch_rows_total"][0] == 15, "the last values stay"
+    metrics.completed("nightly", "key")
+    assert scrape(port)[metrics.COMPLETED][0] == 1
+
+
+COMPLETE = """
+import sys
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.heartbeat import Beat
+with metrics.serving("j", "k", lambda: Beat(1.0, done=93, rows=100)):
+    print("serving", flush=True)
+    sys.stdin.readline()
+with metrics.serving("j", "k2", lambda: Beat(1.0, done=100, rows=100)):
+    pass
+metrics.completed("j", "k2")
+print("completed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("scraped_before", [True, False])
+def test_a_process_that_is_scraped_waits_for_a_scrape_of_its_end(scraped_before: bool, port: int):
+    """Without one before, nobody scrapes, and the process ends at once."""
+    command = [sys.executable, "-c", COMPLETE]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        assert process.stdout.readline() == "serving\n"
+        if scraped_before:
+            assert scrape(port)["raybatch_rows_total"][0] == 93
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "completed\n"
+        if scraped_before:
+            text = scraped_text(port)
+            assert 'raybatch_completed{job_name="j",run_key="k2"} 1.0' in text
+            assert 'raybatch_completed{job_name="j",run_key="k"} 0.0' in text
+            assert text.count("# TYPE raybatch_rows_total") == 1
+        assert process.wait(60) == 0
 
 
 def test_what_is_not_known_yet_is_nan_and_a_stall_is_one(port):

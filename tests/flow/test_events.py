@@ -678,8 +678,8 @@ def in_state(name: str, state: Any, which: Any = one_of_ours) -> UUID:
         return made.id
 
 
-def beats_of(run: UUID) -> None:
-    """A heartbeat as Prefect's engine sends them."""
+def beats_of(run: UUID, *tags: str) -> None:
+    """A heartbeat as Prefect's engine sends them, of a flow run with these tags."""
     with get_client(sync_client=True) as client:
         known = client.read_flow_run(run)
     emit_event(
@@ -690,7 +690,11 @@ def beats_of(run: UUID) -> None:
                 "prefect.resource.id": f"prefect.flow.{known.flow_id}",
                 "prefect.resource.role": "flow",
                 "prefect.resource.name": "batch_inference",
-            }
+            },
+            *(
+                {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
+                for tag in tags
+            ),
         ],
     )
 
@@ -706,6 +710,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert len(known) == 9
         try:
             gone = in_state("gone-night", Running())
+            by_hand = in_state("by-hand", Running())  # without a deployment that promises more
             live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
             # The server's services read automations when told of them: say it until it is heard.
             for number in range(60):
@@ -717,7 +722,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                     in_state("foreign", Failed(), another)
                     in_state("cancelled-by-hand", Cancelled())
                 if number < 4:
-                    beats_of(gone)
+                    beats_of(by_hand, "nightly")
+                    beats_of(gone, "nightly", script.HEARTBEAT_TAG)
                 beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = False
@@ -726,6 +732,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
+            assert client.read_flow_run(by_hand).state.is_running()
         finally:
             for automation in known:
                 client.delete_automation(automation.id)
