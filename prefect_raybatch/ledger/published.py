@@ -9,7 +9,11 @@ from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import PUBLISHED, PUBLISHED_NAME, published_path
-from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.record_files import (
+    put_record,
+    put_record_if_absent,
+    read_record,
+)
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 from prefect_raybatch.storage import Store
@@ -62,3 +66,9 @@ def note_published(store: Store, record: Published) -> Published:
     if found is None or found.plan != record.plan:
         raise CorruptRun(f"{store.uri}/{published_path(record.target)} is another plan's")
     return found
+
+
+def note_again(store: Store, record: Published) -> Published:
+    """Replace the record of a target that had lost the rows and has them again."""
+    put_record(store, published_path(record.target), record.to_bytes())
+    return record

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -62,6 +63,7 @@ class Sink(ABC):
     no result yet."""
 
     module = "pyarrow"  # what must be importable
+    never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
     extra = ""  # what brings it
 
     def __init__(
@@ -89,12 +91,57 @@ class Sink(ABC):
         not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
+        self.check_names(wanted.names)
         with self.plainly():
             there = self.existing()
-        if there is None:
-            return "is made when it is published to"
-        self.fit(wanted, there, whole)
-        return "is there, and its columns fit"
+        if there is not None:
+            self.fit(wanted, there, whole)
+            self.never_null = tuple(
+                field.name for field in there if not field.nullable and field.name in wanted.names
+            )
+        if self.planned:
+            with self.plainly():
+                self.rehearse(wanted, there)
+        made = "is made when it is published to"
+        return made if there is None else "is there, and its columns fit"
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """`ConfigError` for names of columns that the target cannot keep apart, or at all."""
+        self.refuse_alike(names, lambda name: name)
+
+    def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
+        """`ConfigError` for two columns that are one to the target. `folded` gives a name as the
+        target compares it."""
+        columns: dict[str, str] = {}
+        for name in names:
+            other = columns.setdefault(folded(name), name)
+            if other is not name and list(names).index(other) != list(names).index(name):
+                raise ConfigError(
+                    f"{self.what}: columns {other!r} and {name!r} are the same to "
+                    f"{self.target.format}, which takes upper and lower case for one. Rename one: "
+                    "output.column and output.schema name those of answers, and source.columns "
+                    "leaves out those of the input"
+                )
+
+    @abstractmethod
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        """Find out what else the target would refuse, and leave nothing there. What it raises is
+        told as an error of the target."""
+
+    def need_writable(self, folder: str, made: bool = True) -> None:
+        """`ConfigError` unless files can be written to a local folder, or, if it may be `made`, the
+        folder can."""
+        above = folder
+        while made and not os.path.lexists(above) and os.path.dirname(above) != above:
+            above = os.path.dirname(above)
+        if not os.path.isdir(above):
+            fault = "is no folder" if os.path.lexists(above) else "does not exist"
+            raise ConfigError(f"{self.what}: {above!r} {fault}. Create the folder, or correct uri")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{self.what}: the folder {above!r} is not writable for this user. Change its "
+                "permissions, or correct uri"
+            )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
         """The schema that rows take to go into a table that is there; `ConfigError` if none."""
@@ -103,6 +150,16 @@ class Sink(ABC):
     @abstractmethod
     def existing(self) -> pa.Schema | None:
         """The schema of the table that is there, None where there is none."""
+
+    @abstractmethod
+    def place(self) -> tuple[str, ...]:
+        """What tells this table or folder from others, however the job writes it. A target in a
+        folder gives ("folder", its absolute path or URI)."""
+
+    @abstractmethod
+    def holds(self, plan: str, recorded: str) -> bool:
+        """Return whether the target still has the rows of `plan`, which were published before as
+        version `recorded`. Where the target cannot tell, the record counts."""
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:

@@ -7,15 +7,25 @@ not do: the log accepts the same (app_id, version) again (delta-rs#2580, #3821),
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import is_remote
 
-VERSION = 1  # of our application transaction: a run is published once
+# What delta-rs says of rows, columns and tables that it will not take at another time either.
+_REFUSED = re.compile(
+    r"schema error|duplicate field|invalid data|validation check|append-only|unsupported"
+    r"|not supported|feature|not found in schema|error partitioning|protocol",
+    re.IGNORECASE,
+)
 
 
 class DeltaSink(FolderSink):
@@ -25,37 +35,79 @@ class DeltaSink(FolderSink):
 
     def existing(self) -> pa.Schema | None:
         table = self._open()
-        return None if table is None else pa.schema(table.schema().to_arrow())
+        if table is None:
+            return None
+        by = list(table.metadata().partition_columns)
+        if self.target.partition_by and by != self.target.partition_by:
+            raise ConfigError(
+                f"{self.what}: partition_by is {', '.join(self.target.partition_by)}, and the "
+                f"table there is partitioned by {', '.join(by) or 'no column'}. Remove "
+                "partition_by, which is for a table that is made anew"
+            )
+        append_only = table.metadata().configuration.get("delta.appendOnly", "")
+        if self.target.key and append_only.lower() == "true":
+            raise ConfigError(
+                f"{self.what}: the table there takes appends alone (delta.appendOnly), and a merge "
+                "replaces rows. Set mode to append, or unset the property"
+            )
+        return pa.schema(table.schema().to_arrow())
+
+    def check_names(self, names: Sequence[str]) -> None:
+        self.refuse_alike(names, str.lower)
+
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        if not is_remote(self.uri):
+            self.need_writable(self.uri)
+        if there is None:
+            self.rehearse_in_folder(wanted)
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from deltalake.exceptions import CommitFailedError
 
-        app_id = f"{PROPERTY.rstrip('.')}:{rows.plan}"
         for _ in range(PUBLISH_TRIES):
             with self.plainly(rows):
                 handle = self._open() or self._create(rows)
                 observe("opened")
-                if handle is None or handle.transaction_version(app_id) is not None:
-                    if handle is None:
-                        continue
-                    return str(handle.version())
+                if handle is None:
+                    continue
+                if (version := _version_with(handle, rows.plan)) is not None:
+                    return version
                 observe("looked")
                 try:
-                    self._commit(handle, rows, app_id)
-                except CommitFailedError:
+                    self._commit(handle, rows)
+                except CommitFailedError as error:
+                    if self.hopeless(error) is not None:
+                        raise
                     continue  # another writer was first: perhaps with these rows
                 observe("committed")
                 return str(handle.version())
         raise self.lost()
 
-    def _commit(self, handle: Any, rows: AnsweredRows, app_id: str) -> None:
+    def hopeless(self, error: Exception) -> str | None:
+        from deltalake.exceptions import DeltaProtocolError, SchemaMismatchError
+
+        if (remedy := super().hopeless(error)) is not None:
+            return remedy
+        final = (SchemaMismatchError, DeltaProtocolError, ValueError, TypeError)
+        refused = isinstance(error, final) or _REFUSED.search(str(error)) is not None
+        return "the table does not take the rows" if refused else None
+
+    def holds(self, plan: str, recorded: str) -> bool:
+        with self.plainly():
+            handle = self._open()
+            return handle is not None and _version_with(handle, plan, recorded) is not None
+
+    def _commit(self, handle: Any, rows: AnsweredRows) -> None:
         from deltalake import CommitProperties, Transaction, write_deltalake
 
+        # Beyond the last one: a table that was restored keeps the transactions it went back behind.
+        app_id = _app_id(rows.plan)
+        number = (handle.transaction_version(app_id) or 0) + 1
         # No retries by the library: what it tries again it does not look for first.
         properties = CommitProperties(
             custom_metadata=rows.marks,
             max_commit_retries=0 if self.target.mode == "merge" else None,
-            app_transactions=[Transaction(app_id, VERSION)],
+            app_transactions=[Transaction(app_id, number)],
         )
         there = pa.schema(handle.schema().to_arrow())
         wanted = converted_schema(rows.schema, self.target)
@@ -105,3 +157,63 @@ class DeltaSink(FolderSink):
             if self._open() is None:
                 raise
             return None
+
+
+def _app_id(plan: str) -> str:
+    return f"{PROPERTY.rstrip('.')}:{plan}"
+
+
+def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
+    """The version in the table's present history that brought the rows of `plan`, or None.
+
+    The application transaction alone does not tell: it outlives a RESTORE to an earlier version.
+    So the history is followed from the newest version down, and at a RESTORE to the version that it
+    went back to. Where the log no longer reaches the commit, the transaction or the version
+    `recorded` in the run directory counts.
+    """
+    known = handle.transaction_version(_app_id(plan)) is not None
+    if not known and not recorded:
+        return None
+    version, commits = handle.version(), {int(one["version"]): one for one in handle.history()}
+    while version in commits:
+        commit = commits[version]
+        if commit.get(f"{PROPERTY}plan") == plan:
+            return str(version)
+        if commit.get("operation") == "RESTORE":
+            restored = _restored_version(commit, commits)
+            if restored is None:
+                return recorded or str(handle.version())
+            version = restored
+        else:
+            version -= 1
+    if version < 0:
+        return None
+    if recorded.isdigit() and int(recorded) > version:
+        return None  # a RESTORE went back behind it
+    return recorded or str(version)
+
+
+def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:
+    """The version that a RESTORE went back to: named, or the last one at a time; None where the log
+    does not tell."""
+    given = commit.get("operationParameters") or {}
+    version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
+    if version.isdigit():
+        return int(version)
+    try:
+        text = str(at)
+        millis = int(text) if text.isdigit() else _millis(text)
+    except ValueError:
+        return None
+    before = [
+        number
+        for number, one in commits.items()
+        if number < commit["version"] and one.get("timestamp", millis + 1) <= millis
+    ]
+    return max(before, default=None)
+
+
+def _millis(text: str) -> int:
+    """A time as Spark writes it, "2026-07-01 10:00:00.0", in milliseconds since 1970."""
+    when = datetime.fromisoformat(text)
+    return int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1000)

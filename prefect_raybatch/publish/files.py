@@ -25,10 +25,12 @@ from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.sql import as_json
+from prefect_raybatch.publish.stores import folder_place
 from prefect_raybatch.publish.types import converted_schema, to_schema
-from prefect_raybatch.storage import Sums, open_store, put_file_proved
+from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
+MARK_BYTES = 64 << 20  # of the mark, which names each file
 FILE_BYTES = 256 << 20  # of Arrow data in one file
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 PARTITION_TYPES = (
@@ -55,14 +57,22 @@ class FilesSink(Sink):
                 )
         if whole and len(wanted) == len(self.target.partition_by):
             raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
+        if whole and not self.target.partition_by:
+            self.check_names(wanted.names)
+        if self.planned:
+            self.rehearse(wanted, None)
         return "gets files of its own"
+
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        uri = join(self.target.uri or "")
+        if not is_remote(uri):
+            self.need_writable(uri)
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         store = open_store(self.target.uri or "", self.options)
-        mark = f"_{PROPERTY}{rows.plan[:16]}.json"
         with self.plainly(rows):
             observe("opened")
-            if store.holds(mark):
+            if self._whole(store, rows.plan):
                 return ""
             observe("looked")
             named = set()
@@ -80,12 +90,35 @@ class FilesSink(Sink):
             strays = [
                 info.path
                 for info in store.list()
-                if info.path.rpartition("/")[2].startswith(ours) and info.path not in named
+                if info.path.rpartition("/")[2].startswith(ours)
+                and info.path.endswith(f".{self.target.format}")
+                and info.path not in named
             ]
             store.delete(strays)  # what another version of this package began
             observe("committed")
-            store.put(mark, dump({**rows.marks, "rows": rows.count, "files": sorted(named)}))
+            note = {"format": self.target.format, "rows": rows.count, "files": sorted(named)}
+            store.put(self._mark(rows.plan), dump({**rows.marks, **note}))
         return ""
+
+    def place(self) -> tuple[str, ...]:
+        return folder_place(self.target.uri or "")
+
+    def holds(self, plan: str, recorded: str) -> bool:
+        with self.plainly():
+            return self._whole(open_store(self.target.uri or "", self.options), plan)
+
+    def _mark(self, plan: str) -> str:
+        """The file that is put last. It names the format: two targets may share a folder."""
+        return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
+
+    def _whole(self, store: Store, plan: str) -> bool:
+        """Whether the mark is there, and every file that it names."""
+        try:
+            note = json.loads(store.read(self._mark(plan), MARK_BYTES))
+            named, whole = set(note["files"]), note[f"{PROPERTY}plan"] == plan
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return False
+        return whole and named <= {info.path for info in store.list()}
 
 
 class _Partitions:

@@ -1,6 +1,7 @@
 """An Iceberg table: one transaction with the rows and a property that names the run's plan.
 
-The property is looked for first, and in the summaries of snapshots; it outlives their expiry. The
+The rows are there if a snapshot with the plan is an ancestor of the table's present one: a table
+that was rolled back does not have them. The property tells of a snapshot that has expired. The
 library's own retry is switched off on the handle: it would rebase the append on a table in which
 another publisher has put the rows meanwhile, and double them. Any error, an unknown outcome
 included, is answered by loading the table again and looking.
@@ -11,6 +12,8 @@ between are in the table's history; no reader of the table meets them.
 
 from __future__ import annotations
 
+import json
+import tempfile
 import warnings
 from typing import Any
 
@@ -50,7 +53,7 @@ class IcebergSink(Sink):
                 if table is None:
                     continue
                 observe("opened")
-                if (version := self._found(table, rows)) is not None:
+                if (version := _snapshot_with(table, rows.plan)) is not None:
                     return version
                 observe("looked")
                 try:
@@ -61,13 +64,36 @@ class IcebergSink(Sink):
                 return str(table.metadata.current_snapshot_id)
         raise self.lost()
 
-    def _found(self, table: Any, rows: AnsweredRows) -> str | None:
-        """The snapshot with the rows, where the table says that it has them."""
-        for snapshot in reversed(table.metadata.snapshots):  # of a merge the last one has them all
-            summary = snapshot.summary.additional_properties if snapshot.summary else {}
-            if summary.get(f"{PROPERTY}plan") == rows.plan:
-                return str(snapshot.snapshot_id)
-        return table.properties.get(_property(rows)) and "an expired snapshot"
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        """Make the table in a catalog in memory, with files in a folder that is removed."""
+        from pyiceberg.catalog.memory import InMemoryCatalog
+
+        if there is not None:
+            return
+        with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+            catalog = InMemoryCatalog("rehearsal", warehouse=f"file://{folder}")
+            try:
+                catalog.create_namespace("rehearsal")
+                table = catalog.create_table("rehearsal.answers", schema=wanted)
+                table.append(wanted.empty_table())
+            finally:
+                catalog.close()
+
+    def hopeless(self, error: Exception) -> str | None:
+        from pyiceberg import exceptions
+
+        if (remedy := super().hopeless(error)) is not None:
+            return remedy
+        final = (exceptions.ValidationError, exceptions.BadRequestError, ValueError, TypeError)
+        return "the table does not take the rows" if isinstance(error, final) else None
+
+    def place(self) -> tuple[str, ...]:
+        return ("iceberg", json.dumps(self.target.catalog, sort_keys=True), str(self.target.table))
+
+    def holds(self, plan: str, recorded: str) -> bool:
+        with self.plainly():
+            table = self._load(self._catalog())
+            return table is not None and _snapshot_with(table, plan, recorded) is not None
 
     def _commit(self, table: Any, rows: AnsweredRows) -> None:
         retries = {"commit.retry.num-retries": "0"}
@@ -90,7 +116,10 @@ class IcebergSink(Sink):
                     warnings.filterwarnings("ignore", message="Delete operation did not match")
                     transaction.delete(self._same_keys(rows, there), rows.marks)
             transaction.append(data, snapshot_properties=rows.marks)
-            transaction.set_properties({_property(rows): rows.run_key})
+            appended = transaction.table_metadata.current_snapshot()
+            transaction.set_properties(
+                {_property(rows.plan): f"{appended.snapshot_id}:{_age(appended)}"}
+            )
 
     def _need_mergeable(self, table: Any) -> None:
         """`ConfigError` for a table that the library cannot merge into."""
@@ -181,5 +210,39 @@ class IcebergSink(Sink):
             raise self._without_namespace() from None
 
 
-def _property(rows: AnsweredRows) -> str:
-    return f"{PROPERTY}published.{rows.plan}"
+def _property(plan: str) -> str:
+    return f"{PROPERTY}published.{plan}"
+
+
+def _age(snapshot: Any) -> int:
+    """A number that is larger for later snapshots; tables of format 1 count none."""
+    return int(snapshot.sequence_number or snapshot.timestamp_ms)
+
+
+def _snapshot_with(table: Any, plan: str, recorded: str = "") -> str | None:
+    """The snapshot in the table's present history that brought the rows of `plan`, or None.
+
+    Snapshots expire: where the history is cut off, the table's property tells (or, without it, the
+    snapshot `recorded` in the run directory), unless it names a snapshot that is there and no
+    ancestor, or one younger than the oldest ancestor.
+    """
+    from pyiceberg.table.snapshots import Operation, ancestors_of
+
+    oldest = None
+    for oldest in ancestors_of(table.current_snapshot(), table.metadata):
+        summary = oldest.summary
+        # A merge deletes first, under the same mark: only the append has the rows.
+        if summary is None or summary.operation != Operation.APPEND:
+            continue
+        if summary.additional_properties.get(f"{PROPERTY}plan") == plan:
+            return str(oldest.snapshot_id)
+    # That a snapshot has no parent does not tell: pyiceberg says so once the parent has expired.
+    if oldest is None or oldest.sequence_number == 1:
+        return None  # the whole history, and the rows are not in it
+    named = table.properties.get(_property(plan)) or recorded
+    snapshot, _, age = named.partition(":")
+    if any(str(one.snapshot_id) == snapshot for one in table.metadata.snapshots):
+        return None
+    if age.isdigit() and int(age) > _age(oldest):
+        return None
+    return "an expired snapshot" if named else None

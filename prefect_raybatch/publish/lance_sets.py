@@ -3,6 +3,7 @@ with the same rows both are accepted."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -11,8 +12,12 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage import is_remote
 
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
+
+# What Lance says of columns and rows that it will not take at another time either.
+_REFUSED = re.compile(r"LanceError\(Schema\)|schema error|invalid user input|not supported", re.I)
 
 
 class LanceSink(FolderSink):
@@ -33,6 +38,27 @@ class LanceSink(FolderSink):
                     "or name a data set that is not there, which is made with it"
                 )
         return super().fit(wanted, there, whole)
+
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        if not is_remote(self.uri):
+            self.need_writable(self.uri)
+        if there is None:
+            self.rehearse_in_folder(wanted)
+
+    def hopeless(self, error: Exception) -> str | None:
+        if (remedy := super().hopeless(error)) is not None:
+            return remedy
+        refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
+        return "the data set does not take the rows" if refused else None
+
+    def holds(self, plan: str, recorded: str) -> bool:
+        with self.plainly():
+            found = self._open()
+            if found is None:
+                return False
+            if self.target.mode == "append" or _plan(found) == plan:
+                return _plan(found) == plan
+            return _has_version(found, recorded)
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         for _ in range(PUBLISH_TRIES):
@@ -108,3 +134,18 @@ class LanceSink(FolderSink):
 def _plan(found: Any) -> str | None:
     mark = (found.schema.metadata or {}).get(f"{PROPERTY}plan".encode())
     return mark.decode() if mark else None
+
+
+def _has_version(found: Any, recorded: str) -> bool:
+    """Whether version `recorded` is in the present history of a data set, which a restore leaves
+    out. True where its transactions were cleaned up."""
+    if not recorded.isdigit():
+        return True
+    version, wanted = int(found.version), int(recorded)
+    while version > wanted:
+        try:
+            operation = found.read_transaction(version).operation
+        except (OSError, ValueError):
+            return True
+        version = operation.version if type(operation).__name__ == "Restore" else version - 1
+    return version == wanted

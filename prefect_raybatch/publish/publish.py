@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,12 @@ import pyarrow.compute as pc
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.published import Published, note_published, read_published
+from prefect_raybatch.ledger.published import (
+    Published,
+    note_again,
+    note_published,
+    read_published,
+)
 from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.publish.base import AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.delta import DeltaSink
@@ -21,6 +27,9 @@ from prefect_raybatch.publish.iceberg import IcebergSink
 from prefect_raybatch.publish.lance_sets import LanceSink
 from prefect_raybatch.publish.sql import SqlSink
 from prefect_raybatch.result.rows import data_of, data_schema
+from prefect_raybatch.storage import contains
+
+log = logging.getLogger(__name__)
 
 SINKS: Mapping[str, type[Sink]] = {
     "delta": DeltaSink,
@@ -57,11 +66,36 @@ def check_publish(
     Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
     answer.
     """
-    said = []
-    for target in targets:
-        found = open_sink(target, run_key, options, planned=True).check(schema, whole)
-        said.append(f"{target.label}: {target.place(run_key)} {found}")
-    return said
+    sinks = [open_sink(target, run_key, options, planned=True) for target in targets]
+    _check_apart(sinks)
+    lines = []
+    for target, sink in zip(targets, sinks, strict=True):
+        lines.append(f"{target.label}: {target.place(run_key)} {sink.check(schema, whole)}")
+    return lines
+
+
+def _check_apart(sinks: Sequence[Sink]) -> None:
+    """`ConfigError` for two targets that write the same table or folder, or files of one format in
+    a folder and below it: readers would meet the rows twice. Parquet and JSON Lines may share a
+    folder."""
+    for at, first in enumerate(sinks):
+        for second in sinks[at + 1 :]:
+            (kind, *one), (other_kind, *other) = first.place(), second.place()
+            formats = {first.target.format, second.target.format}
+            if formats == {"parquet", "jsonl"}:
+                continue
+            folders = kind == other_kind == "folder"
+            if one == other and kind == other_kind:
+                fault = "write the same place"
+            elif folders and (contains(one[0], other[0]) or contains(other[0], one[0])):
+                fault = "write to a folder and to one below it"
+            else:
+                continue
+            raise ConfigError(
+                f"output.publish: the targets {first.target.label!r} and {second.target.label!r} "
+                f"{fault}: {second.target.place('{run_key}')}. Give one of them another place, or "
+                "remove it"
+            )
 
 
 def publish(
@@ -70,7 +104,7 @@ def publish(
     options: Mapping[str, Any],
     observe: Observe = lambda step: None,
 ) -> list[Published]:
-    """Publishes a finished run to each of the targets that it is not published to yet.
+    """Publishes a finished run to each of the targets that do not have its rows.
 
     `options` reach those that have none of their own; `observe` is called at each step. Any number
     may do this at once, and again after any crash. Raises `ConfigError`, `PublishFailed` and the
@@ -78,19 +112,30 @@ def publish(
     """
     store, plan = member.ledger.store, member.plan
     rows: AnsweredRows | None = None
+    sinks = [open_sink(target, plan.run_key, options) for target in targets]
+    _check_apart(sinks)
     done = []
-    for target in targets:
+    for target, sink in zip(targets, sinks, strict=True):
         record = read_published(store, target.label)
-        if record is None:
-            rows = rows or _rows(member)
-            version = ""
-            if rows.count:
-                sink = open_sink(target, plan.run_key, options)
-                sink.check(rows.schema)
-                _check_keys(target, rows)
-                version = sink.publish(rows, observe)
-            observe("recording")
-            record = note_published(store, _record(target, rows, version))
+        if record is not None:
+            _check_record(record, target, plan.hash, plan.run_key, store.uri)
+            if not record.rows or sink.holds(plan.hash, record.version):
+                done.append(record)
+                continue
+            log.warning(
+                "%s: the target no longer has the rows of run %s, which is published again",
+                target.label,
+                plan.run_key,
+            )
+        rows = rows or _rows(member)
+        version = ""
+        if rows.count:
+            sink.check(rows.schema)
+            _check_keys(target, rows)
+            version = sink.publish(rows, observe)
+        observe("recording")
+        made = _record(target, rows, version)
+        record = note_published(store, made) if record is None else note_again(store, made)
         _check_record(record, target, plan.hash, plan.run_key, store.uri)
         done.append(record)
     return done

@@ -1,14 +1,18 @@
-"""A table of a database: one transaction, whose first statement inserts the plan's hash.
+"""A table of a database: one transaction, whose first statement inserts a mark.
 
-The hash is a primary key, so of two publishers the second waits for the first and then finds that
-the rows are there.
+A mark is the plan and the table, and both are its primary key. So of two publishers the second
+waits for the first and then finds that the rows are there. Marks are in a table of their own in the
+schema of the table that they are about, so they are restored with it. A table that is empty or new
+lost the rows that marks tell of: such marks do not count, and go with the next rows.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
@@ -19,10 +23,11 @@ from pyarrow import types as kinds
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE
+from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
 from prefect_raybatch.words import storable_in
 
 OURS = "_raybatch_published"
+TURN = "merge"  # in place of a plan: the row whose lock a merge holds until it is committed
 INSERT_ROWS = 1000  # of one INSERT
 # About what a column holds, by the type that its values have in Python.
 COLUMN_KINDS: dict[type, pa.DataType] = {
@@ -38,6 +43,34 @@ FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
 }
+FILES = ("sqlite", "duckdb")  # dialects whose database is a file
+# Dialects that tell names apart by case where SQLAlchemy quotes them, and those that read a name in
+# lower case as one in upper case. To all others names that differ only in case are the same.
+CASE_COUNTS = ("postgresql", "cockroachdb", "clickhouse", "clickhousedb")
+UPPER_CASE = ("oracle", "snowflake", "db2", "hana")
+# The longest name of a table or column. PostgreSQL and Redshift cut longer ones off silently.
+LONGEST_NAMES: dict[str, tuple[int, str]] = {
+    **{"postgresql": (63, "bytes"), "redshift": (127, "bytes"), "oracle": (128, "bytes")},
+    **dict.fromkeys(("mysql", "mariadb"), (64, "characters")),
+    **{"mssql": (128, "characters"), "snowflake": (255, "characters")},
+    **{"bigquery": (300, "characters"), "db2": (128, "bytes"), "vertica": (128, "bytes")},
+}
+# Dialects whose CREATE TABLE is part of a transaction, so that it can be rolled back.
+ROLLED_BACK = ("postgresql", "sqlite", "duckdb", "mssql")
+# SQLSTATE: no connection, rolled back for another transaction, no resources, shut down, locked.
+PASSING_STATES = ("08", "40", "53", "57", "55P03")
+MYSQL_PASSING = {1040, 1053, 1158, 1159, 1160, 1161, 1205, 1213, *range(2000, 2056)}
+_PASSING = re.compile(
+    r"lock|timed? ?out|connect|server closed|shutting down|starting up|temporar|disk|no space"
+    r"|i/o error|interrupted|conflict|failed to commit|try again",
+    re.IGNORECASE,
+)
+_FINAL = re.compile(
+    r"duplicate column|no such|unknown column|invalid column|has no column|already exists"
+    r"|too many|read-?only|syntax|reserved|does not exist|unable to open|is not a .*database"
+    r"|cannot open file|not null constraint",
+    re.IGNORECASE,
+)
 
 
 class SqlSink(Sink):
@@ -45,13 +78,44 @@ class SqlSink(Sink):
 
     module, extra = "sqlalchemy", "postgresql"
 
+    def place(self) -> tuple[str, ...]:
+        url, (schema, name) = self._url(), self._names
+        dialect = url.get_backend_name()
+        where = url.database or ""
+        if dialect in FILES:
+            where = os.path.realpath(where)
+            schema = schema or "main"
+        elif dialect == "postgresql":
+            schema = schema or "public"
+        host = f"{url.host}:{url.port}"
+        return ("sql", dialect, host, where, schema, _folded(name, dialect))
+
     def existing(self) -> pa.Schema | None:
+        if not self._database_is_there():
+            return None
         engine = self._engine()
         try:
+            self._check_marks(engine)
             table = self._reflected(engine)
             return None if table is None else _columns(table)
         finally:
             engine.dispose()
+
+    def check_names(self, names: Sequence[str]) -> None:
+        dialect = self._engine().dialect.name
+        self.refuse_alike(names, lambda name: _folded(name, dialect))
+        most, unit = LONGEST_NAMES.get(dialect, (0, ""))
+        told = [("column", name) for name in names]
+        told += [("table", name) for name in self._names if name]
+        for kind, name in told:
+            if not name or "\0" in name:
+                raise ConfigError(f"{self.what}: {kind} {name!r} is no name that a database takes")
+            size = len(name.encode()) if unit == "bytes" else len(name)
+            if most and size > most:
+                raise ConfigError(
+                    f"{self.what}: the name of {kind} {name!r} has {size} {unit}, and {dialect} "
+                    f"takes {most}. Give it a shorter name"
+                )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
         """By name, nullability and kind: widths differ from database to database, and it
@@ -64,26 +128,65 @@ class SqlSink(Sink):
             shown.append(field.with_type(given) if fits else field)
         return super().fit(wanted, pa.schema(shown), whole)
 
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
+        """Make what is missing and write no row, in a transaction that is rolled back. It shows
+        what the user may not do, and which table or column the database refuses."""
+        from sqlalchemy import create_engine, false, null, select
+
+        engine = self._engine()
+        dialect = engine.dialect.name
+        if dialect not in ROLLED_BACK:
+            return
+        if not self._database_is_there():
+            self._check_folder()
+            engine = create_engine("sqlite://" if dialect == "sqlite" else "duckdb:///:memory:")
+        try:
+            table, marks = self._defined(engine, wanted)
+            with engine.connect() as connection:
+                if dialect == "sqlite":  # whose driver begins none for CREATE TABLE
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                try:
+                    for one in (table, marks):
+                        one.create(connection, checkfirst=True)
+                    nulls = select(*(null() for _ in wanted)).where(false())
+                    connection.execute(table.insert().from_select(wanted.names, nulls))
+                    note = select(null(), null()).where(false())
+                    connection.execute(marks.insert().from_select(["plan", "target"], note))
+                    connection.execute(marks.update().where(false()).values(run_key=""))
+                    if self.target.key:
+                        connection.execute(table.delete().where(false()))
+                finally:
+                    connection.rollback()
+        finally:
+            engine.dispose()
+
+    def holds(self, plan: str, recorded: str) -> bool:
+        with self.plainly():
+            if not self._database_is_there():
+                return False
+            engine = self._engine()
+            try:
+                table = self._reflected(engine)
+                if table is None or not self._has(engine, OURS):
+                    return False
+                self._check_marks(engine)
+                marks = self._marks()
+                return plan in self._published(engine, table, marks)[0]
+            finally:
+                engine.dispose()
+
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
         engine = self._engine()
-        wanted = converted_schema(rows.schema, self.target)
         try:
             for last in reversed(range(PUBLISH_TRIES)):
                 with self.plainly(rows):
-                    table, marks = self._tables(engine, wanted)
-                    self.fit(
-                        wanted, _columns(table)
-                    )  # else SQLAlchemy leaves out what is not there
-                    observe("opened")
-                    if self._found(engine, marks, rows):
-                        return ""
-                    observe("looked")
                     try:
-                        self._insert(engine, table, marks, rows, observe)
+                        if self._attempt(engine, rows, observe):
+                            return ""
                     except IntegrityError:
-                        if self._found(engine, marks, rows):
+                        if self.holds(rows.plan, ""):
                             return ""
                         raise  # a row that the table does not take
                     except DataError as error:
@@ -95,29 +198,62 @@ class SqlSink(Sink):
                             "a postprocess and run the job under another run key, where reuse "
                             "keeps the answers"
                         ) from error
-                    except OperationalError:
-                        if last:  # locked, or the connection broke: look again
-                            continue
-                        raise
-                    observe("committed")
-                    return ""
+                    except OperationalError as error:
+                        # Locked, or the connection broke: look again.
+                        if not last or self.hopeless(error) is not None:
+                            raise
         finally:
             engine.dispose()
         raise PublishFailed(f"{self.what}: the database did not take the rows")
 
+    def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
+        """Whether the rows are there; False where another publisher was faster, so that the table
+        is to be looked at again."""
+        wanted = converted_schema(rows.schema, self.target)
+        table, marks = self._tables(engine, wanted)
+        self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out what is not there
+        observe("opened")
+        valid, stale = self._published(engine, table, marks)
+        if rows.plan in valid:
+            return True
+        observe("looked")
+        if not self._insert(engine, table, marks, stale, rows, observe):
+            return False
+        observe("committed")
+        return True
+
     def _insert(
-        self, engine: Any, table: Any, marks: Any, rows: AnsweredRows, observe: Observe
-    ) -> None:
+        self,
+        engine: Any,
+        table: Any,
+        marks: Any,
+        stale: dict[str, str],
+        rows: AnsweredRows,
+        observe: Observe,
+    ) -> bool:
         from sqlalchemy import and_, bindparam, true
 
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
-            note = {"hash": rows.plan, "run_key": rows.run_key, "rows": rows.count}
-            connection.execute(marks.insert(), [note | {"at": datetime.now(UTC).isoformat()}])
+            note = {"run_key": rows.run_key, "rows": rows.count}
+            note["at"] = datetime.now(UTC).isoformat()
+            if (
+                rows.plan in stale
+            ):  # only as it was looked at: another publisher may have renewed it
+                one = and_(*self._mark(marks, rows.plan), marks.c.at == stale[rows.plan])
+                if not connection.execute(marks.update().where(one).values(**note)).rowcount:
+                    return False
+            else:
+                key = {"plan": rows.plan, "target": self._mark_name}
+                connection.execute(marks.insert(), [key | note])
+            for plan, at in stale.items():
+                if plan != rows.plan:
+                    one = and_(*self._mark(marks, plan), marks.c.at == at)
+                    connection.execute(marks.delete().where(one))
             observe("in transaction")
             keys = self.target.key
             if keys:  # else two runs with one key might both find it absent, and both add it
-                turn = marks.c.hash == self._turn
+                turn = and_(*self._mark(marks, TURN))
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
             where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
             for batch in _values(rows, wanted, engine.dialect.name, _unpacked(table)):
@@ -126,90 +262,227 @@ class SqlSink(Sink):
                     connection.execute(table.delete().where(where), named)
                 connection.execute(table.insert(), batch)
             observe("inserted")
+        return True
 
-    def _found(self, engine: Any, marks: Any, rows: AnsweredRows) -> bool:
+    def _published(
+        self, engine: Any, table: Any, marks: Any
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """(plans whose rows are in the table, plans whose rows it lost), each with the time in its
+        mark. Marks are read first: whoever adds rows after that is not among them."""
+        from sqlalchemy import literal, select
+        from sqlalchemy.exc import DBAPIError
+
         with engine.connect() as connection:
-            found = connection.execute(marks.select().where(marks.c.hash == rows.plan)).first()
-        return found is not None
+            found = connection.execute(
+                select(marks.c.plan, marks.c.at).where(marks.c.target == self._mark_name)
+            ).all()
+        plans = {str(plan): str(at) for plan, at in found if plan != TURN}
+        if not plans:
+            return {}, {}
+        try:
+            with engine.connect() as connection:
+                first = connection.execute(select(literal(1)).select_from(table).limit(1)).first()
+        except DBAPIError as error:
+            if super().hopeless(error) is None:
+                raise
+            return plans, {}  # the user may add rows and not read them
+        return (plans, {}) if first is not None else ({}, plans)
 
-    def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
-        """(the table, ours), made where they are not there. In transactions of their own, since
-        many databases end one at such a statement."""
-        from sqlalchemy import BigInteger, Column, MetaData, String, Table
-        from sqlalchemy.exc import IntegrityError
-
-        table = self._reflected(engine)
+    @property
+    def _names(self) -> tuple[str, str]:
+        """(schema or "", name) of the table."""
         schema, _, name = (self.target.table or "").rpartition(".")
-        known = MetaData(schema=schema or None)
-        marks = Table(
+        return schema, name
+
+    @property
+    def _mark_name(self) -> str:
+        """The table in a mark. Its schema is that of the marks."""
+        return _folded(self._names[1], self._url().get_backend_name())
+
+    def _mark(self, marks: Any, plan: str) -> tuple[Any, ...]:
+        return marks.c.plan == plan, marks.c.target == self._mark_name
+
+    def _marks(self) -> Any:
+        from sqlalchemy import BigInteger, Column, MetaData, String, Table
+
+        return Table(
             OURS,
-            known,
-            Column("hash", String(64), primary_key=True),
+            MetaData(schema=self._names[0] or None),
+            Column("plan", String(64), primary_key=True),
+            Column("target", String(255), primary_key=True),
             Column("run_key", String(200)),
             Column("rows", BigInteger),
             Column("at", String(40)),
         )
+
+    def _check_marks(self, engine: Any) -> None:
+        """`ConfigError` for a table of our name that holds something else."""
+        there = self._columns_of(engine, OURS)
+        names = {column["name"].lower() for column in there or ()}
+        if there is not None and not {"plan", "target", "run_key", "rows", "at"} <= names:
+            raise ConfigError(
+                f"{self.what}: the table {OURS} there has the columns {', '.join(sorted(names))}, "
+                "not those of this version. Rename or drop it; runs that it names are then "
+                "published again if they are asked to"
+            )
+
+    def _defined(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
+        """(the table, as it is there or as it will be made; ours)."""
+        from sqlalchemy import Column, MetaData, Table
+
+        schema, name = self._names
+        table = self._reflected(engine)
         if table is None:
             columns = [
                 Column(field.name, _sql_type(field.type, engine.dialect.name)) for field in wanted
             ]
-            table = Table(name, known, *columns)
+            table = Table(name, MetaData(schema=schema or None), *columns)
+        return table, self._marks()
+
+    def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
+        """(the table, ours), made where they are not there. In transactions of their own, since
+        many databases end one at such a statement."""
+        from sqlalchemy.exc import IntegrityError
+
+        table, marks = self._defined(engine, wanted)
         for one in (table, marks):
             _create(engine, one)
         if self.target.key:
             try:
                 with engine.begin() as connection:
-                    connection.execute(marks.insert(), [{"hash": self._turn}])
+                    connection.execute(marks.insert(), [{"plan": TURN, "target": self._mark_name}])
             except IntegrityError:
                 pass  # another publisher has made it
         return table, marks
 
-    @property
-    def _turn(self) -> str:
-        """The row of our table whose lock a merge into this table holds until it is committed."""
-        return f"merge {self.target.table}"[:64]
+    def _has(self, engine: Any, name: str) -> bool:
+        return self._columns_of(engine, name) is not None
 
-    def _reflected(self, engine: Any) -> Any:
-        from sqlalchemy import MetaData, Table, Uuid
+    def _columns_of(self, engine: Any, name: str) -> list[Any] | None:
+        from sqlalchemy import inspect
         from sqlalchemy.exc import NoSuchTableError
 
-        schema, _, name = (self.target.table or "").rpartition(".")
         try:
-            table = Table(name, MetaData(schema=schema or None), autoload_with=engine)
+            return inspect(engine).get_columns(name, schema=self._names[0] or None) or None
         except NoSuchTableError:
             return None
-        for column in table.columns:
+
+    def _reflected(self, engine: Any) -> Any:
+        """The table that is there, with its columns alone: of keys and indexes DuckDB's dialect
+        cannot tell."""
+        from sqlalchemy import Column, MetaData, Table, Uuid
+
+        schema, name = self._names
+        found = self._columns_of(engine, name)
+        if found is None:
+            return None
+        columns = [Column(one["name"], one["type"], nullable=one["nullable"]) for one in found]
+        for column in columns:
             if isinstance(column.type, Uuid):  # a result has them as text
                 column.type = Uuid(as_uuid=False)
-        return table
+        return Table(name, MetaData(schema=schema or None), *columns)
 
     def hopeless(self, error: Exception) -> str | None:
-        from sqlalchemy.exc import DataError, IntegrityError, NotSupportedError, ProgrammingError
+        from sqlalchemy import exc
 
         if NO_PLACE.search(str(error)):
             return "there is no such database, so create it or correct uri"
         if (denied := super().hopeless(error)) is not None:
             return denied
-        refused = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
-        return "the database refuses the rows" if isinstance(error, refused) else None
+        if isinstance(error, (exc.TimeoutError, exc.DisconnectionError)):
+            return None
+        if isinstance(error, exc.DBAPIError) and _passes(error):
+            return None
+        if isinstance(error, (exc.SQLAlchemyError, ValueError, TypeError, OverflowError)):
+            return f"the database refuses {'the table' if self.planned else 'the rows'}"
+        return None
 
-    def _engine(self) -> Any:
-        from sqlalchemy import create_engine, make_url
-        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
-        from sqlalchemy.pool import NullPool
+    def _url(self) -> Any:
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
 
         try:
             url = make_url(self.target.uri or "")
-            url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
-            # A connection for each look: one that was kept may have been cut off meanwhile.
-            return create_engine(url, hide_parameters=True, poolclass=NullPool)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{self.what}: needs {error.name}, which is not installed; pip install it "
-                '("prefect-raybatch[postgresql]" brings psycopg: postgresql+psycopg://...)'
-            ) from None
-        except (ArgumentError, NoSuchModuleError) as error:
+        except (ArgumentError, ValueError) as error:
             raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
+        return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+
+    def _engine(self) -> Any:
+        from sqlalchemy import create_engine
+        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+        from sqlalchemy.pool import NullPool
+
+        url = self._url()
+        try:
+            # A connection for each look: one that was kept may have been cut off meanwhile.
+            engine = create_engine(url, hide_parameters=True, poolclass=NullPool)
+        except (ImportError, NoSuchModuleError) as error:
+            raise ConfigError(f"{self.what}: {missing_driver(url, error)}") from None
+        except ArgumentError as error:
+            raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
+        if engine.dialect.is_async:
+            raise ConfigError(
+                f"{self.what}: uri: the driver {engine.dialect.driver} is asynchronous; name "
+                f"another one, or none: {engine.dialect.name}://..."
+            )
+        return engine
+
+    def _file(self) -> str | None:
+        """The database's file; None for a server's, and for one that SQLite opens by a URI."""
+        url = self._url()
+        if url.get_backend_name() not in FILES or str(url.database).startswith(("file:", "md:")):
+            return None
+        if url.database in (None, "", ":memory:"):
+            raise ConfigError(
+                f"{self.what}: uri: a database in memory is gone with the process; name a file, "
+                f"such as {url.get_backend_name()}:////data/answers.db"
+            )
+        return str(url.database)
+
+    def _database_is_there(self) -> bool:
+        """Whether a connection would make no file."""
+        file = self._file()
+        return file is None or os.path.exists(file)
+
+    def _check_folder(self) -> None:
+        """`ConfigError` where the database's file cannot be made."""
+        if (file := self._file()) is not None:
+            self.need_writable(os.path.dirname(os.path.abspath(file)), made=False)
+
+
+def _folded(name: str, dialect: str) -> str:
+    """A name as the database tells it from others."""
+    if dialect in CASE_COUNTS:
+        return name
+    if dialect in UPPER_CASE:
+        return name.upper() if name == name.lower() else name
+    if dialect == "sqlite":  # which knows the case of ASCII letters alone
+        return "".join(c.lower() if c.isascii() else c for c in name)
+    return name.lower()
+
+
+def _passes(error: Any) -> bool:
+    """Whether an error of a database may pass: the SQLSTATE, MySQL's number, or its text tells. An
+    OperationalError that says nothing known may pass, but not one of a database in a file."""
+    from sqlalchemy import exc
+
+    original, text = error.orig, str(error.orig)
+    if error.connection_invalidated:
+        return True
+    state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    if state:
+        return str(state).startswith(PASSING_STATES)
+    refused = (exc.DataError, exc.IntegrityError, exc.NotSupportedError, exc.ProgrammingError)
+    if isinstance(error, refused):
+        return False
+    number = next(iter(getattr(original, "args", ())), None)
+    if type(original).__module__.partition(".")[0].lower() in ("pymysql", "mysqldb", "mysql"):
+        return number in MYSQL_PASSING
+    if _FINAL.search(text):
+        return False
+    if type(original).__module__.partition(".")[0] in ("sqlite3", "_duckdb", "duckdb"):
+        return _PASSING.search(text) is not None
+    return True
 
 
 def _columns(table: Any) -> pa.Schema:

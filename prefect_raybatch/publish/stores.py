@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from prefect_raybatch.publish.base import Sink
+import os
+import tempfile
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.publish.base import AnsweredRows, Sink
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 from prefect_raybatch.storage.library_errors import text_of
 
@@ -19,6 +25,26 @@ class FolderSink(Sink):
         """The library's `storage_options`; what is not given it looks up itself."""
         return object_store_options(s3_settings(self.options) if is_remote(self.uri) else None)
 
+    def place(self) -> tuple[str, ...]:
+        return folder_place(self.uri)
+
+    def rehearse_in_folder(self, wanted: pa.Schema) -> None:
+        """Make the table and write no row to it, in a folder that is removed: what its library
+        refuses of names and types shows there."""
+        with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+            changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
+            for names in ("key", "partition_by"):  # of a result whose columns are not all known
+                changed[names] = [n for n in getattr(self.target, names) if n in wanted.names]
+            target = self.target.model_copy(update=changed)
+            rows = AnsweredRows("", "", "", 0, wanted, lambda: iter(()))
+            type(self)(target, {}).publish(rows, lambda step: None)
+
     def scrub(self, error: object) -> str:
         """These libraries say what happened in the last of several lines."""
         return super().scrub(text_of(error))
+
+
+def folder_place(uri: str) -> tuple[str, ...]:
+    """The folder a target writes to, by which two targets are compared. Links are followed."""
+    whole = join(uri)
+    return ("folder", whole if is_remote(whole) else os.path.realpath(whole))

@@ -20,6 +20,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.job.table_formats import SQL_SCHEMES
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 
@@ -27,6 +28,23 @@ FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
 LOGIN_SECONDS = 20
 LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
 DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
+# What brings a dialect to SQLAlchemy that it does not have itself, as pip takes it.
+PACKAGES = {
+    **{"postgresql": '"prefect-raybatch[postgresql]"', "duckdb": '"prefect-raybatch[duckdb]"'},
+    **{"snowflake": "snowflake-sqlalchemy", "bigquery": "sqlalchemy-bigquery"},
+    **{"redshift": "sqlalchemy-redshift redshift_connector", "trino": '"trino[sqlalchemy]"'},
+    **{"clickhouse": "clickhouse-sqlalchemy", "clickhousedb": "clickhouse-connect"},
+    **{"databricks": "databricks-sqlalchemy", "cockroachdb": "sqlalchemy-cockroachdb psycopg"},
+    **{"awsathena": '"PyAthena[SQLAlchemy]"', "hana": "sqlalchemy-hana", "db2": "ibm_db_sa"},
+    **{"teradatasql": "teradatasqlalchemy", "vertica": "sqlalchemy-vertica-python"},
+}
+# What to do for a driver whose package is called otherwise, by the module that is missing.
+MODULES = {
+    "MySQLdb": "pip install mysqlclient, or pip install pymysql and write mysql+pymysql://",
+    "cx_Oracle": "pip install oracledb and write oracle+oracledb://",
+    "duckdb": 'pip install "prefect-raybatch[duckdb]"',
+    "psycopg2": 'pip install "prefect-raybatch[postgresql]" and write postgresql+psycopg://',
+}
 _PLAIN = (bool, int, float, str, bytes, Decimal, datetime, date, time, timedelta)
 _DENIED = re.compile(
     r"password|authentication|access denied|permission denied|not permitted|login failed|role .* "
@@ -60,7 +78,7 @@ def open_sql(source: Source) -> TableSource:
                 url, poolclass=NullPool, hide_parameters=True, connect_args=_arguments(url)
             )
         except (sqlalchemy.exc.NoSuchModuleError, ImportError) as error:
-            raise ConfigError(f"{what}: {_missing(url, error)}") from None
+            raise ConfigError(f"{what}: {missing_driver(url, error)}") from None
         connection = engine.connect()
         try:
             _begin(connection)
@@ -286,10 +304,24 @@ def _shown(url: Any) -> str:
     return str(plain.render_as_string())
 
 
-def _missing(url: Any, error: Exception) -> str:
-    if url.get_backend_name() == "postgresql":
-        return 'needs psycopg, which is not installed; pip install "prefect-raybatch[postgresql]"'
-    return f"its driver is not installed ({error}); install what SQLAlchemy names for it"
+def missing_driver(url: Any, error: Exception) -> str:
+    """What to install where SQLAlchemy has no dialect or no driver for a URL."""
+    dialect, name = url.get_backend_name(), url.drivername
+    module = getattr(error, "name", None)
+    if dialect not in SQL_SCHEMES:
+        return (
+            f"SQLAlchemy has no dialect {dialect!r}. Correct uri (dialect+driver://host/database), "
+            "or install the package that brings the dialect"
+        )
+    if module in MODULES:
+        return f"needs {module}, which is not installed; {MODULES[module]}"
+    if module is not None and dialect != "postgresql":
+        return f"needs {module}, which is not installed; pip install {module}"
+    needs = f"the driver of {name}://" if "+" in name else f"a dialect for {dialect}://"
+    if dialect == "postgresql":
+        needs = module or needs
+    packages = PACKAGES.get(dialect, f"the package that brings {name}")
+    return f"needs {needs}, which is not installed; pip install {packages}"
 
 
 def _plain(value: Any, text: bool = False) -> Any:
