@@ -351,20 +351,34 @@ def publish(
     run_dir: RunDir,
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="Job file whose targets and keys count."),
+        typer.Option("--job", metavar="JOB", help="Job file that names targets and keys."),
     ] = None,
+    targets_from_plan: Annotated[
+        bool,
+        typer.Option(
+            "--targets-from-plan", help="Publish to the targets that the run directory names."
+        ),
+    ] = False,
     run_date: RunDate = None,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Publish a finished run to the targets of its job (output.publish), each once."""
-    from prefect_raybatch.runs.publish_run import publish_run
+    """Publish a finished run to the targets of a job (output.publish), each once."""
+    from prefect_raybatch.runs.publish_run import other_targets, publish_run
 
     if set_ and job is None:
         raise ConfigError("--set changes a field of the job file: name one with --job")
+    if job and targets_from_plan:
+        raise ConfigError("--job and --targets-from-plan: give one of them")
     loaded = with_keys(_job(job, set_)) if job else None
     when = date_of(run_date) if run_date else None
-    report = publish_run(loaded, run_dir, run_date=when)
+    if loaded is not None and (differ := other_targets(loaded, run_dir, when)) is not None:
+        err.print(
+            f"the targets of {job}, which count:\n{differ[0]}\ndiffer from those that the run was "
+            f"begun with:\n{differ[1]}",
+            markup=False,
+        )
+    report = publish_run(loaded, run_dir, run_date=when, targets_from_plan=targets_from_plan)
     if as_json:
         print_json(report.to_dict())
         return

@@ -164,7 +164,7 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str, run: str | 
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
     if isinstance(error, PublishFailed) and run:
-        return f"raybatch publish {shlex.quote(run)}"
+        return f"raybatch publish {shlex.quote(run)} --job JOB.yaml"
     change: dict[str, Any] = {}
     if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
         change = _raised(job)

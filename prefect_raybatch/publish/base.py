@@ -92,6 +92,8 @@ class Sink(ABC):
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
+        if self.planned:
+            self.check_place()
         with self.plainly():
             there = self.existing()
         if there is not None:
@@ -104,6 +106,9 @@ class Sink(ABC):
                 self.rehearse(wanted, there)
         made = "is made when it is published to"
         return made if there is None else "is there, and its columns fit"
+
+    def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
+        """`ConfigError` where a local folder cannot be written to."""
 
     def check_names(self, names: Sequence[str]) -> None:
         """`ConfigError` for names of columns that the target cannot keep apart, or at all."""
@@ -178,15 +183,18 @@ class Sink(ABC):
             if rows is not None and rows.faults:
                 raise rows.faults.pop() from None
             if (remedy := self.hopeless(error)) is not None:
-                raise ConfigError(
-                    f"{self.what}: {remedy}: {self.scrub(error)}. What is in data/ stays as it is; "
-                    "once this is mended, a finished run goes on with raybatch publish RUN_DIR"
-                ) from error
+                rest = (
+                    "Nothing was asked yet"
+                    if self.planned
+                    else "What is in data/ stays as it is; once this is mended, a finished run "
+                    "goes on with raybatch publish RUN_DIR --job JOB"
+                )
+                raise ConfigError(f"{self.what}: {remedy}: {self.scrub(error)}. {rest}") from error
             after = (
                 "Mend the cause and run the same command again"
                 if self.planned
                 else "The result in data/ is whole; mend the cause and publish again: raybatch "
-                "publish RUN_DIR"
+                "publish RUN_DIR --job JOB"
             )
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. {after}"
@@ -200,7 +208,7 @@ class Sink(ABC):
     def lost(self) -> PublishFailed:
         return PublishFailed(
             f"{self.what}: {PUBLISH_TRIES} commits in a row lost to other writers of the table; "
-            "publish again when it is quieter: raybatch publish RUN_DIR"
+            "publish again when it is quieter: raybatch publish RUN_DIR --job JOB"
         )
 
     def scrub(self, error: object) -> str:

@@ -18,7 +18,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.storage import is_remote
 
 # What delta-rs says of rows, columns and tables that it will not take at another time either.
 _REFUSED = re.compile(
@@ -56,8 +55,6 @@ class DeltaSink(FolderSink):
         self.refuse_alike(names, str.lower)
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        if not is_remote(self.uri):
-            self.need_writable(self.uri)
         if there is None:
             self.rehearse_in_folder(wanted)
 

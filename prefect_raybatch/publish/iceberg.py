@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -63,6 +64,11 @@ class IcebergSink(Sink):
                 observe("committed")
                 return str(table.metadata.current_snapshot_id)
         raise self.lost()
+
+    def check_names(self, names: Sequence[str]) -> None:
+        super().check_names(names)
+        if "" in names:
+            raise ConfigError(f"{self.what}: Iceberg takes no column without a name. Give it one")
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
         """Make the table in a catalog in memory, with files in a folder that is removed."""

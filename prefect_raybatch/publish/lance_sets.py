@@ -12,7 +12,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.storage import is_remote
 
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
 
@@ -40,8 +39,6 @@ class LanceSink(FolderSink):
         return super().fit(wanted, there, whole)
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        if not is_remote(self.uri):
-            self.need_writable(self.uri)
         if there is None:
             self.rehearse_in_folder(wanted)
 

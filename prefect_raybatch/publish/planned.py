@@ -2,21 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pyarrow as pa
 
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.plan import with_free_names
-from prefect_raybatch.publish.publish import check_publish
+from prefect_raybatch.publish.publish import check_publish, check_unique
+from prefect_raybatch.source import Inventory
+from prefect_raybatch.stages.block import is_lost, losses
+from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.stages.result_columns import result_types
+from prefect_raybatch.storage import Store
+
+READ_ROWS = 100_000  # of the input, held at a time
 
 
-def check_targets_of(job: BatchJob, given: pa.Schema, run_key: str = "RUN_KEY") -> tuple[str, ...]:
+def check_targets_of(
+    job: BatchJob,
+    given: pa.Schema,
+    run_key: str = "RUN_KEY",
+    found: Inventory | None = None,
+    store: Store | None = None,
+    later: bool = False,
+) -> tuple[str, ...]:
     """A line for each target of the job, whose input has the columns `given`.
 
-    Raises `ConfigError` for a missing library or variable, a column that a target cannot keep, or
-    that does not fit the table there; `PublishFailed` for one that does not answer.
+    `found` is the whole input, of which the columns are read that a target takes no null in, or
+    merges by; `store` is the run's where they are its snapshot. `later`: the input is not at hand
+    yet, and this is called again with it. Raises `ConfigError` for whatever would make publishing
+    fail, as far as it can be known: a missing library or variable, a column that a target cannot
+    keep or that does not fit the table there, a place that cannot be written to, a key that is not
+    unique; `PublishFailed` for a target that does not answer.
     """
     if not job.output.publish:
         return ()
-    known, whole = result_types(with_free_names(job, given.names), given)
-    return tuple(check_publish(job.output.publish, run_key, job.output.options, known, whole))
+    job = with_free_names(job, given.names)
+    known, whole = result_types(job, given)
+    columns = _InputColumns(job, given, found, store, later)
+    return tuple(
+        check_publish(job.output.publish, run_key, job.output.options, known, whole, columns.check)
+    )
+
+
+class _InputColumns:
+    """Columns that go from the input to the result, and what is in them."""
+
+    def __init__(
+        self,
+        job: BatchJob,
+        given: pa.Schema,
+        found: Inventory | None,
+        store: Store | None,
+        later: bool,
+    ) -> None:
+        self._job, self._given, self._found, self._store = job, given, found, store
+        self._later = later
+        self._kept = {name for name in job.kept(given.names) if name in given.names}
+
+    def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
+        """`ConfigError` for a null where the table takes none, and for a key that is not unique.
+
+        Postprocess may leave out the rows concerned, so with it this is seen at the end only.
+        """
+        if self._job.output.postprocess is not None:
+            return
+        self._check_answers(target, never_null)
+        strict = [n for n in never_null if n in self._kept and n not in target.key]
+        key = target.key if self._kept.issuperset(target.key) else []
+        if self._found is None:
+            if not self._later and target.format in ("delta", "iceberg"):
+                for name in strict:
+                    if self._given.field(name).nullable:
+                        raise _may_be_null(target, name, "the column of the input may be")
+            return
+        strict = [name for name in strict if self._given.field(name).nullable]
+        if not strict and not key:
+            return
+        tables = list(self._read(self._found, [*strict, *key]))
+        if not tables:
+            return
+        values = pa.concat_tables(tables)
+        for name in strict:
+            if nulls := values[name].null_count:
+                raise _may_be_null(target, name, f"{nulls:,} rows of the input are")
+        if key:
+            check_unique(target, values.select(key), "the input")
+
+    def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
+        form = self._job.output.answer_form
+        for name, shape in (columns_of(form) if form is not None else {}).items():
+            if name in never_null and shape.nullable:
+                raise _may_be_null(target, name, "the schema of the answers lets it be")
+
+    def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
+        schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
+        reader = ShardReader(found.files, schema, self._store, self._job.source.options)
+        starts = range(0, reader.rows, READ_ROWS)
+        units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]
+        for task in reader.tasks(units, 1):
+            for table in reader.read(task):
+                if is_lost(table):
+                    raise SourceError(losses(table)[0].message)
+                yield table.select(schema.names)
+
+
+def _may_be_null(target: PublishTarget, name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"output.publish: {target.label}: column {name!r} is never null in the table there, and "
+        f"{why}. Let the table take null, or fill or leave out those rows"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -59,9 +59,11 @@ def check_publish(
     options: Mapping[str, Any],
     schema: pa.Schema,
     whole: bool = True,
+    look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
 ) -> list[str]:
     """A line a target on what publishing columns of these types would find; `whole`: they are all
-    columns of the result. Writes nothing.
+    columns of the result. Leaves nothing there. `look` is called with each target and the columns
+    to which its table takes no null.
 
     Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
     answer.
@@ -71,6 +73,7 @@ def check_publish(
     lines = []
     for target, sink in zip(targets, sinks, strict=True):
         lines.append(f"{target.label}: {target.place(run_key)} {sink.check(schema, whole)}")
+        look(target, sink.never_null)
     return lines
 
 
@@ -182,15 +185,19 @@ def _check_record(
 
 def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
     """`ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
-    if not target.key:
-        return
-    tables = [pa.Table.from_batches([batch.select(target.key)]) for batch in rows.read()]
-    keys = pa.concat_tables(tables)
+    if target.key:
+        tables = [pa.Table.from_batches([batch.select(target.key)]) for batch in rows.read()]
+        check_unique(target, pa.concat_tables(tables), "the result")
+
+
+def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
+    """`ConfigError` unless the columns of the target's key are unique and never null in `keys`,
+    rows of `where`."""
     for name in target.key:
         if nulls := keys[name].null_count:
             raise ConfigError(
                 f"output.publish: {target.label}: key column {name!r} is null in {nulls:,} rows of "
-                "the result; merge by a column that never is, or fill it in postprocess"
+                f"{where}; merge by a column that never is, or fill it in postprocess"
             )
     counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
     found = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
@@ -199,7 +206,7 @@ def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
         shown = twice.select(target.key).slice(0, KEYS_NAMED).to_pylist()
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)
         raise ConfigError(
-            f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in the "
-            f"result: {len(twice):,} values stand there more than once ({named}); merge by columns "
-            "that are, such as the input's own id"
+            f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in "
+            f"{where}: {len(twice):,} values stand there more than once ({named}); merge by "
+            "columns that are, such as the input's own id"
         )

@@ -236,11 +236,11 @@ class SqlSink(Sink):
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
             note = {"run_key": rows.run_key, "rows": rows.count}
-            note["at"] = datetime.now(UTC).isoformat()
+            note["published_at"] = datetime.now(UTC).isoformat()
             if (
                 rows.plan in stale
             ):  # only as it was looked at: another publisher may have renewed it
-                one = and_(*self._mark(marks, rows.plan), marks.c.at == stale[rows.plan])
+                one = and_(*self._mark(marks, rows.plan), marks.c.published_at == stale[rows.plan])
                 if not connection.execute(marks.update().where(one).values(**note)).rowcount:
                     return False
             else:
@@ -248,7 +248,7 @@ class SqlSink(Sink):
                 connection.execute(marks.insert(), [key | note])
             for plan, at in stale.items():
                 if plan != rows.plan:
-                    one = and_(*self._mark(marks, plan), marks.c.at == at)
+                    one = and_(*self._mark(marks, plan), marks.c.published_at == at)
                     connection.execute(marks.delete().where(one))
             observe("in transaction")
             keys = self.target.key
@@ -274,7 +274,7 @@ class SqlSink(Sink):
 
         with engine.connect() as connection:
             found = connection.execute(
-                select(marks.c.plan, marks.c.at).where(marks.c.target == self._mark_name)
+                select(marks.c.plan, marks.c.published_at).where(marks.c.target == self._mark_name)
             ).all()
         plans = {str(plan): str(at) for plan, at in found if plan != TURN}
         if not plans:
@@ -312,14 +312,14 @@ class SqlSink(Sink):
             Column("target", String(255), primary_key=True),
             Column("run_key", String(200)),
             Column("rows", BigInteger),
-            Column("at", String(40)),
+            Column("published_at", String(40)),
         )
 
     def _check_marks(self, engine: Any) -> None:
         """`ConfigError` for a table of our name that holds something else."""
         there = self._columns_of(engine, OURS)
         names = {column["name"].lower() for column in there or ()}
-        if there is not None and not {"plan", "target", "run_key", "rows", "at"} <= names:
+        if there is not None and not {"plan", "target", "run_key", "rows", "published_at"} <= names:
             raise ConfigError(
                 f"{self.what}: the table {OURS} there has the columns {', '.join(sorted(names))}, "
                 "not those of this version. Rename or drop it; runs that it names are then "
@@ -334,9 +334,10 @@ class SqlSink(Sink):
         table = self._reflected(engine)
         if table is None:
             columns = [
-                Column(field.name, _sql_type(field.type, engine.dialect.name)) for field in wanted
+                Column(_quoted(field.name, engine), _sql_type(field.type, engine.dialect.name))
+                for field in wanted
             ]
-            table = Table(name, MetaData(schema=schema or None), *columns)
+            table = Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
         return table, self._marks()
 
     def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
@@ -376,11 +377,14 @@ class SqlSink(Sink):
         found = self._columns_of(engine, name)
         if found is None:
             return None
-        columns = [Column(one["name"], one["type"], nullable=one["nullable"]) for one in found]
+        columns = [
+            Column(_quoted(one["name"], engine), one["type"], nullable=one["nullable"])
+            for one in found
+        ]
         for column in columns:
             if isinstance(column.type, Uuid):  # a result has them as text
                 column.type = Uuid(as_uuid=False)
-        return Table(name, MetaData(schema=schema or None), *columns)
+        return Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
 
     def hopeless(self, error: Exception) -> str | None:
         from sqlalchemy import exc
@@ -448,6 +452,14 @@ class SqlSink(Sink):
         """`ConfigError` where the database's file cannot be made."""
         if (file := self._file()) is not None:
             self.need_writable(os.path.dirname(os.path.abspath(file)), made=False)
+
+
+def _quoted(name: str, engine: Any) -> Any:
+    """A name that is quoted where it has to be. DuckDB's dialect knows the reserved words of
+    PostgreSQL alone ("at" is one of DuckDB's), so there each name is quoted."""
+    from sqlalchemy.sql import quoted_name
+
+    return quoted_name(name, True) if engine.dialect.name == "duckdb" else name
 
 
 def _folded(name: str, dialect: str) -> str:

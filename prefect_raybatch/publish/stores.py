@@ -28,6 +28,10 @@ class FolderSink(Sink):
     def place(self) -> tuple[str, ...]:
         return folder_place(self.uri)
 
+    def check_place(self) -> None:
+        if not is_remote(self.uri):
+            self.need_writable(self.uri)
+
     def rehearse_in_folder(self, wanted: pa.Schema) -> None:
         """Make the table and write no row to it, in a folder that is removed: what its library
         refuses of names and types shows there."""

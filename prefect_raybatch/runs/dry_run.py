@@ -93,7 +93,8 @@ def dry_run(
     found = source.peek(job.source) if snapshot else source.inventory(job.source)
     planning.check_against_schema(job, found.schema)
     job = planning.with_free_names(job, found.schema.names)
-    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY")
+    whole = None if snapshot else found
+    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY", whole, later=snapshot)
     resolved = resolved.pinned()
     model = resolved.model
     model_check.check(

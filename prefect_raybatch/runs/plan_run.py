@@ -126,7 +126,7 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
         first = job.source.model_copy(update={"limit": 1})
         schema = source.inventory(first).schema
     planning.check_against_schema(job, schema)
-    check_targets_of(job, schema)
+    check_targets_of(job, schema, later=True)
     return resolved
 
 
@@ -233,7 +233,8 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     trial_rows(job, sum(file.rows for file in found.files))
     if note := planning.alike_note(job):
         log.warning("%s", note)
-    for line in check_targets_of(job, found.schema, run_key):
+    snapshot = ledger.store if copied else None
+    for line in check_targets_of(job, found.schema, run_key, found, snapshot):
         log.info("to publish: %s", line)
     context = None
     if job.engine.max_model_len == "auto":

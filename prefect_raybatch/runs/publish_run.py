@@ -8,6 +8,7 @@ from datetime import date
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import with_dated_targets
+from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
@@ -23,11 +24,14 @@ def publish_run(
     uri: str,
     observe: Callable[[str], None] = lambda step: None,
     run_date: date | None = None,
+    targets_from_plan: bool = False,
 ) -> RunReport:
     """Publishes the finished run at `uri` to what `output.publish` of the job names, each target
     once; returns the report, which tells of it.
 
-    `job` None: that of the run's plan, which holds no keys. `run_date` is what {run_date} in a
+    A run directory is not trusted with targets: whoever can write to it could name a place of their
+    own. So `job` None is refused, with the targets that the run's plan names, unless
+    `targets_from_plan` says that these were looked at. `run_date` is what {run_date} in a
     target stands for, by default the date in the run key. Raises `IncompleteRun` while the run is
     not finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
     """
@@ -43,7 +47,14 @@ def publish_run(
             f"{store.uri} is not finished, so it is not published: finish it with the command it "
             f"was begun with (raybatch run JOB --run-key {plan.run_key})"
         )
-    job = job or BatchJob.from_dict(plan.job, "plan.json")
+    if job is None:
+        job = BatchJob.from_dict(plan.job, "plan.json")
+        if job.output.publish and not targets_from_plan:
+            raise ConfigError(
+                f"{store.uri}: name the job whose targets are meant with --job JOB. The run "
+                f"directory itself names these:\n{targets_text(job, plan.run_key)}\nTo publish to "
+                "them, look at each and give --targets-from-plan"
+            )
     job = with_dated_targets(job, plan.run_key, run_date)
     if not job.output.publish:
         raise ConfigError(
@@ -61,6 +72,33 @@ def publish_run(
     finally:
         _tell(ledger)
     return load_report(store)
+
+
+def targets_text(job: BatchJob, run_key: str) -> str:
+    """The targets of a job, one a line: name, format, place, mode, and the variables of the
+    environment that would be sent there."""
+    lines = []
+    for target in job.output.publish:
+        named = [target.uri or "", *map(str, target.catalog.values())]
+        sent = sorted({name for text in named for name in VARIABLE.findall(text)})
+        with_variables = f", with the variables {', '.join(sent)}" if sent else ""
+        lines.append(
+            f"  {target.label}: {target.format} {target.place(run_key)} ({target.mode})"
+            f"{with_variables}"
+        )
+    return "\n".join(lines)
+
+
+def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:
+    """(targets of the job, targets of the plan) of the run at `uri`, each as lines, where they
+    differ: a person may have taken the wrong job or the wrong run. None where they are the same."""
+    plan = need_plan(Ledger(open_store(uri, job.output.options or None)))
+    planned = BatchJob.from_dict(plan.job, "plan.json")
+    mine, theirs = (
+        targets_text(with_dated_targets(one, plan.run_key, run_date), plan.run_key)
+        for one in (job, planned)
+    )
+    return None if mine == theirs else (mine, theirs)
 
 
 def _tell(ledger: Ledger) -> None:

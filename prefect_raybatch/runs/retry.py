@@ -162,7 +162,7 @@ def retry_request(
     check_schema_names(known.job.output)
     schema = decode_schema(parent.plan.input_schema)
     planning.check_against_schema(known.job, schema)
-    check_targets_of(known.job, schema, family.next_key)
+    check_targets_of(known.job, schema, family.next_key, later=True)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 

@@ -378,9 +378,12 @@ def _unreadable(file: File) -> str:
             "brotli"
         )
     if name.endswith(DATABASES):
+        duckdb = name.endswith(".duckdb")
+        needs = ', which needs pip install "prefect-raybatch[duckdb]",' if duckdb else ""
         return (
-            "a database is not read as a file; write source.uri: sqlite:////FOLDER/FILE (or "
-            "duckdb:///...) and the SELECT to read as source.query"
+            f"a database is not read as a file; write source.uri: "
+            f"{'duckdb' if duckdb else 'sqlite'}:////FOLDER/FILE{needs} and the SELECT to read as "
+            "source.query"
         )
     if name.endswith(WORKBOOKS):
         return "a workbook is not read; save its sheet as CSV (UTF-8) or Parquet"

@@ -193,27 +193,15 @@ def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(
 def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
     targets = [TARGETS[format][0](tmp_path) for format in FORMATS]
     parent = first_run(tmp_path / "out", output={"publish": targets})
-    publish_run(None, parent.store.uri)
+    publish_run(None, parent.store.uri, targets_from_plan=True)
     child = retried(parent.store.uri)
-    report = publish_run(None, child)
+    report = publish_run(None, child, targets_from_plan=True)
     assert [one.rows for one in report.published] == [len(FAILED)] * len(FORMATS)
     for _ in range(2):
         for format in FORMATS:
             assert numbers(format, tmp_path) == list(range(20)), format
-        publish_run(None, child)
-        publish_run(None, parent.store.uri)
-
-
-def test_a_table_that_is_gone_once_it_was_published_to_stays_gone(run, tmp_path):
-    """The record counts; whoever wants the rows again removes it."""
-    job = made("delta", run, tmp_path)
-    publish_run(job, str(run))
-    shutil.rmtree(tmp_path / "delta")
-    assert publish_run(job, str(run)).published[0].target == "delta"
-    assert not (tmp_path / "delta").exists()
-    (run / "_raybatch/published/delta.json").unlink()
-    publish_run(job, str(run))
-    assert numbers("delta", tmp_path) == ANSWERED
+        publish_run(None, child, targets_from_plan=True)
+        publish_run(None, parent.store.uri, targets_from_plan=True)
 
 
 def test_another_target_under_the_same_name_is_refused(run, tmp_path):
@@ -238,7 +226,7 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
     assert [p.name for p in (tmp_path / "lake").iterdir()] == ["2026-07-01"]
     key = "nightly-20260702T010000Z"
     parent = first_run(tmp_path / "out", key=key, output={"publish": [target]}).store.uri
-    publish_run(None, retried(parent))
+    publish_run(None, retried(parent), targets_from_plan=True)
     assert {p.name for p in (tmp_path / "lake").iterdir()} == {"2026-07-01", "2026-07-02"}
 
 
@@ -255,7 +243,7 @@ def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
 
 def test_a_run_that_is_not_finished_or_names_no_target_is_not_published(run, tmp_path):
     with pytest.raises(ConfigError, match="names no target"):
-        publish_run(None, str(run))
+        publish_run(None, str(run), targets_from_plan=True)
     begun = first_run(tmp_path / "begun", finish=False)
     with pytest.raises(IncompleteRun, match="--run-key key"):
         publish_run(made("delta", run, tmp_path), begun.store.uri)

@@ -176,9 +176,9 @@ def test_a_retry_of_failed_rows_is_published_beside_its_parent(server, tmp_path)
     parent = first_run(
         tmp_path / "out", output={"publish": [target(server, "family", mode="merge", key=["id"])]}
     )
-    publish_run(None, parent.store.uri)
+    publish_run(None, parent.store.uri, targets_from_plan=True)
     child = retried(parent.store.uri)
-    assert publish_run(None, child).published[0].rows == len(FAILED)
+    assert publish_run(None, child, targets_from_plan=True).published[0].rows == len(FAILED)
     assert sorted(rows_of(server, "family")) == list(range(20))
 
 

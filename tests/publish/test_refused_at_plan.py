@@ -1,0 +1,295 @@
+"""Whatever would make publishing fail is refused when the run is planned, and is not retried."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, Schema, write_deltalake
+from helpers.small import make_job
+from helpers.targets import TARGETS, published_rows
+from sqlalchemy.exc import OperationalError
+
+from prefect_raybatch.errors import ConfigError, PublishFailed
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.publish.publish import check_publish, open_sink
+from prefect_raybatch.source import inventory
+
+
+def plan(schema: pa.Schema, *targets: dict[str, Any]) -> list[str]:
+    return check_publish([PublishTarget.model_validate(one) for one in targets], "key", {}, schema)
+
+
+def publish(table: pa.Table, target: dict[str, Any], plan: str = "p" * 64) -> None:
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    sink.publish(published_rows(table, plan), lambda step: None)
+
+
+def duckdb(root: Path, **more: Any) -> dict[str, Any]:
+    return {"format": "sql", "uri": f"duckdb:///{root}/rows.duckdb", "table": "answers", **more}
+
+
+def texts(*names: str) -> pa.Schema:
+    return pa.schema([(name, pa.string()) for name in names])
+
+
+# --- names of columns ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [TARGETS["delta"][0], TARGETS["sql"][0], duckdb])
+def test_columns_that_are_one_to_the_target_are_refused(make, tmp_path):
+    with pytest.raises(ConfigError, match="columns 'Name' and 'name' are the same to"):
+        plan(texts("Name", "name"), make(tmp_path))
+    job = make_job(output={"uri": str(tmp_path), "publish": [make(tmp_path)]})
+    with pytest.raises(ConfigError, match="columns 'Response' and 'response'"):
+        check_targets_of(job, texts("id", "Company", "Response"))
+
+
+@pytest.mark.parametrize("format", ["iceberg", "lance", "parquet", "jsonl"])
+def test_other_targets_keep_columns_that_differ_in_case(format, tmp_path):
+    target, table = TARGETS[format][0](tmp_path), pa.table({"_row": [1], "A": ["x"], "a": ["y"]})
+    plan(table.schema, target)
+    publish(table, target)
+    assert TARGETS[format][1](tmp_path) == table.to_pylist()
+
+
+def test_sqlite_tells_letters_beyond_ascii_apart_and_duckdb_too(tmp_path):
+    table = pa.table({"_row": [1], "Ä": ["x"], "ä": ["y"]})
+    plan(table.schema, TARGETS["sql"][0](tmp_path))
+    publish(table, TARGETS["sql"][0](tmp_path))
+    assert TARGETS["sql"][1](tmp_path) == table.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "said"),
+    [
+        ("lance", "a.b", r"cannot contain `\.`"),
+        ("lance", "_rowid", "reserved name"),
+        ("iceberg", "", "no column without a name"),
+        ("sql", "", "no name that a database takes"),
+        ("sql", "a\0b", "no name that a database takes"),
+    ],
+)
+def test_a_name_that_the_target_does_not_take_is_refused(format, name, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        plan(texts("_row", name), TARGETS[format][0](tmp_path))
+    assert not list(tmp_path.glob("lance*")) and not (tmp_path / "rows.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "said"),
+    [
+        ("postgresql://127.0.0.1:1/x", "n" * 64, "has 64 bytes, and postgresql takes 63"),
+        ("postgresql://127.0.0.1:1/x", "ö" * 32, "has 64 bytes, and postgresql takes 63"),
+    ],
+)
+def test_a_name_that_a_database_would_cut_off_is_refused(uri, name, said):
+    target = {"format": "sql", "uri": uri, "table": "t"}
+    with pytest.raises(ConfigError, match=f"column '{name}' {said}"):
+        plan(texts(name), target)
+    with pytest.raises(ConfigError, match=f"table '{name}' {said}"):
+        plan(texts("a"), {**target, "table": name})
+    with pytest.raises(PublishFailed):  # the name is fine, and nobody answers
+        plan(texts(name[:31]), target)
+
+
+# --- tables that are there ----------------------------------------------------------------------
+
+
+def never_null(root: Path, name: str = "id") -> dict[str, Any]:
+    schema = pa.schema(
+        [
+            pa.field(one, pa.int64() if one in ("id", "_row") else pa.string(), one != name)
+            for one in ("id", "Company", "response", "_row")
+        ]
+    )
+    target = TARGETS["delta"][0](root)
+    DeltaTable.create(target["uri"], schema=Schema.from_arrow(schema))
+    return target
+
+
+def test_a_null_that_a_delta_table_does_not_take_is_found_in_the_input(tmp_path):
+    target, place = never_null(tmp_path), tmp_path / "in.parquet"
+    for id, nulls in ([1, 2], 0), ([1, None], 1):
+        table = pa.table({"id": pa.array(id, pa.int64()), "Company": ["x", "y"]})
+        pq.write_table(table, place)
+        job = make_job(
+            source={"uri": str(place)}, output={"uri": str(tmp_path), "publish": [target]}
+        )
+        found = inventory(job.source)
+        if not nulls:
+            (line,) = check_targets_of(job, found.schema, "key", found)
+            assert "its columns fit" in line
+            continue
+        with pytest.raises(ConfigError, match=r"'id' is never null in the table .* 1 rows of the"):
+            check_targets_of(job, found.schema, "key", found)
+    with pytest.raises(ConfigError, match=r"'id' is never null .*the input may be"):
+        check_targets_of(job, found.schema)
+
+
+def test_a_key_that_is_not_unique_or_null_is_found_in_the_input(tmp_path):
+    place = tmp_path / "in.parquet"
+    for ids, said in (([1, 1], "not unique in the input: 1 values"), ([1, None], "null in 1 rows")):
+        pq.write_table(pa.table({"id": ids, "Company": ["x", "y"]}), place)
+        target = TARGETS["sql"][0](tmp_path, mode="merge", key=["id"])
+        job = make_job(
+            source={"uri": str(place)}, output={"uri": str(tmp_path), "publish": [target]}
+        )
+        found = inventory(job.source)
+        with pytest.raises(ConfigError, match=said):
+            check_targets_of(job, found.schema, "key", found)
+
+
+def test_a_merge_into_a_delta_table_that_takes_appends_alone_is_refused(tmp_path):
+    table = pa.table({"_row": [1], "a": ["x"]})
+    write_deltalake(str(tmp_path / "delta"), table, configuration={"delta.appendOnly": "true"})
+    plan(table.schema, TARGETS["delta"][0](tmp_path))
+    with pytest.raises(ConfigError, match="takes appends alone"):
+        plan(table.schema, TARGETS["delta"][0](tmp_path, mode="merge", key=["_row"]))
+    with pytest.raises(ConfigError, match="partitioned by no column"):
+        plan(table.schema, TARGETS["delta"][0](tmp_path, partition_by=["a"]))
+
+
+# --- places -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["delta", "lance", "parquet", "jsonl"])
+def test_a_folder_that_cannot_be_made_is_refused(format, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    more = {"uri": f"{tmp_path}/file/{{run_key}}"}
+    with pytest.raises(ConfigError, match="file' is no folder"):
+        plan(texts("_row"), TARGETS[format][0](tmp_path, **more))
+
+
+@pytest.mark.parametrize("make", [TARGETS["sql"][0], duckdb])
+def test_a_plan_makes_no_database_file_and_refuses_one_that_cannot_be_made(make, tmp_path):
+    schema = pa.schema([("_row", pa.int64()), ("a", pa.string())])
+    plan(schema, make(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"nowhere' does not exist\. Create the folder"):
+        plan(schema, make(tmp_path / "nowhere"))
+    publish(pa.table({"_row": [1], "a": ["x"]}), make(tmp_path))
+    assert "fit" in plan(schema, make(tmp_path))[0]
+
+
+def test_a_database_in_memory_and_one_that_may_only_be_read_are_refused(tmp_path):
+    memory = {"format": "sql", "uri": "sqlite://", "table": "t"}
+    with pytest.raises(ConfigError, match="in memory is gone with the process"):
+        plan(texts("a"), memory)
+    place = tmp_path / "rows.db"
+    sqlite3.connect(place).close()
+    read_only = {**memory, "uri": f"sqlite:///file:{place}?mode=ro&uri=true"}
+    place.touch()
+    with pytest.raises(ConfigError, match=r"refuses the table: .*readonly database"):
+        plan(texts("a"), read_only)
+
+
+# --- drivers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("snowflake://a/b", "pip install snowflake-sqlalchemy"),
+        ("bigquery://a/b", "pip install sqlalchemy-bigquery"),
+        ("mysql://h/x", "needs MySQLdb, .*pip install mysqlclient"),
+        ("mysql+pymysql://h/x", "needs pymysql, .*pip install pymysql"),
+        ("mssql://h/x", "needs pyodbc, .*pip install pyodbc"),
+        ("oracle://h/x", r"needs cx_Oracle, .*oracle\+oracledb://"),
+        ("postgresql+pg8000://h/x", "needs pg8000, .*pip install "),
+        ("postgresql+asyncpg://h/x", "asynchronous; name another one"),
+        ("nonsense://h/x", "no dialect 'nonsense'"),
+    ],
+)
+def test_a_dialect_or_driver_that_is_missing_is_told_with_its_package(uri, said):
+    with pytest.raises(ConfigError, match=said):
+        plan(texts("a"), {"format": "sql", "uri": uri, "table": "t"})
+
+
+def test_duckdb_without_its_dialect_is_told_how_to_install_it(monkeypatch, tmp_path):
+    from sqlalchemy.dialects import registry
+    from sqlalchemy.exc import NoSuchModuleError
+
+    def missing(name: str) -> None:
+        raise NoSuchModuleError(f"Can't load plugin: sqlalchemy.dialects:{name}")
+
+    monkeypatch.setattr(registry, "load", missing)
+    with pytest.raises(ConfigError, match=r'pip install "prefect-raybatch\[duckdb\]"'):
+        plan(texts("a"), duckdb(tmp_path))
+
+
+def test_duckdb_is_published_to_and_read(tmp_path):
+    import duckdb as base
+
+    from prefect_raybatch.job.source import Source
+    from prefect_raybatch.source.tables.sql import open_sql
+
+    table = pa.table({"_row": [1, 2], "Name": ["x", None], "at": [1.5, 2.5]})
+    for night in "pq":
+        plan(table.schema, duckdb(tmp_path))
+        publish(table, duckdb(tmp_path), night * 64)
+        publish(table, duckdb(tmp_path), night * 64)
+    merged = duckdb(tmp_path, mode="merge", key=["_row"]) | {"table": "merged"}
+    for night in "pq":
+        publish(table, merged, night * 64)
+    with base.connect(str(tmp_path / "rows.duckdb")) as connection:
+        count = connection.execute("select count(*) from answers").fetchall()
+        rows = connection.execute("select * from merged order by _row").fetchall()
+        connection.execute("delete from answers")
+    assert (count, rows) == ([(4,)], [(1, "x", 1.5), (2, None, 2.5)])
+    publish(table, duckdb(tmp_path), "p" * 64)  # the table is empty
+    uri = f"duckdb:///{tmp_path}/rows.duckdb"
+    found = open_sql(Source(uri=uri, format="sql", query="select * from answers order by _row"))
+    assert pa.Table.from_batches(found.batches(None, None)).to_pylist() == table.to_pylist()
+    found.close()
+
+
+# --- refused for good ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("duplicate column name: a", False),
+        ("no such table: t", False),
+        ("attempt to write a readonly database", False),
+        ("too many SQL variables", False),
+        ("database is locked", True),
+        ("disk I/O error", True),
+    ],
+)
+def test_what_sqlite_refuses_for_good_is_not_tried_again(said, passes, tmp_path, monkeypatch):
+    from prefect_raybatch.publish.sql import SqlSink
+
+    tries = []
+
+    def fail(*arguments: Any) -> None:
+        tries.append(said)
+        raise OperationalError("INSERT", {}, sqlite3.OperationalError(said))
+
+    monkeypatch.setattr(SqlSink, "_insert", fail)
+    with pytest.raises(PublishFailed if passes else ConfigError, match=said):
+        publish(pa.table({"a": ["x"]}), TARGETS["sql"][0](tmp_path))
+    assert (len(tries) > 1) == passes
+
+
+def test_rows_that_a_delta_constraint_refuses_are_not_tried_again(tmp_path):
+    table = pa.table({"_row": [1]})
+    target = TARGETS["delta"][0](tmp_path)
+    publish(table, target)
+    DeltaTable(target["uri"]).alter.add_constraint({"small": "_row < 2"})
+    with pytest.raises(ConfigError, match="the table does not take the rows"):
+        publish(pa.table({"_row": [3]}), target, "q" * 64)
+
+
+def test_a_delta_table_that_became_append_only_is_not_tried_again(tmp_path):
+    target = TARGETS["delta"][0](tmp_path, mode="merge", key=["_row"])
+    table = pa.table({"_row": [1], "a": ["x"]})
+    write_deltalake(target["uri"], table, configuration={"delta.appendOnly": "true"})
+    with pytest.raises(ConfigError, match="append-only"):
+        publish(table, target)
