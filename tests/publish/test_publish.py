@@ -9,7 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
 from helpers.retries import FAILED, first_run, retried
 from helpers.small import read_json
 from helpers.targets import TARGETS
@@ -185,6 +187,23 @@ def test_a_key_that_is_not_unique_or_null_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"not unique .* 1 values .*Company='the same'"):
         publish_run(job_of(run, target), str(run))
     assert not (tmp_path / "delta").exists() and not (run / "_raybatch/published").exists()
+
+
+def test_a_merge_into_delta_is_looked_at_again_after_a_foreign_commit(run, older, tmp_path):
+    """A row that another writer appends under one of our keys is replaced, not doubled."""
+    job, tries = before("delta", tmp_path, run, older), []
+
+    def other(step: str) -> None:
+        if step == "looked":
+            tries.append(step)
+            if len(tries) == 1:
+                row = pa.Table.from_pylist([{"id": 99, "response": "theirs", "_row": 99}])
+                place = str(tmp_path / "delta")
+                write_deltalake(place, row, mode="append", schema_mode="merge")
+
+    publish_run(job, str(run), other)
+    assert len(tries) == 2, "the library committed a merge of what was there before"
+    assert sorted(row["id"] for row in TARGETS["delta"][1](tmp_path)) == [*range(20), 99]
 
 
 # --- a retry, and targets that changed ----------------------------------------------------------

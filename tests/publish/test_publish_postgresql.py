@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -22,7 +23,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.publish.publish import open_sink
+from prefect_raybatch.publish.publish import check_publish, open_sink
 from prefect_raybatch.runs.publish_run import publish_run
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
@@ -170,6 +171,97 @@ def test_two_publishers_of_one_run_and_two_runs_by_one_key_at_once(server, run, 
             "SELECT count(*) FROM _raybatch_published WHERE rows IS NOT NULL"
         ).fetchone()
     assert runs == 2
+
+
+def waiting(server: str) -> int:
+    """How many connections wait for a lock of another."""
+    with connect(server) as own:
+        (count,) = own.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        ).fetchone()
+    return count
+
+
+def test_a_merge_waits_for_the_merge_into_the_same_table_alone(server, run, tmp_path):
+    """Of two runs that both find a key absent, the second looks for it once the first is done."""
+    forget(server)
+    other = Path(first_run(tmp_path / "other", {}, text="old").store.uri)
+    jobs = {
+        table: [
+            (job_of(one, target(server, table, mode="merge", key=["id"])), str(one))
+            for one in (run, other)
+        ]
+        for table in ("turns", "elsewhere")
+    }
+    for publisher in jobs["elsewhere"]:  # makes the rows that are locked
+        publish_run(*publisher)
+    shutil.rmtree(run / "_raybatch/published")
+    first_in, go_on, second_in = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(step: str) -> None:
+        if step == "inserted":
+            first_in.set()
+            assert go_on.wait(120)
+
+    def note(step: str) -> None:
+        if step == "inserted":
+            second_in.set()
+
+    first = threading.Thread(target=publish_run, args=(*jobs["turns"][0], hold))
+    second = threading.Thread(target=publish_run, args=(*jobs["turns"][1], note))
+    first.start()
+    assert first_in.wait(120)
+    with connect(server) as own:
+        own.execute("DELETE FROM elsewhere")
+    publish_run(*jobs["elsewhere"][0])  # into another table: it does not wait
+    second.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not waiting(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert waiting(server) == 1 and not second_in.is_set()
+    finally:
+        go_on.set()
+        for one in (first, second):
+            one.join(120)
+    assert second_in.is_set()
+    assert sorted(rows_of(server, "turns")) == list(range(20))
+    with connect(server) as own:
+        keys = own.execute(
+            "SELECT count(DISTINCT run_key), count(*) FROM _raybatch_published "
+            "WHERE target = 'turns'"
+        ).fetchone()
+    assert keys == (1, 3)
+
+
+def test_a_user_without_rights_is_refused_at_plan_and_nothing_is_left(server):
+    schema = pa.schema([("id", pa.int64()), ("odd", pa.list_(pa.string())), ("at", pa.date32())])
+    with connect(server) as own:
+        own.execute("CREATE ROLE planner LOGIN PASSWORD 'g'")
+        own.execute("CREATE SCHEMA locked")
+        own.execute("CREATE TABLE readable (id int, odd jsonb, at date)")
+        own.execute("GRANT SELECT ON readable TO planner")
+        own.execute("DROP TABLE IF EXISTS _raybatch_published")
+        before = own.execute("SELECT count(*) FROM pg_class").fetchone()
+    uri = server.replace("://", "://planner:${PLANNER}@", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER", "g")
+        for table in ("locked.t", "readable"):
+            planned = PublishTarget(format="sql", uri=uri, table=table)
+            with pytest.raises(ConfigError, match="permission denied"):
+                check_publish([planned], "key", {}, schema)
+    for table in ("absent", "readable"):
+        planned = PublishTarget.model_validate(target(server, table))
+        check_publish([planned], "key", {}, schema)
+        merge = target(server, table, mode="merge", key=["id"])
+        check_publish([PublishTarget.model_validate(merge)], "key", {}, schema)
+    alike = pa.schema([("Name", pa.string()), ("name", pa.string())])
+    check_publish([PublishTarget.model_validate(target(server, "cases"))], "key", {}, alike)
+    nowhere = PublishTarget.model_validate(target(server, "no_such_schema.t"))
+    with pytest.raises(ConfigError, match='schema "no_such_schema" does not exist'):
+        check_publish([nowhere], "key", {}, schema)
+    with connect(server) as own:
+        assert own.execute("SELECT count(*) FROM pg_class").fetchone() == before
 
 
 def test_a_retry_of_failed_rows_is_published_beside_its_parent(server, tmp_path):

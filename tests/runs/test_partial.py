@@ -28,7 +28,7 @@ from prefect_raybatch.runs.listing import latest_complete, list_runs
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import status
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import Store, open_store
 
 
 def halfway(root: Path | str, failed: dict[int, str] = FAILED) -> SmallRun:
@@ -152,6 +152,19 @@ def test_what_was_cut_off_is_reaped_and_what_is_whole_stays(tmp_path, monkeypatc
     assert reap(made.store, -60.0).files == {"partials": 6}
     assert [path.name for path in (tmp_path / "key/partial").iterdir()] == [whole.run[-33:]]
     assert open_run(whole.run).dataset().count_rows() == len(THERE)
+
+
+def test_a_partial_result_of_which_a_file_was_reaped_meanwhile_has_no_record(tmp_path, monkeypatch):
+    made, real = halfway(tmp_path), PartialResult.put
+
+    def reaped(result: PartialResult, store: Store) -> None:
+        real(result, store)
+        store.delete([result.parts[0].path])
+
+    monkeypatch.setattr(PartialResult, "put", reaped)
+    with pytest.raises(IncompleteRun, match="removed by raybatch reap while it was written"):
+        finalize_partial(made.store.uri)
+    assert status(made.store.uri).partials == ()
 
 
 def test_a_run_that_is_completed_meanwhile_is_said_to_be(tmp_path):
