@@ -188,14 +188,13 @@ def test_a_merge_waits_for_the_merge_into_the_same_table_alone(server, run, tmp_
     other = Path(first_run(tmp_path / "other", {}, text="old").store.uri)
     jobs = {
         table: [
-            (job_of(one, target(server, table, mode="merge", key=["id"])), str(one))
+            (job_of(one, target(server, table, mode="merge", key=["id"], name=table)), str(one))
             for one in (run, other)
         ]
         for table in ("turns", "elsewhere")
     }
     for publisher in jobs["elsewhere"]:  # makes the rows that are locked
         publish_run(*publisher)
-    shutil.rmtree(run / "_raybatch/published")
     first_in, go_on, second_in = threading.Event(), threading.Event(), threading.Event()
 
     def hold(step: str) -> None:
